@@ -1,0 +1,52 @@
+"""Every error Towpath raises on purpose, one tree.
+
+    TowpathError
+    ├── TopologyError        a cluster that cannot be: uneven nodes, a world that does not fit
+    ├── PlacementError       extents that break a rule (P ≤ G ≤ OS, dividing, nodes only when filled)
+    ├── StrategyError        an unknown or contradictory strategy, wire, option or precision
+    ├── ShardError           a model that cannot be sharded as it stands
+    │   └── MismatchError    the ranks were given different things
+    ├── ShardTensorError     an operation that needs the whole tensor met a slice of it
+    ├── StepError            a training step in an order that would give wrong numbers
+    └── LabError             the laboratory could not be raised, or lost a node
+
+Each message says what was got, what was expected and what to do. An `assert` is for our own bugs only.
+"""
+
+from __future__ import annotations
+
+
+class TowpathError(Exception):
+    """The root of every error Towpath raises on purpose."""
+
+
+class TopologyError(TowpathError):
+    """A cluster that cannot be: uneven nodes, or a world that does not fit it."""
+
+
+class PlacementError(TowpathError):
+    """Extents that break a rule; the message names the rule and the nearest legal placement."""
+
+
+class StrategyError(TowpathError):
+    """An unknown or contradictory strategy, wire, option or precision."""
+
+
+class ShardError(TowpathError):
+    """A model that cannot be sharded as it stands."""
+
+
+class MismatchError(ShardError):
+    """The ranks were given different models, strategies or topologies; every rank raises it."""
+
+
+class ShardTensorError(TowpathError):
+    """An operation that needs the whole tensor met a `ShardTensor`, which holds a slice of it."""
+
+
+class StepError(TowpathError):
+    """A training step in an order that would give wrong numbers."""
+
+
+class LabError(TowpathError):
+    """The laboratory could not be raised, or lost one of its nodes."""
