@@ -1,0 +1,50 @@
+# Every target does all the set-up it needs: on a fresh machine `make test` is enough.
+#
+#   make setup    a virtual environment in .venv, with the versions that constraints.txt pins
+#   make demo     train a small GPT under several strategies, and print them side by side
+#   make test     the tests, on two workers
+#   make check    ruff, pyright and the import contracts
+#   make parity   every strategy on every shape of cluster with every model (long)
+
+PYTHON ?= python3
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+
+# Tools are called through the interpreter or from .venv alone: nothing of the machine's own leaks in.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# pyright would ask the network at each run whether it is the newest.
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: setup demo test check parity
+.DELETE_ON_ERROR:
+
+setup: $(READY)
+
+# pip knows dependency groups since 25.1. pyright may fetch its program when first called: here, not in a check.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Towpath needs Python 3.11 or newer; set PYTHON=")'
+	@echo "Setting up $(VENV) (some minutes the first time: torch is large)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group test --group check
+	$(BIN)/pyright --version
+	touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+# -m "" lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases.
+parity: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "" -o console_output_style=count tests/ranks/test_parity.py
