@@ -1,0 +1,108 @@
+"""The strategies that have a name: each a function from a topology (and options) to a value."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+from towpath.errors import StrategyError
+from towpath.spec.placement import Placement
+from towpath.spec.strategy import Kind, Strategy
+from towpath.spec.wire import Wire
+from towpath.topology.cluster import Extent, Topology
+
+NONE = Extent(1)
+
+
+def _ddp(topology: Topology) -> Placement:
+    return Placement(NONE, NONE, NONE)
+
+
+def _zero1(topology: Topology) -> Placement:
+    return Placement(NONE, NONE, topology.whole)
+
+
+def _zero2(topology: Topology) -> Placement:
+    return Placement(NONE, topology.whole, topology.whole)
+
+
+def _zero3(topology: Topology) -> Placement:
+    return Placement(topology.whole, topology.whole, topology.whole)
+
+
+def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
+    """Everything sharded in a partition group (default: the node), replicated across groups."""
+    group = group or Extent(topology.ranks_per_node)
+    return Placement(group, group, group)
+
+
+def _hpz(topology: Topology) -> Placement:
+    """zero3, and a node-local copy for the backward pass (ZeRO++, section 3.2)."""
+    return Placement(topology.whole, topology.whole, topology.whole, Extent(topology.ranks_per_node))
+
+
+def _lins(
+    topology: Topology,
+    *,
+    params: Extent = NONE,
+    grads: Extent = NONE,
+    optimizer: Extent | None = None,
+    backward_params: Extent | None = None,
+) -> Placement:
+    """Any extents; the default is the paper's for a 7B model: only the optimizer states, within the node."""
+    return Placement(params, grads, optimizer or Extent(topology.ranks_per_node), backward_params)
+
+
+def _paro(code: str) -> Callable[[Topology], Placement]:
+    """PaRO: P, G and OS each not sharded (n), in the node (i) or globally (g)."""
+
+    def place(topology: Topology) -> Placement:
+        extent = {"n": NONE, "i": Extent(topology.ranks_per_node), "g": topology.whole}
+        return Placement(*(extent[letter] for letter in code))
+
+    return place
+
+
+_PLACERS: dict[str, Callable[..., Placement]] = {
+    "ddp": _ddp,
+    "zero1": _zero1,
+    "zero2": _zero2,
+    "zero3": _zero3,
+    "mics": _mics,
+    "hpz": _hpz,
+    "lins": _lins,
+    **{f"paro-{p}{g}{o}": _paro(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
+}
+
+
+def strategies() -> tuple[str, ...]:
+    """Every preset's name."""
+    return tuple(sorted(_PLACERS))
+
+
+def strategy(name: str, topology: Topology, **options: Any) -> Strategy:
+    """The preset `name` on `topology`.
+
+    Options: `route=` puts every transfer on one route, `gather=`, `backward_gather=`, `reduce=`, `sync=`,
+    `publish=` take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
+    """
+    placer = _PLACERS.get(name)
+    if placer is None:
+        close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]
+        raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
+    wires = {kind.value: options.pop(kind.value) for kind in list(Kind)[:5] if kind.value in options}
+    route = options.pop("route", None)
+    known = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
+    if unknown := set(options) - set(known):
+        raise StrategyError(
+            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; "
+            f"it takes {', '.join([*known, 'route', *(k.value for k in list(Kind)[:5])])}."
+        )
+    made = Strategy(topology, placer(topology, **options), name)
+    if route is not None:
+        made = replace(made, **{kind.value: Wire(route) for kind in list(Kind)[:5]})
+    return replace(made, **wires)

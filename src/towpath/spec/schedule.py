@@ -1,0 +1,248 @@
+"""One optimizer step as a list of transfers: what moves, when, over which ranks, how, and how many bytes.
+
+The engine executes the transfers that `plan_unit` derives; `Schedule` is the same transfers laid out in time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from towpath.errors import StrategyError
+from towpath.spec.formats import item_bytes
+from towpath.spec.precision import Precision
+from towpath.spec.routes import sends
+from towpath.spec.strategy import Kind, Strategy
+from towpath.spec.transitions import Cut, Move, everyone
+from towpath.spec.units import BucketSpec, UnitSpec
+from towpath.spec.wire import Wire
+from towpath.topology.cluster import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a step, on every group that runs it at once. `elements`: of one group's region."""
+
+    kind: Kind
+    unit: str
+    bucket: str
+    move: Move
+    wire: Wire
+    elements: int
+    dtype: str
+    topology: Topology
+    micro_step: int = 0
+
+    @property
+    def message_bytes(self) -> float:
+        """One message: one member's slice of the region."""
+        return self.elements * item_bytes(self.dtype) / self.move.members
+
+    @property
+    def inter_bytes(self) -> int:
+        """Sent between nodes, all ranks together."""
+        return round(sum(_messages(self.move, self.wire, self.topology)[1]) * self.message_bytes)
+
+    @property
+    def intra_bytes(self) -> int:
+        """Sent inside nodes, all ranks together."""
+        return round(_messages(self.move, self.wire, self.topology)[0] * self.message_bytes)
+
+    def cable_bytes(self, node: int) -> int:
+        """Sent by `node` over its cable."""
+        return round(_messages(self.move, self.wire, self.topology)[1][node] * self.message_bytes)
+
+    def __str__(self) -> str:
+        where = f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
+        return f"{self.kind.value} of {where}, {self.move.op.value} over {self.move.members} ranks"
+
+
+@lru_cache(maxsize=4096)
+def _messages(move: Move, wire: Wire, topology: Topology) -> tuple[int, tuple[int, ...]]:
+    """How many messages stay inside nodes, and how many leave each node."""
+    intra, leaving = 0, [0] * topology.nodes
+    for group in move.groups:
+        for send in sends(move.op, wire.route, group):
+            source, target = (topology.node_of(group.ranks[i]) for i in (send.source, send.target))
+            if source == target:
+                intra += 1
+            else:
+                leaving[source] += 1
+    return intra, tuple(leaving)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in."""
+
+    spec: BucketSpec
+    numel: int
+    own_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    params: Cut
+    grads: Cut
+    optimizer: Cut
+    backward_copy: Cut | None
+    transfers: dict[Kind, tuple[Transfer, ...]]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself."""
+        return self.compute_dtype != self.own_dtype
+
+    @property
+    def grad_is_view(self) -> bool:
+        """Whether `.grad` can be a view of the G shard."""
+        return self.reduce_dtype == self.own_dtype
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
+        compute, reduce, own = (item_bytes(d) for d in (self.compute_dtype, self.reduce_dtype, self.own_dtype))
+        master = self.numel // self.optimizer.count * own
+        return {
+            "params": self.numel // self.params.count * compute,
+            "master": master if self.has_master else 0,
+            "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
+            "grads": self.numel // self.grads.count * reduce if self.spec.trainable else 0,
+            "grad": master if self.spec.trainable and not self.grad_is_view else 0,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    spec: UnitSpec
+    buckets: tuple[BucketPlan, ...]
+
+    def transfers(self, kind: Kind) -> Iterator[Transfer]:
+        for bucket in self.buckets:
+            yield from bucket.transfers[kind]
+
+
+def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitPlan:
+    return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision) for bucket in unit.buckets))
+
+
+def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
+    moves, own = strategy.moves, bucket.dtype
+    compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
+    numel = bucket.padded(moves.optimizer.count)
+    # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
+    copy = moves.backward_params if strategy.placement.backward_params and not unit.kept else None
+
+    def travel(kind: Kind, moves: Iterable[Move], dtype: str) -> tuple[Transfer, ...]:
+        return tuple(
+            Transfer(
+                kind, unit.name, bucket.name, m, strategy.wire(kind), numel // m.regions, dtype, strategy.topology
+            )
+            for m in moves
+        )
+
+    return BucketPlan(
+        bucket,
+        numel,
+        own,
+        compute,
+        reduce,
+        moves.params,
+        moves.grads,
+        moves.optimizer,
+        copy,
+        {
+            Kind.GATHER: travel(Kind.GATHER, moves.gather, compute),
+            Kind.BACKWARD_GATHER: travel(Kind.BACKWARD_GATHER, moves.backward_gather if copy else moves.gather, compute),
+            Kind.REDUCE: travel(Kind.REDUCE, moves.reduce if bucket.trainable else (), reduce),
+            Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), reduce),
+            Kind.PUBLISH: travel(Kind.PUBLISH, moves.publish, compute),
+        },
+    )
+
+
+def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
+    """Which parameters any rank used: one byte each, combined at the boundary (an unused one keeps `.grad` None)."""
+    moves = everyone(strategy.topology) if parameters else ()
+    return tuple(Transfer(Kind.USAGE, "", "", m, Wire(), parameters, "uint8", strategy.topology) for m in moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Every transfer of one optimizer step, in the order in which the engine submits them."""
+
+    strategy: Strategy
+    micro_steps: int
+    plans: tuple[UnitPlan, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def inter_bytes(self) -> int:
+        return sum(t.inter_bytes for t in self.transfers)
+
+    @property
+    def intra_bytes(self) -> int:
+        return sum(t.intra_bytes for t in self.transfers)
+
+    def cable_bytes(self, node: int) -> int:
+        """What `node` sends over its cable in one step."""
+        return sum(t.cable_bytes(node) for t in self.transfers)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What one rank keeps between steps, by kind, before the optimizer's own states."""
+        total: Counter[str] = Counter()
+        for plan in self.plans:
+            for bucket in plan.buckets:
+                total.update(bucket.memory_bytes())
+        return dict(total)
+
+    def __str__(self) -> str:
+        """One line per kind of transfer."""
+        lines = [f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"]
+        lines.append(f"  {'kind':<16} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}")
+        for kind in Kind:
+            mine = [t for t in self.transfers if t.kind is kind]
+            if mine:
+                intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)
+                lines.append(f"  {kind.value:<16} {len(mine):>6} {intra:>16,} {inter:>16,}")
+        total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
+        return "\n".join([*lines, f"  {'total':<16} {total}"])
+
+
+def schedule(
+    strategy: Strategy, units: tuple[UnitSpec, ...], micro_steps: int, precision: Precision | None = None
+) -> Schedule:
+    """The transfers of one optimizer step of `micro_steps` micro-steps, in steady state."""
+    if type(micro_steps) is not int or micro_steps < 1:
+        raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
+    plans = tuple(plan_unit(strategy, unit, precision or Precision()) for unit in units)
+    return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps)))
+
+
+def backward_order(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
+    """Gradients come last unit first; the root's come last of all, for it holds the first layers too."""
+    return sorted(reversed(list(plans)), key=lambda p: p.spec.kept)
+
+
+def _laid_out(strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int) -> Iterator[Transfer]:
+    for micro_step in range(micro_steps):
+        for transfer in _one_micro_step(plans, first=micro_step == 0, last=micro_step == micro_steps - 1):
+            yield replace(transfer, micro_step=micro_step)
+    parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
+    for transfer in usage_transfers(strategy, parameters):
+        yield replace(transfer, micro_step=micro_steps - 1)
+
+
+def _one_micro_step(plans: tuple[UnitPlan, ...], first: bool, last: bool) -> Iterator[Transfer]:
+    if first:
+        for plan in plans:
+            for bucket in plan.buckets:
+                if bucket.spec.trainable:  # what the optimizer never writes is never published again
+                    yield from bucket.transfers[Kind.PUBLISH]
+    for plan in plans:
+        yield from plan.transfers(Kind.GATHER)
+    for plan in backward_order(plans):
+        if not plan.spec.kept:
+            yield from plan.transfers(Kind.BACKWARD_GATHER)
+        yield from plan.transfers(Kind.REDUCE)
+        if last:
+            yield from plan.transfers(Kind.SYNC)

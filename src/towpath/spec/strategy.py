@@ -1,0 +1,85 @@
+"""A strategy: a topology, a placement on it, and a wire for each kind of transfer. A value, nothing else."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from towpath.errors import StrategyError
+from towpath.spec.placement import LABELS, Placement
+from towpath.spec.transitions import Transitions, transitions
+from towpath.spec.wire import Wire
+from towpath.topology.cluster import Extent, Topology
+
+
+class Kind(StrEnum):
+    """The kinds of transfer in a step; the first five are fields of Strategy and of Transitions."""
+
+    GATHER = "gather"
+    BACKWARD_GATHER = "backward_gather"
+    REDUCE = "reduce"
+    SYNC = "sync"
+    PUBLISH = "publish"
+    USAGE = "usage"
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand."""
+
+    topology: Topology
+    placement: Placement
+    name: str = "custom"
+    gather: Wire = Wire()
+    backward_gather: Wire = Wire()
+    reduce: Wire = Wire()
+    sync: Wire = Wire()
+    publish: Wire = Wire()
+
+    def __post_init__(self) -> None:
+        self.placement.check(self.topology)
+
+    @property
+    def moves(self) -> Transitions:
+        return transitions(self.placement, self.topology)
+
+    def wire(self, kind: Kind) -> Wire:
+        return Wire() if kind is Kind.USAGE else getattr(self, kind.value)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
+        lines += [f"  {LABELS[name]:<16} {str(extent):>7}" for name, extent in self.placement.extents()]
+        for kind in list(Kind)[:5]:
+            moves = getattr(self.moves, kind.value)
+            what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
+            route = f" ({self.wire(kind)})" if moves else ""
+            lines.append(f"  {kind.value:<16} {what}{route}")
+        return "\n".join(lines)
+
+    def to_toml(self) -> str:
+        lines = [f'name = "{self.name}"']
+        lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
+        lines += ["[placement]"]
+        lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
+        for kind in list(Kind)[:5]:
+            wire = self.wire(kind)
+            lines += [f"[{kind.value}]", *(f'{f.name} = "{getattr(wire, f.name)}"' for f in fields(Wire))]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def from_toml(text: str) -> Strategy:
+        try:
+            table = tomllib.loads(text)
+            wires = {kind.value: Wire(**table.pop(kind.value)) for kind in list(Kind)[:5] if kind.value in table}
+            placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
+            return Strategy(Topology(**table.pop("topology")), placement, **wires, **_checked(table))
+        except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+            raise StrategyError(f"not a strategy: {error}. Expected the text that Strategy.to_toml() writes.") from error
+
+
+def _checked(rest: dict[str, Any]) -> dict[str, Any]:
+    if unknown := set(rest) - {"name"}:
+        raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
+    return rest

@@ -1,0 +1,59 @@
+"""What a model is to a schedule: units, and in each unit one flat buffer (bucket) per dtype and trainability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from towpath.spec.formats import item_bytes
+
+# Each parameter starts on 16 elements (32 bytes or more), so that vector loads stay aligned in every dtype.
+PARAMETER_ALIGNMENT = 16
+# Each slice of a cut is a multiple of this many elements, 64 bytes of bf16.
+SLICE_ALIGNMENT = 32
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """The parameters of a unit that lie in one flat buffer: one dtype, all trainable or all frozen."""
+
+    numels: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+
+    def __post_init__(self) -> None:
+        item_bytes(self.dtype)  # refuses a dtype that cannot travel
+
+    @property
+    def name(self) -> str:
+        return self.dtype if self.trainable else f"{self.dtype} frozen"
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each parameter starts; one more entry than parameters: the end of the last."""
+        return (0, *accumulate(round_up(n, PARAMETER_ALIGNMENT) for n in self.numels))
+
+    def padded(self, slices: int) -> int:
+        """The length of the flat buffer when its finest cut has `slices` slices."""
+        return round_up(self.offsets[-1], slices * SLICE_ALIGNMENT)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Parameters that are gathered together. A `kept` unit (the root) stays gathered from forward to backward."""
+
+    name: str
+    buckets: tuple[BucketSpec, ...]
+    kept: bool = False
+
+
+def units_from_numels(numels: Sequence[int] | Mapping[str, int], dtype: str = "float32") -> tuple[UnitSpec, ...]:
+    """Units of the given sizes, in forward order; in a mapping the name "" is the root unit."""
+    named = numels if isinstance(numels, Mapping) else {str(i): n for i, n in enumerate(numels)}
+    units = [UnitSpec(name, (BucketSpec((n,), dtype),), kept=name == "") for name, n in named.items()]
+    return tuple(sorted(units, key=lambda u: not u.kept))
