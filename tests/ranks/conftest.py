@@ -1,0 +1,35 @@
+"""Worlds of ranks that stay warm between tests, and a folder that all pytest workers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.server import World
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Callable[[int], World]]:
+    """`world(4)`: four ranks. The last world stays until another size is wanted, or until a rank of it failed."""
+    live: list[World] = []
+
+    def of(size: int) -> World:
+        if live and live[0].alive and live[0].size == size:
+            return live[0]
+        while live:
+            live.pop().close()
+        live.append(World(size))
+        return live[0]
+
+    yield of
+    while live:
+        live.pop().close()
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """One folder a session, the same one for every worker of pytest-xdist."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if hasattr(request.config, "workerinput") else base

@@ -1,0 +1,169 @@
+"""Real ranks for the tests: processes of one gloo group on loopback, forked from a server that has torch loaded.
+
+    World(4)                    four ranks that wait for work; world.run(fn, *args) calls fn on each of them
+    run_ranks(fn, 4, *args)     the same for a single call
+
+Inside, `fn` is an ordinary function of a module: it finds its rank by `torch.distributed`. A rank that fails ends its
+world: the first failure is raised here with its rank and traceback, and the other ranks are ended at once. A rank that
+hangs says where it stands. No ports (a file store), no sleeps, one torch thread a rank.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+# Shared memory where the machine has it: the store and the references are files, and are read often.
+SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+
+# How much longer than a rank's own limit the parent waits; only a rank that cannot even be ended makes it matter.
+_GRACE_SECONDS = 10.0
+
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # the optimizers load it at their first step: a second for every rank
+    "torch.nn.utils",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.bert.modeling_bert",
+]
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; the message holds its rank and its traceback."""
+
+
+class World:
+    """`size` ranks, alive until `close()` or their first failure."""
+
+    def __init__(self, size: int, group_timeout: float = 60.0) -> None:
+        self.size = size
+        self.alive = True
+        self._folder = tempfile.TemporaryDirectory(prefix="towpath-ranks-", dir=SCRATCH)
+        self._connections: list[multiprocessing.connection.Connection] = []
+        self._processes: list[Any] = []
+        context = _forkserver()
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, self._folder.name, group_timeout, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+        """`fn(*args)` on every rank at once; what each returned, by rank."""
+        assert self.alive, "this world has ended; make another"
+        try:
+            for connection in self._connections:
+                connection.send((fn, args, timeout))
+            return self._collect(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _collect(self, timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        while waiting:
+            ready = multiprocessing.connection.wait(list(waiting), timeout + _GRACE_SECONDS)
+            if not ready:
+                raise RankError(f"[ranks {sorted(waiting.values())} of {self.size}] no answer in {timeout} s")
+            for connection in ready:
+                rank = waiting.pop(connection)  # pyright: ignore[reportArgumentType]
+                try:
+                    ok, value = connection.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                except (EOFError, ConnectionResetError):
+                    ok, value = False, self._last_words(rank)
+                if not ok:
+                    raise RankError(f"[rank {rank} of {self.size}]\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.size)]
+
+    def _last_words(self, rank: int) -> str:
+        self._processes[rank].join(_GRACE_SECONDS)
+        stack = Path(self._folder.name, f"stack{rank}").read_text()
+        return f"ended without an answer (exit code {self._processes[rank].exitcode})\n{stack}"
+
+    def close(self) -> None:
+        """End every rank. Their group is theirs alone, so there is nobody to take leave of."""
+        if not self.alive:
+            return
+        self.alive = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """`fn(*args)` on `world` new ranks; what each returned, by rank."""
+    with World(world) as ranks:
+        return ranks.run(fn, *args, timeout=timeout)
+
+
+def warnings_are_errors() -> None:
+    """What pyproject.toml asks of pytest, asked of a rank."""
+    warnings.resetwarnings()
+    warnings.simplefilter("error")
+
+
+def _forkserver() -> Any:
+    os.environ.update(_ENVIRONMENT)  # the server's environment is its children's
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _serve(
+    rank: int, size: int, folder: str, group_timeout: float, calls: multiprocessing.connection.Connection
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings_are_errors()
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
+    with Path(folder, f"stack{rank}").open("w") as stack:
+        while True:
+            try:
+                fn, args, timeout = calls.recv()
+            except EOFError:
+                return
+            faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
+            try:
+                answer = (True, fn(*args))
+            except BaseException:
+                answer = (False, traceback.format_exc())
+            faulthandler.cancel_dump_traceback_later()
+            calls.send(answer)

@@ -1,0 +1,252 @@
+"""Under every uncompressed strategy, training ends where one process ends.
+
+A case is a strategy on a shape of cluster, a number of micro-steps, a model and a dtype. `make parity` runs the whole
+product. `make test` runs a part of it in which every strategy meets every shape, and every two other values meet:
+a fault that needs two particular values to show does show.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import towpath
+from tests.ranks import reference
+from tests.ranks.models import LOUDNESS, MODELS
+from tests.ranks.reference import Task
+from tests.ranks.server import World, run_ranks
+
+SHAPES = ((2, 2), (2, 3), (4, 2), (3, 1))  # nodes, ranks per node
+MICRO_STEPS = (1, 3)
+DTYPES = ("float64", "float32")
+OPTIMIZERS = ("for-loop", "foreach", "fused")
+
+# Sums are taken in another order than in one process, nothing else differs.
+# float64: rounding is 1e-16; five AdamW steps with eps = 1e-5 raise it by some 1e5 at most.
+# float32: in one process, float64 and float32 runs of these very models end up to 1.3e-6 apart (parameters of order 1).
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    shape: tuple[int, int]
+    micro_steps: int
+    model: str
+    dtype: str
+
+    @property
+    def topology(self) -> towpath.Topology:
+        return towpath.Topology(*self.shape)
+
+    @property
+    def task(self) -> Task:
+        return Task(self.model, self.topology.world, self.micro_steps, self.dtype)
+
+    @property
+    def optimizer(self) -> str:
+        """Each of the three ways that a torch optimizer runs, in turn."""
+        return OPTIMIZERS[zlib.crc32(str(self).encode()) % len(OPTIMIZERS)]
+
+    def __str__(self) -> str:
+        nodes, ranks = self.shape
+        return f"{self.strategy}-{nodes}x{ranks}-{self.micro_steps}micro-{self.model}-{self.dtype}"
+
+
+# --- strategies by label ---------------------------------------------------------------------------------------------
+
+
+def labels(topology: towpath.Topology) -> list[str]:
+    """Every preset; mics inside a node and across nodes; two over the ring route; every legal placement of Lins."""
+    presets = [name for name in towpath.strategies() if name not in ("mics", "lins")]
+    groups = {extent_label(g) for g in (towpath.Extent(topology.ranks_per_node), _spanning(topology))}
+    chains = [f"lins:{'|'.join(map(extent_label, c))}" for c in _chains(topology)]
+    return [*presets, *(f"mics:{g}" for g in sorted(groups)), "zero3@ring", "paro-iig@ring", *chains]
+
+
+def extent_label(extent: towpath.Extent) -> str:
+    return f"{extent.local}x{extent.nodes}"
+
+
+def strategy_of(label: str, topology: towpath.Topology) -> towpath.Strategy:
+    name, _, route = label.partition("@")
+    name, _, words = name.partition(":")
+    extents = [towpath.Extent(*map(int, word.split("x"))) for word in words.split("|") if word]
+    options: dict[str, Any] = {"route": route} if route else {}
+    options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
+    return towpath.strategy(name, topology, **options)
+
+
+def _spanning(topology: towpath.Topology) -> towpath.Extent:
+    """The smallest extent of more than one node."""
+    nodes = next(n for n in range(2, topology.nodes + 1) if topology.nodes % n == 0)
+    return towpath.Extent(topology.ranks_per_node, nodes)
+
+
+def _chains(topology: towpath.Topology) -> Iterator[tuple[towpath.Extent, ...]]:
+    """P, G and OS, each dividing the next (Lins, section IV-B); an extent spans nodes when it fills the node."""
+    ranks, nodes = topology.ranks_per_node, topology.nodes
+    legal = [towpath.Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
+    legal += [towpath.Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
+    for p, g, o in product(legal, repeat=3):
+        if p.divides(g) and g.divides(o):
+            yield p, g, o
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def whole_product() -> tuple[Case, ...]:
+    return tuple(
+        Case(label, shape, *rest)
+        for shape in SHAPES
+        for label in labels(towpath.Topology(*shape))
+        for rest in product(MICRO_STEPS, MODELS, DTYPES)
+    )
+
+
+@cache
+def every_pair() -> tuple[Case, ...]:
+    """Each strategy on each shape once, with the rest chosen to make the most new pairs; then what is still missing."""
+    by_place: dict[tuple[str, tuple[int, int]], list[Case]] = {}
+    for case in whole_product():
+        by_place.setdefault((case.strategy, case.shape), []).append(case)
+    wanted = {pair for case in whole_product() for pair in pairs(case)}
+    used: Counter[Any] = Counter()
+    chosen: set[Case] = set()
+
+    def choose(cases: Iterable[Case]) -> None:
+        """The case with the most new pairs; among equals, the one whose values were used least."""
+
+        def worth(case: Case) -> tuple[int, int]:
+            return len(pairs(case) & wanted), -sum(used[v] for v in (case.model, case.micro_steps, case.dtype))
+
+        case = max(cases, key=worth)
+        chosen.add(case)
+        wanted.difference_update(pairs(case))
+        used.update((case.model, case.micro_steps, case.dtype))
+
+    for cases in by_place.values():
+        choose(cases)
+    while wanted:
+        choose(whole_product())
+    return tuple(case for case in whole_product() if case in chosen)
+
+
+@cache
+def pairs(case: Case) -> frozenset[tuple[tuple[str, Any], ...]]:
+    # The placements of Lins count as three, by how far P is spread; each still runs on its shape.
+    name, _, words = case.strategy.partition(":")
+    family = f"lins:{_spread(words, case.topology)}" if name == "lins" else name
+    values = {
+        "strategy": family,
+        "shape": case.shape,
+        "micro_steps": case.micro_steps,
+        "model": case.model,
+        "dtype": case.dtype,
+    }
+    return frozenset(combinations(values.items(), 2))
+
+
+def _spread(words: str, topology: towpath.Topology) -> str:
+    params = words.partition("|")[0]
+    return {"1x1": "nowhere", extent_label(topology.whole): "everywhere"}.get(params, "part way")
+
+
+# --- one case --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a run ended from the reference: relative for losses and norms, absolute for parameters."""
+
+    losses: float
+    norms: float
+    parameters: dict[str, float]
+
+
+def train(case: Case, expected_file: Path) -> Distance:
+    """Runs on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    expected = reference.read(expected_file)
+    entry, dtype, rank = MODELS[case.model], case.task.torch_dtype, dist.get_rank()
+    strategy = strategy_of(case.strategy, case.topology)
+    model: Any = towpath.shard(entry.make(dtype), strategy, topology=case.topology)
+    optimizer = reference.optimizer_for(model, case.optimizer)
+    losses: list[float] = []
+    norms: list[float] = []
+    for step, loudness in enumerate(LOUDNESS):
+        mean_loss = torch.zeros((), dtype=torch.float64)
+        for micro_step in range(case.micro_steps):
+            boundary = micro_step == case.micro_steps - 1
+            with nullcontext() if boundary else model.no_sync():
+                inputs = entry.micro_batch(rank, micro_step, step, dtype)
+                loss = loudness / case.micro_steps * entry.loss(model, *inputs)
+                loss.backward()
+            mean_loss += loss.detach() / dist.get_world_size()
+        dist.all_reduce(mean_loss)
+        losses.append(mean_loss.item())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), expected.max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {name: p.full_tensor() for name, p in model.named_parameters()}
+    assert found.keys() == expected.parameters.keys()
+    return Distance(
+        losses=_relative(losses, expected.losses),
+        norms=_relative(norms, expected.norms),
+        parameters={name: (found[name] - p).abs().max().item() for name, p in expected.parameters.items()},
+    )
+
+
+def _relative(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True))
+
+
+def check(case: Case, world: Callable[[int], World], folder: Path) -> None:
+    expected = reference.load_or_train(case.task, folder, _train_reference)
+    for rank, distance in enumerate(world(case.topology.world).run(train, case, expected)):
+        limit = TOLERANCE[case.dtype]
+        far = {name: value for name, value in distance.parameters.items() if not value <= limit}
+        assert not far, f"rank {rank}: {len(far)} of {len(distance.parameters)} parameters are off: {far}"
+        assert distance.losses <= limit, f"rank {rank}: losses"
+        assert distance.norms <= limit, f"rank {rank}: norms"
+
+
+def _train_reference(task: Task) -> reference.Result:
+    (result,) = run_ranks(reference.train_in_one_process, 1, task)
+    return result
+
+
+# --- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", every_pair(), ids=str)
+def test_training_ends_as_in_one_process(case: Case, world: Callable[[int], World], shared_folder: Path) -> None:
+    check(case, world, shared_folder)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("case", [c for c in whole_product() if c not in set(every_pair())], ids=str)
+def test_training_ends_as_in_one_process_in_the_rest_of_the_product(
+    case: Case, world: Callable[[int], World], shared_folder: Path
+) -> None:
+    check(case, world, shared_folder)
+
+
+def test_the_chosen_cases_hold_every_pair_of_values_that_the_product_holds() -> None:
+    held = {pair for case in every_pair() for pair in pairs(case)}
+
+    assert held == {pair for case in whole_product() for pair in pairs(case)}
+    assert {(c.strategy, c.shape) for c in every_pair()} == {(c.strategy, c.shape) for c in whole_product()}
