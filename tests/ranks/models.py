@@ -56,7 +56,7 @@ class OddBlock(nn.Module):
 
 
 def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(5, 7), *(OddBlock(7, 11) for _ in range(3)), nn.Linear(7, 3))
+    return nn.Sequential(nn.Linear(5, 7), nn.Sequential(*(OddBlock(7, 11) for _ in range(3))), nn.Linear(7, 3))
 
 
 def _mlp_batch(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -162,7 +162,9 @@ def _image_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 
 
 def _llama() -> nn.Module:
+    """Llama, without the fp32 in its midst: its own RMSNorm and eager softmax round to fp32 whatever the dtype is."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -174,10 +176,15 @@ def _llama() -> nn.Module:
         max_position_embeddings=SEQUENCE,
         attention_dropout=0.0,
         use_cache=False,
-        attn_implementation="eager",
+        attn_implementation="sdpa",
         initializer_range=0.2,
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, LlamaRMSNorm):
+                setattr(module, name, nn.RMSNorm(config.hidden_size, config.rms_norm_eps))
+    return model
 
 
 def _gpt2() -> nn.Module:

@@ -37,6 +37,7 @@ _ENVIRONMENT = {
 }
 
 _PRELOAD = [
+    "pytest",
     "torch",
     "torch.distributed",
     "torch._dynamo",  # the optimizers load it at their first step: a second for every rank

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +24,7 @@ from tests.ranks import reference
 from tests.ranks.models import LOUDNESS, MODELS
 from tests.ranks.reference import Task
 from tests.ranks.server import World, run_ranks
+from tests.ranks.strategies import family, labels, strategy_of
 
 SHAPES = ((2, 2), (2, 3), (4, 2), (3, 1))  # nodes, ranks per node
 MICRO_STEPS = (1, 3)
@@ -60,46 +61,6 @@ class Case:
     def __str__(self) -> str:
         nodes, ranks = self.shape
         return f"{self.strategy}-{nodes}x{ranks}-{self.micro_steps}micro-{self.model}-{self.dtype}"
-
-
-# --- strategies by label ---------------------------------------------------------------------------------------------
-
-
-def labels(topology: towpath.Topology) -> list[str]:
-    """Every preset; mics inside a node and across nodes; two over the ring route; every legal placement of Lins."""
-    presets = [name for name in towpath.strategies() if name not in ("mics", "lins")]
-    groups = {extent_label(g) for g in (towpath.Extent(topology.ranks_per_node), _spanning(topology))}
-    chains = [f"lins:{'|'.join(map(extent_label, c))}" for c in _chains(topology)]
-    return [*presets, *(f"mics:{g}" for g in sorted(groups)), "zero3@ring", "paro-iig@ring", *chains]
-
-
-def extent_label(extent: towpath.Extent) -> str:
-    return f"{extent.local}x{extent.nodes}"
-
-
-def strategy_of(label: str, topology: towpath.Topology) -> towpath.Strategy:
-    name, _, route = label.partition("@")
-    name, _, words = name.partition(":")
-    extents = [towpath.Extent(*map(int, word.split("x"))) for word in words.split("|") if word]
-    options: dict[str, Any] = {"route": route} if route else {}
-    options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
-    return towpath.strategy(name, topology, **options)
-
-
-def _spanning(topology: towpath.Topology) -> towpath.Extent:
-    """The smallest extent of more than one node."""
-    nodes = next(n for n in range(2, topology.nodes + 1) if topology.nodes % n == 0)
-    return towpath.Extent(topology.ranks_per_node, nodes)
-
-
-def _chains(topology: towpath.Topology) -> Iterator[tuple[towpath.Extent, ...]]:
-    """P, G and OS, each dividing the next (Lins, section IV-B); an extent spans nodes when it fills the node."""
-    ranks, nodes = topology.ranks_per_node, topology.nodes
-    legal = [towpath.Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
-    legal += [towpath.Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
-    for p, g, o in product(legal, repeat=3):
-        if p.divides(g) and g.divides(o):
-            yield p, g, o
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------
@@ -145,22 +106,14 @@ def every_pair() -> tuple[Case, ...]:
 
 @cache
 def pairs(case: Case) -> frozenset[tuple[tuple[str, Any], ...]]:
-    # The placements of Lins count as three, by how far P is spread; each still runs on its shape.
-    name, _, words = case.strategy.partition(":")
-    family = f"lins:{_spread(words, case.topology)}" if name == "lins" else name
     values = {
-        "strategy": family,
+        "strategy": family(case.strategy, case.topology),
         "shape": case.shape,
         "micro_steps": case.micro_steps,
         "model": case.model,
         "dtype": case.dtype,
     }
     return frozenset(combinations(values.items(), 2))
-
-
-def _spread(words: str, topology: towpath.Topology) -> str:
-    params = words.partition("|")[0]
-    return {"1x1": "nowhere", extent_label(topology.whole): "everywhere"}.get(params, "part way")
 
 
 # --- one case --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,56 @@
+"""Strategies by label, so that a test's id says which one it ran: zero3, mics:2x1, zero3@ring, lins:1x1|2x1|2x2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import towpath
+from towpath import Extent, Topology
+
+
+def labels(topology: Topology) -> list[str]:
+    """Every preset; mics inside a node and across nodes; two over the ring route; every legal placement of Lins."""
+    presets = [name for name in towpath.strategies() if name not in ("mics", "lins")]
+    groups = {extent_label(g) for g in (Extent(topology.ranks_per_node), _spanning(topology))}
+    chains = [f"lins:{'|'.join(map(extent_label, chain))}" for chain in _chains(topology)]
+    return [*presets, *(f"mics:{group}" for group in sorted(groups)), "zero3@ring", "paro-iig@ring", *chains]
+
+
+def strategy_of(label: str, topology: Topology) -> towpath.Strategy:
+    name, _, route = label.partition("@")
+    name, _, words = name.partition(":")
+    extents = [Extent(*map(int, word.split("x"))) for word in words.split("|") if word]
+    options: dict[str, Any] = {"route": route} if route else {}
+    options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
+    return towpath.strategy(name, topology, **options)
+
+
+def family(label: str, topology: Topology) -> str:
+    """The strategy without its numbers. The placements of Lins count as three, by how far P is spread."""
+    name, _, words = label.partition(":")
+    if name != "lins":
+        return name
+    spread = {extent_label(Extent(1)): "nowhere", extent_label(topology.whole): "everywhere"}
+    return f"lins, P {spread.get(words.partition('|')[0], 'part way')}"
+
+
+def extent_label(extent: Extent) -> str:
+    return f"{extent.local}x{extent.nodes}"
+
+
+def _spanning(topology: Topology) -> Extent:
+    """The smallest extent of more than one node."""
+    nodes = next(n for n in range(2, topology.nodes + 1) if topology.nodes % n == 0)
+    return Extent(topology.ranks_per_node, nodes)
+
+
+def _chains(topology: Topology) -> Iterator[tuple[Extent, ...]]:
+    """P, G and OS, each dividing the next (Lins, section IV-B); an extent spans nodes when it fills the node."""
+    ranks, nodes = topology.ranks_per_node, topology.nodes
+    legal = [Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
+    legal += [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
+    for p, g, o in product(legal, repeat=3):
+        if p.divides(g) and g.divides(o):
+            yield p, g, o

@@ -1,0 +1,701 @@
+"""What the engine promises beyond parity of a plain loop: each test is one promise, kept on real ranks.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import towpath
+from tests.ranks.models import MODELS, SEQUENCE, VOCABULARY, GPTBlock, TiedGPT
+from tests.ranks.reference import optimizer_for
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from tests.ranks.twin import Twin, loss_on
+from towpath import Extent, Topology, errors
+
+Worlds = Callable[[int], World]
+
+SHAPE = Topology(2, 2)
+
+# One of each way that gradients and parameters travel: all-reduce, late and early reduction, two hops, gathers.
+KINDS = ("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-nig", "paro-iig", "lins:1x1|2x1|2x1")
+kinds = pytest.mark.parametrize("label", KINDS)
+
+_gpt_loss = loss_on("gpt")
+
+
+# --- hpz and zero3 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [Topology(2, 2), Topology(4, 2)], ids=str)
+@pytest.mark.parametrize("route", ["flat", "ring"])
+def test_hpz_equals_zero3_bit_for_bit(world: Worlds, shape: Topology, route: str) -> None:
+    for differing in world(shape.world).run(_train_hpz_and_zero3, shape, route):
+        assert differing == []
+
+
+def _train_hpz_and_zero3(topology: Topology, route: str) -> list[str]:
+    ends = []
+    for name in ("hpz", "zero3"):
+        entry = MODELS["gpt"]
+        strategy = strategy_of(f"{name}@{route}", topology)
+        model: Any = towpath.shard(entry.make(torch.float32), strategy, topology=topology)
+        optimizer = optimizer_for(model)
+        for step in range(4):
+            with model.no_sync():
+                entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), 1, step, torch.float32)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append({name: p.full_tensor() for name, p in model.named_parameters()})
+    return [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])]
+
+
+# --- frozen parameters -----------------------------------------------------------------------------------------------
+
+
+class LoRALinear(nn.Module):
+    """A frozen matrix, and two thin ones that train."""
+
+    def __init__(self, width: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+WIDTH = 32
+
+
+def _lora() -> nn.Module:
+    return nn.Sequential(*(LoRALinear(WIDTH) for _ in range(3)))
+
+
+def _lora_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return model(_noise(rank, micro, step, WIDTH)).square().mean()
+
+
+def _noise(rank: int, micro: int, step: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
+    return torch.randn(3, width, generator=generator, dtype=torch.float64)
+
+
+@kinds
+def test_a_frozen_base_keeps_its_values_and_gets_no_gradient(world: Worlds, label: str) -> None:
+    world(4).run(_train_lora, label)
+
+
+def _train_lora(label: str) -> None:
+    twin = Twin(_lora, _lora_loss, label, SHAPE)
+    twin.backward(micro_steps=2)
+    assert all(p.grad is None for p in twin.sharded.parameters() if not p.requires_grad)
+    twin.check_gradients()
+    twin.step()
+    twin.train(steps=2)
+    twin.check_parameters()
+
+
+@kinds
+def test_no_gradient_of_a_frozen_base_is_in_the_schedule(label: str) -> None:
+    model = _lora()
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+    plan = towpath.schedule(strategy_of(label, SHAPE), model, micro_steps=3)
+
+    for kind in ("reduce", "sync", "publish"):
+        moved = [t for t in plan.transfers if t.kind == kind]
+        for micro_step in range(3):
+            elements = sum(t.elements for t in moved if t.micro_step == micro_step)
+            # Reduce and all-reduce may both carry a sync; padding is less than the frozen part of one block.
+            assert elements <= 2 * (trainable + WIDTH * WIDTH), kind
+
+
+# --- accumulation ----------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_gradients_accumulate_over_three_micro_steps(world: Worlds, label: str) -> None:
+    world(4).run(_accumulate_micro_steps, label)
+
+
+def _accumulate_micro_steps(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    for step in range(3):
+        twin.backward(step, micro_steps=3)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+@kinds
+def test_between_micro_steps_grad_stays_untouched(world: Worlds, label: str) -> None:
+    world(4).run(_look_at_grad_between_micro_steps, label)
+
+
+def _look_at_grad_between_micro_steps(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    with twin.sharded.no_sync():
+        _gpt_loss(twin.sharded, dist.get_rank(), 0, 0).backward()
+    assert all(p.grad is None for p in twin.sharded.parameters())
+
+
+@kinds
+def test_gradients_accumulate_over_two_boundaries_without_zero_grad(world: Worlds, label: str) -> None:
+    world(4).run(_accumulate_boundaries, label)
+
+
+def _accumulate_boundaries(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    for step in (0, 2):
+        twin.backward(step)
+        twin.backward(step + 1, micro_steps=2)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+@kinds
+def test_zero_grad_may_set_to_zero_instead_of_none(world: Worlds, label: str) -> None:
+    world(4).run(_train_with_zeroed_gradients, label)
+
+
+def _train_with_zeroed_gradients(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    for step in range(3):
+        twin.backward(step, micro_steps=2)
+        twin.check_gradients()
+        twin.step(set_to_none=False)
+        assert all(not p.grad.full_tensor().any() for p in twin.sharded.parameters())
+    twin.check_parameters()
+
+
+# --- parameters that not all use -------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Five branches, of which each forward uses those it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        x = self.first(x)
+        for i in use:
+            x = x + torch.tanh(self.branches[i](x))
+        return x
+
+
+def _branches_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    """Branch 0: all ranks; 1: not rank 0; 2: rank 3 alone, in its first micro-step; 3: in odd steps; 4: never."""
+    use = [0]
+    use += [1] if rank != 0 else []
+    use += [2] if rank == 3 and micro == 0 else []
+    use += [3] if step % 2 else []
+    return model(_noise(rank, micro, step, 6), tuple(use)).square().mean()
+
+
+@kinds
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_a_gradient_is_none_only_where_no_rank_used_the_parameter(world: Worlds, label: str, micro_steps: int) -> None:
+    world(4).run(_train_branches, label, micro_steps)
+
+
+def _train_branches(label: str, micro_steps: int) -> None:
+    twin = Twin(Branches, _branches_loss, label, SHAPE)
+    for step in range(4):
+        twin.backward(step, micro_steps)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+# --- models that use their units in other ways -----------------------------------------------------------------------
+
+
+@kinds
+def test_a_deep_model_whose_units_share_memory_trains_exactly(world: Worlds, label: str) -> None:
+    world(4).run(_train_deep, label)
+
+
+def _deep() -> nn.Module:
+    return TiedGPT(layers=14)
+
+
+def _train_deep(label: str) -> None:
+    twin = Twin(_deep, _gpt_loss, label, SHAPE)
+    twin.train(steps=3, micro_steps=2)
+    twin.check_parameters()
+
+
+class Recurrent(nn.Module):
+    """The blocks are run through twice: each is used again before its first use went backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 8)
+        self.blocks = nn.ModuleList(GPTBlock(8, 2) for _ in range(3))
+        self.head = nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for _ in range(2):
+            for block in self.blocks:
+                x = block(x)
+        return self.head(x)
+
+
+@kinds
+def test_a_unit_may_run_twice_in_a_forward(world: Worlds, label: str) -> None:
+    world(4).run(_train_recurrent, label)
+
+
+def _train_recurrent(label: str) -> None:
+    twin = Twin(Recurrent, _gpt_loss, label, SHAPE)
+    twin.train(steps=3, micro_steps=2)
+    twin.check_parameters()
+
+
+def _two_forwards_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return _gpt_loss(model, rank, micro, step) + _gpt_loss(model, rank, micro + 50, step)
+
+
+@kinds
+def test_two_forwards_may_come_before_a_backward(world: Worlds, label: str) -> None:
+    world(4).run(_train_two_forwards, label)
+
+
+def _train_two_forwards(label: str) -> None:
+    twin = Twin(TiedGPT, _two_forwards_loss, label, SHAPE)
+    twin.train(steps=3)
+    twin.check_parameters()
+
+
+class CheckpointedGPT(TiedGPT):
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Any = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def _checkpointed() -> nn.Module:
+    return CheckpointedGPT(layers=5)
+
+
+@kinds
+def test_activation_checkpointing_changes_nothing(world: Worlds, label: str) -> None:
+    world(4).run(_train_checkpointed, label)
+
+
+def _train_checkpointed(label: str) -> None:
+    twin = Twin(_checkpointed, _gpt_loss, label, SHAPE)
+    twin.train(steps=3, micro_steps=2)
+    twin.check_parameters()
+
+
+class Shuffled(nn.Module):
+    """Runs its blocks in another order in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for i in range(len(self.blocks)):
+            x = torch.tanh(self.blocks[(i * (step + 1)) % len(self.blocks)](x)) + x
+        return x
+
+
+def _shuffled_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return model(_noise(rank, micro, step, 6), step).square().mean()
+
+
+@kinds
+def test_the_order_of_units_may_change_between_steps(world: Worlds, label: str) -> None:
+    world(4).run(_train_shuffled, label)
+
+
+def _train_shuffled(label: str) -> None:
+    twin = Twin(Shuffled, _shuffled_loss, label, SHAPE)
+    twin.train(steps=4)
+    twin.check_parameters()
+
+
+@kinds
+def test_evaluation_between_steps_changes_nothing_and_sees_the_newest_parameters(world: Worlds, label: str) -> None:
+    world(4).run(_train_and_evaluate, label)
+
+
+def _train_and_evaluate(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    for step in range(3):
+        twin.backward(step, micro_steps=2)
+        twin.step()
+        with torch.no_grad():
+            found = _gpt_loss(twin.sharded, 9, 0, step)
+            assert abs(found - _gpt_loss(twin.plain, 9, 0, step)) < 1e-10  # float64, a mean over ten tokens
+    twin.check_parameters()
+
+
+@kinds
+def test_full_parameters_gives_the_whole_model(world: Worlds, label: str) -> None:
+    world(4).run(_look_at_full_parameters, label)
+
+
+def _look_at_full_parameters(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    twin.train(steps=1)
+    expected = twin.plain.state_dict()
+    assert list(twin.sharded.state_dict()) == list(expected)
+    with towpath.full_parameters(twin.sharded):
+        for name, parameter in twin.sharded.named_parameters():
+            torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-10)
+    twin.train(steps=1)
+    twin.check_parameters()
+
+
+def test_buffers_are_the_first_ranks_at_the_start(world: Worlds) -> None:
+    assert world(4).run(_shard_different_buffers) == [0.0] * 4
+
+
+def _shard_different_buffers() -> float:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    nn.init.constant_(model[1].running_mean, float(dist.get_rank()))  # pyright: ignore
+    sharded: Any = towpath.shard(model, "zero3", topology=SHAPE)
+    return sharded[1].running_mean.max().item()
+
+
+def test_the_users_own_units_train_exactly(world: Worlds) -> None:
+    world(4).run(_train_own_units)
+
+
+def _train_own_units() -> None:
+    twin = Twin(TiedGPT, _gpt_loss, "zero3", SHAPE, units=[nn.LayerNorm, GPTBlock])
+    twin.train(steps=3, micro_steps=2)
+    twin.check_parameters()
+
+
+# --- the moment of shard() -------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_an_optimizer_made_before_shard_trains(world: Worlds, label: str) -> None:
+    world(4).run(_train_with_an_optimizer_made_before, label)
+
+
+def _train_with_an_optimizer_made_before(label: str) -> None:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE, optimizer_first=True)
+    twin.train(steps=3)
+    twin.check_parameters()
+
+
+def test_an_optimizer_that_has_stepped_before_shard_is_refused(world: Worlds) -> None:
+    for message in world(2).run(_shard_after_a_step):
+        assert "optimizer" in message
+        assert "step" in message
+
+
+def _shard_after_a_step() -> str:
+    """By `shard()` where it can tell; at the latest by the optimizer's next step, with the reason."""
+    model: Any = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(errors.TowpathError) as caught:
+        sharded: Any = towpath.shard(model, "zero3", topology=Topology(2, 1))
+        sharded(torch.ones(2, 5)).sum().backward()
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_live_graph_is_refused_with_the_reason(world: Worlds) -> None:
+    for message in world(2).run(_shard_under_a_live_graph):
+        assert "graph" in message or "backward" in message
+
+
+def _shard_under_a_live_graph() -> str:
+    model: Any = nn.Linear(5, 3)
+    loss = model(torch.ones(2, 5)).sum()
+    with pytest.raises(errors.ShardError) as caught:
+        towpath.shard(model, "zero3", topology=Topology(2, 1))
+    assert loss.requires_grad
+    return str(caught.value)
+
+
+def test_ranks_with_different_models_all_fail_with_what_differs(world: Worlds) -> None:
+    for message in world(4).run(_shard_different_models, timeout=20):
+        assert "head.weight" in message
+        assert "rank" in message
+
+
+def _shard_different_models() -> str:
+    class Model(nn.Module):
+        def __init__(self, out: int) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 4), nn.Linear(4, out)
+
+    with pytest.raises(errors.MismatchError) as caught:
+        towpath.shard(Model(5 if dist.get_rank() == 2 else 3), "zero3", topology=SHAPE)
+    return str(caught.value)
+
+
+def test_ranks_with_different_strategies_all_fail_with_what_differs(world: Worlds) -> None:
+    for message in world(4).run(_shard_different_strategies, timeout=20):
+        assert "zero2" in message
+        assert "zero3" in message
+
+
+def _shard_different_strategies() -> str:
+    with pytest.raises(errors.MismatchError) as caught:
+        towpath.shard(nn.Linear(4, 4), "zero2" if dist.get_rank() == 1 else "zero3", topology=SHAPE)
+    return str(caught.value)
+
+
+def test_ranks_with_different_topologies_all_fail_with_what_differs(world: Worlds) -> None:
+    world(4).run(_shard_different_topologies, timeout=20)
+
+
+def _shard_different_topologies() -> None:
+    topology = Topology(4, 1) if dist.get_rank() == 3 else SHAPE
+    with pytest.raises(errors.MismatchError):
+        towpath.shard(nn.Linear(4, 4), "zero3", topology=topology)
+
+
+@pytest.mark.parametrize("shard", [False, True], ids=["strategy", "shard"])
+def test_an_unknown_strategy_lists_the_known_ones_and_the_closest(shard: bool) -> None:
+    with pytest.raises(errors.StrategyError) as caught:
+        if shard:
+            towpath.shard(nn.Linear(2, 2), "zreo3")
+        else:
+            towpath.strategy("zreo3", SHAPE)
+
+    assert "did you mean 'zero3'" in str(caught.value)
+    for name in towpath.strategies():
+        assert name in str(caught.value)
+
+
+def test_a_world_that_does_not_fit_the_topology_is_refused(world: Worlds) -> None:
+    for message in world(3).run(_shard_uneven):
+        assert "3" in message
+        assert "4" in message
+
+
+def _shard_uneven() -> str:
+    with pytest.raises(errors.TopologyError) as caught:
+        towpath.shard(nn.Linear(4, 4), "zero3", topology=SHAPE)
+    return str(caught.value)
+
+
+def test_without_a_process_group_it_is_a_world_of_one() -> None:
+    model = nn.Linear(4, 3)
+    before = model.weight.detach().clone()
+
+    sharded: Any = towpath.shard(model, "zero3")
+    sharded(torch.ones(2, 4)).sum().backward()
+
+    assert sharded is model
+    assert torch.equal(sharded.weight.full_tensor(), before)
+    assert torch.equal(sharded.bias.grad.full_tensor(), torch.full((3,), 2.0))
+
+
+# --- ShardTensor -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["matmul", "reshape", "index", "numpy"])
+def test_an_operation_that_needs_the_whole_tensor_says_how_to_get_it(world: Worlds, operation: str) -> None:
+    for message in world(2).run(_use_a_slice, operation):
+        assert "full_tensor" in message or "full_parameters" in message
+
+
+def _use_a_slice(operation: str) -> str:
+    model: Any = towpath.shard(nn.Linear(5, 3), "zero3", topology=Topology(2, 1))
+    weight = model.weight
+    operations: dict[str, Callable[[], object]] = {
+        "matmul": lambda: weight @ torch.ones(5),
+        "reshape": lambda: weight.detach().reshape(15),
+        "index": lambda: weight.detach()[0],
+        "numpy": lambda: weight.detach().numpy(),
+    }
+    with pytest.raises(errors.ShardTensorError) as caught:
+        operations[operation]()
+    return str(caught.value)
+
+
+@kinds
+@pytest.mark.parametrize("order", [2.0, 1.0, float("inf")], ids=str)
+def test_the_stock_clip_costs_one_all_reduce_and_returns_the_global_norm(
+    world: Worlds, label: str, order: float
+) -> None:
+    # Where nothing is sharded every rank has the whole: there is nothing to combine.
+    expected = 0 if label == "ddp" else 1
+    assert world(4).run(_clip, label, order) == [expected] * 4
+
+
+def _clip(label: str, order: float) -> int:
+    twin = Twin(TiedGPT, _gpt_loss, label, SHAPE)
+    twin.backward(micro_steps=2)
+    calls = 0
+    all_reduce = dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return all_reduce(*args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        found = nn.utils.clip_grad_norm_(twin.sharded.parameters(), 0.1, norm_type=order)
+    finally:
+        dist.all_reduce = all_reduce
+    expected = nn.utils.clip_grad_norm_(twin.plain.parameters(), 0.1, norm_type=order)
+    assert abs(float(found) - float(expected)) <= 1e-10 * float(expected)  # float64, sums in another order
+    twin.check_gradients()
+    return calls
+
+
+class Scaled(nn.Module):
+    """Its gradient is its input: one infinite input makes one infinite element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("foreach", [False, True], ids=["for-loop", "foreach"])
+def test_every_rank_skips_the_step_when_one_ranks_slice_is_infinite(world: Worlds, foreach: bool) -> None:
+    results = world(4).run(_step_with_an_overflow, foreach)
+
+    assert [infinite for infinite, _, _ in results].count(True) == 1  # one rank alone holds it
+    assert [scale for _, scale, _ in results] == [512.0] * 4
+    assert all(unchanged for _, _, unchanged in results)
+
+
+def _step_with_an_overflow(foreach: bool) -> tuple[bool, float, bool]:
+    model: Any = towpath.shard(Scaled(), "zero3", topology=SHAPE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    inputs = torch.ones(16)
+    inputs[9] = float("inf") if dist.get_rank() == 1 else 1.0
+    scaler.scale(model(inputs)).backward()
+    infinite = not model.weight.grad.to_local().isfinite().all().item()
+    scaler.step(optimizer)
+    scaler.update()
+    return infinite, scaler.get_scale(), torch.equal(model.weight.full_tensor(), torch.ones(16))
+
+
+def test_a_scaled_step_without_overflow_trains(world: Worlds) -> None:
+    assert world(4).run(_scaled_step) == [True] * 4
+
+
+def _scaled_step() -> bool:
+    model: Any = towpath.shard(Scaled(), "zero3", topology=SHAPE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.ones(16))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(model.weight.full_tensor(), torch.full((16,), 0.5))
+
+
+# --- mixed precision -------------------------------------------------------------------------------------------------
+
+
+@kinds
+def test_mixed_precision_keeps_fp32_masters_and_the_exact_mean_of_bf16_gradients(world: Worlds, label: str) -> None:
+    world(4).run(_one_mixed_step, label)
+
+
+def _one_mixed_step(label: str) -> None:
+    """The first step has an exact twin: gradients of the bf16 model, summed in fp32."""
+    entry, dtype = MODELS["gpt"], torch.float32
+    half = entry.make(dtype).to(torch.bfloat16)
+    mean: dict[str, Tensor] = {}
+    for rank in range(4):
+        half.zero_grad()
+        entry.loss(half, *entry.micro_batch(rank, 0, 0, dtype)).backward()
+        for name, p in half.named_parameters():
+            assert p.grad is not None
+            mean[name] = mean.get(name, torch.zeros_like(p, dtype=dtype)) + p.grad.float() / 4
+    model = _mixed(label)
+    entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, dtype)).backward()
+    for name, p in model.named_parameters():
+        assert p.dtype == p.grad.dtype == dtype
+        # fp32 sums of four terms in another order: a few times 2^-24 of the largest of them.
+        limit = 1e-6 * max(1.0, mean[name].abs().max().item())
+        assert (p.grad.full_tensor() - mean[name]).abs().max().item() <= limit, name
+
+
+@kinds
+def test_mixed_precision_trains_as_fp32_within_the_rounding_of_bf16(world: Worlds, label: str) -> None:
+    world(4).run(_train_mixed, label)
+
+
+def _mixed(label: str) -> Any:
+    precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
+    model = MODELS["gpt"].make(torch.float32)
+    return towpath.shard(model, strategy_of(label, SHAPE), topology=SHAPE, precision=precision)
+
+
+def _train_mixed(label: str) -> None:
+    entry = MODELS["gpt"]
+    mixed, full = _mixed(label), towpath.shard(entry.make(torch.float32), strategy_of(label, SHAPE), topology=SHAPE)
+    optimizers = [optimizer_for(mixed), optimizer_for(full)]
+    for step in range(5):
+        losses = []
+        for model, optimizer in zip((mixed, full), optimizers, strict=True):
+            loss = entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).float()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        # bf16 rounds by 2^-9 at each of some ten operations in a row; errors of single logits average out in the loss.
+        assert abs(losses[0] - losses[1]) <= 10 * 2**-9 * losses[1], f"step {step}: {losses}"
+    for (name, a), b in zip(mixed.named_parameters(), full.parameters(), strict=True):
+        # AdamW moves no element by more than lr = 2e-3 or so a step, in either run, whatever its gradient's sign.
+        assert (a.full_tensor() - b.full_tensor()).abs().max().item() <= 2 * 5 * 2e-3 * 1.5, name
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_of_the_optimizer_is_sharded_too(world: Worlds) -> None:
+    # A quarter each on four ranks, and some for padding.
+    for share in world(4).run(_share_of_states):
+        assert share < 0.35
+
+
+def _share_of_states() -> float:
+    model: Any = towpath.shard(TiedGPT(), "zero3", topology=SHAPE)
+    optimizer = optimizer_for(model)
+    ids = torch.zeros(2, SEQUENCE, dtype=torch.long)
+    model(ids).square().mean().backward()
+    optimizer.step()
+    held = sum(state["exp_avg"].to_local().numel() for state in optimizer.state.values())
+    return held / sum(p.numel() for p in model.parameters())
+
+
+def test_a_strategy_is_a_value() -> None:
+    strategy = towpath.strategy("lins", SHAPE, params=Extent(1), grads=Extent(2), optimizer=Extent(2, 2))
+
+    assert copy.deepcopy(strategy) == strategy
+    assert towpath.Strategy.from_toml(strategy.to_toml()) == strategy
