@@ -12,26 +12,55 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from towpath.errors import TowpathError as TowpathError
-    from towpath.topology.cluster import Extent as Extent
-    from towpath.topology.cluster import Topology as Topology
+    from towpath.api import Stats, full_parameters, schedule, shard, stats, strategies, strategy
+    from towpath.engine.shard_tensor import ShardTensor
+    from towpath.errors import TowpathError
+    from towpath.spec.placement import Placement
+    from towpath.spec.precision import Precision
+    from towpath.spec.schedule import Schedule
+    from towpath.spec.strategy import Strategy
+    from towpath.spec.wire import Wire
+    from towpath.topology.cluster import Extent, Topology
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Extent": "towpath.topology.cluster",
-    "Topology": "towpath.topology.cluster",
-    "TowpathError": "towpath.errors",
-}
+__all__ = [
+    "Extent",
+    "Placement",
+    "Precision",
+    "Schedule",
+    "ShardTensor",
+    "Stats",
+    "Strategy",
+    "Topology",
+    "TowpathError",
+    "Wire",
+    "full_parameters",
+    "schedule",
+    "shard",
+    "stats",
+    "strategies",
+    "strategy",
+]
 
-__all__ = ["Extent", "Topology", "TowpathError"]
+_HOMES = {
+    "Extent": "topology.cluster",
+    "Placement": "spec.placement",
+    "Precision": "spec.precision",
+    "Schedule": "spec.schedule",
+    "ShardTensor": "engine.shard_tensor",
+    "Strategy": "spec.strategy",
+    "Topology": "topology.cluster",
+    "TowpathError": "errors",
+    "Wire": "spec.wire",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(_HOME[name]), name)
-    raise AttributeError(f"module 'towpath' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'towpath' has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f"towpath.{_HOMES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return [*__all__, "__version__"]

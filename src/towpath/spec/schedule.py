@@ -130,7 +130,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
     compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
     numel = bucket.padded(moves.optimizer.count)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
-    copy = moves.backward_params if strategy.placement.backward_params and not unit.kept else None
+    worth = moves.backward_params.count < moves.params.count and not unit.kept
+    copy = moves.backward_params if worth else None
 
     def travel(kind: Kind, moves: Iterable[Move], dtype: str) -> tuple[Transfer, ...]:
         return tuple(

@@ -8,6 +8,7 @@ each rank holds; a `Move` is one collective from one cut to another, over every 
     reduce            full gradients → G                      every micro-step
     sync              G → OS, then over the replicas of OS    at the boundary
     publish           OS → P                                  before the forward that follows an optimizer step
+    assemble          OS → full                               when the user asks for a full tensor
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ class Transitions:
     reduce: tuple[Move, ...]
     sync: tuple[Move, ...]
     publish: tuple[Move, ...]
+    assemble: tuple[Move, ...]
 
 
 @lru_cache(maxsize=256)
@@ -80,6 +82,7 @@ def transitions(placement: Placement, topology: Topology) -> Transitions:
         reduce=_between(Op.REDUCE_SCATTER, whole, grads, topology),
         sync=_between(Op.REDUCE_SCATTER, grads, optimizer, topology) + _over_replicas(optimizer, topology),
         publish=_between(Op.ALL_GATHER, params, optimizer, topology),
+        assemble=_between(Op.ALL_GATHER, whole, optimizer, topology),
     )
 
 

@@ -40,7 +40,7 @@ class BucketSpec:
 
     def padded(self, slices: int) -> int:
         """The length of the flat buffer when its finest cut has `slices` slices."""
-        return round_up(self.offsets[-1], slices * SLICE_ALIGNMENT)
+        return round_up(max(self.offsets[-1], 1), slices * SLICE_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,218 @@
+"""What a user calls. The way from here to a collective: shard → engine.build → executor → unit → collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from towpath.engine.build import agree, build, check_exchangeable, optimizers_of
+from towpath.engine.executor import Engine, parameters_of
+from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
+from towpath.engine.record import TransferStats
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
+from towpath.spec import presets
+from towpath.spec.precision import Precision
+from towpath.spec.schedule import Schedule, Transfer
+from towpath.spec.schedule import schedule as derive_schedule
+from towpath.spec.strategy import Strategy
+from towpath.spec.units import units_from_numels
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups, detect_topology
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def shard(
+    model: Model,
+    strategy: str | Strategy,
+    *,
+    topology: Topology | None = None,
+    units: UnitChoice | None = None,
+    precision: Precision | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Model:
+    """Shard `model` in place by `strategy` (a preset's name or a Strategy) and return it.
+
+    `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
+    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
+    `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
+    the values of rank 0's parameters and buffers are everyone's afterwards.
+    """
+    groups = Groups(group)
+    precision = precision or Precision()
+    lines: list[str] = []
+    failure: TowpathError | None = None
+    if topology is None and not isinstance(strategy, Strategy):
+        topology = detect_topology(groups)
+    try:
+        resolved = _resolve(strategy, topology, groups.world)
+        if isinstance(model, ShardedModule):
+            raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
+        layouts = lay_out(model, units)
+        check_exchangeable(layouts)
+        lines = [f"strategy {resolved.to_toml()}", f"{precision}", *describe(layouts)]
+        agree(groups, lines, None)
+    except TowpathError as error:
+        if lines:
+            raise
+        failure = error
+        agree(groups, lines, failure)
+        raise
+    engine = build(model, resolved, layouts, precision, groups)
+    _become_sharded(model, engine)
+    return model
+
+
+def _resolve(strategy: str | Strategy, topology: Topology | None, world: int) -> Strategy:
+    if isinstance(strategy, str):
+        assert topology is not None
+        _check_world(topology, world)
+        return presets.strategy(strategy, topology)
+    if topology is not None and topology != strategy.topology:
+        raise TopologyError(
+            f"the strategy was made for {strategy.topology} (nodes × ranks), but topology={topology} was passed."
+        )
+    _check_world(strategy.topology, world)
+    return strategy
+
+
+def _check_world(topology: Topology, world: int) -> None:
+    if topology.world != world:
+        raise TopologyError(
+            f"{topology.nodes} nodes of {topology.ranks_per_node} ranks are {topology.world} ranks, but the process "
+            f"group has {world}. Start {topology.world} ranks, or pass the topology that is running."
+        )
+
+
+class ShardedModule(nn.Module):
+    """What `shard` adds to a model. (The model's class keeps its name: libraries look at it.)"""
+
+    _towpath: Engine
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
+        return self._towpath.no_sync()
+
+    def unshard(self) -> None:
+        """Make all parameters whole, on every rank, until `reshard()`."""
+        self._towpath.unshard()
+
+    def reshard(self) -> None:
+        """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept."""
+        self._towpath.reshard()
+
+
+def _become_sharded(model: nn.Module, engine: Engine) -> None:
+    cls = type(model)
+    taken = [n for n in ("no_sync", "unshard", "reshard") if hasattr(cls, n)]
+    if taken:
+        raise ShardError(f"{cls.__name__} has methods named {', '.join(taken)} of its own, which shard() would hide.")
+    model.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
+    object.__setattr__(model, "_towpath", engine)
+
+
+def _engine(model: nn.Module) -> Engine:
+    if not isinstance(model, ShardedModule):
+        raise ShardError(f"expected a model that towpath.shard() returned, got a plain {type(model).__name__}.")
+    return model._towpath
+
+
+@contextmanager
+def full_parameters(model: nn.Module) -> Iterator[None]:
+    """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept."""
+    engine = _engine(model)
+    engine.unshard()
+    try:
+        yield
+    finally:
+        engine.reshard()
+
+
+def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
+    """The preset `name` on `topology` (detected unless given). See `towpath.strategies()` for the names."""
+    return presets.strategy(name, topology or Topology.detect(), **options)
+
+
+def strategies() -> tuple[str, ...]:
+    """The name of every preset."""
+    return presets.strategies()
+
+
+def schedule(
+    strategy: Strategy,
+    model_or_numels: nn.Module | Sequence[int] | Mapping[str, int],
+    micro_steps: int = 1,
+    precision: Precision | None = None,
+    units: UnitChoice | None = None,
+) -> Schedule:
+    """The transfers of one optimizer step, with bytes sent per link class, computed without communication."""
+    if not isinstance(strategy, Strategy):
+        raise StrategyError(f"schedule: expected a Strategy, got {strategy!r}; towpath.strategy(name, topology) is one.")
+    if isinstance(model_or_numels, ShardedModule):
+        specs = tuple(u.plan.spec for u in model_or_numels._towpath.units)
+    elif isinstance(model_or_numels, nn.Module):
+        specs = tuple(u.spec for u in lay_out(model_or_numels, units))
+    else:
+        specs = units_from_numels(model_or_numels)
+    return derive_schedule(strategy, specs, micro_steps, precision)
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's."""
+
+    transfers: tuple[TransferStats, ...]
+    last_step: tuple[Transfer, ...]
+    memory_bytes: dict[str, int]
+
+    @property
+    def inter_bytes(self) -> int:
+        return sum(t.inter_bytes for t in self.transfers)
+
+    @property
+    def intra_bytes(self) -> int:
+        return sum(t.intra_bytes for t in self.transfers)
+
+    @property
+    def seconds_exposed(self) -> float:
+        return sum(t.seconds_exposed for t in self.transfers)
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<16} {'calls':>6} {'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"]
+        for kind in dict.fromkeys(t.transfer.kind for t in self.transfers):
+            mine = [t for t in self.transfers if t.transfer.kind is kind]
+            lines.append(
+                f"{kind.value:<16} {sum(t.calls for t in mine):>6} {sum(t.intra_bytes for t in mine):>15,} "
+                f"{sum(t.inter_bytes for t in mine):>15,} {sum(t.seconds_in_flight for t in mine):>9.3f}s "
+                f"{sum(t.seconds_exposed for t in mine):>9.3f}s"
+            )
+        lines.append("memory: " + ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v))
+        return "\n".join(lines)
+
+
+def stats(model: nn.Module) -> Stats:
+    """Bytes, calls and seconds per transfer and link class, and memory by kind, of a sharded model."""
+    engine = _engine(model)
+    memory = engine.memory_bytes()
+    memory["optimizer"] = _optimizer_bytes(engine)
+    return Stats(tuple(engine.wiring.record.totals()), engine.wiring.record.last_step, memory)
+
+
+def _optimizer_bytes(engine: Engine) -> int:
+    parameters = list(parameters_of(engine.units))
+    mine = {id(p) for p in parameters}
+    states = [
+        value
+        for optimizer in optimizers_of(parameters)
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in mine
+        for value in state.values()
+        if isinstance(value, ShardTensor)
+    ]
+    return sum(value.to_local().nbytes for value in states)

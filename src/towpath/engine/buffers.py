@@ -1,0 +1,66 @@
+"""Memory that units take turns in. Sized once; what is allocated later is counted.
+
+Autograd keeps views of the weights a forward gathered, so a unit's backward gather must land in the very same
+memory: each unit keeps one slot. Units that are whole at the same time must not share one, so neighbours do not;
+a unit that finds its slot taken moves to one of its own (`Unit.take_slot`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from towpath.engine.streams import Handle
+
+Needs = dict[torch.dtype, int]
+
+
+class Slot:
+    """One flat buffer per dtype, in use by one unit at a time."""
+
+    def __init__(self, needs: Needs, device: torch.device) -> None:
+        self.buffers = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in needs.items()}
+        self.user: object = None
+        self.busy: Handle | None = None  # a transfer that still reads it
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.buffers.values())
+
+
+class SlotPool:
+    """`ways` slots, each large enough for the largest unit; more are made, and counted, when all are taken."""
+
+    def __init__(self, needs: Iterable[Needs], ways: int, device: torch.device) -> None:
+        self._device = device
+        self._needs = _largest(needs)
+        self.slots = [Slot(self._needs, device) for _ in range(ways)] if self._needs else []
+        self.grown = 0
+
+    def take(self, user: object) -> Slot:
+        """A slot nobody uses: an idle one, else one whose last transfer is waited for, else a new one."""
+        free = [s for s in self.slots if s.user is None]
+        slot = next((s for s in free if s.busy is None), free[0] if free else self.add(self._needs))
+        if slot.busy is not None:
+            slot.busy.wait()
+            slot.busy = None
+        slot.user = user
+        return slot
+
+    def add(self, needs: Needs) -> Slot:
+        self.grown += 1
+        self.slots.append(Slot(needs, self._device))
+        return self.slots[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.slots)
+
+
+def _largest(needs: Iterable[Needs]) -> Needs:
+    largest: Needs = {}
+    for need in needs:
+        for dtype, numel in need.items():
+            largest[dtype] = max(numel, largest.get(dtype, 0))
+    return largest

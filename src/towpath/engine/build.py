@@ -1,0 +1,138 @@
+"""From a model and a strategy to an engine: agree with the other ranks, exchange the parameters, attach the hooks."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from towpath.engine.executor import Engine
+from towpath.engine.hooks import attach
+from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, describe, device_of
+from towpath.engine.shard_tensor import Peers, WriteMark
+from towpath.engine.unit import Bucket, Unit, torch_dtype
+from towpath.engine.wiring import Wiring
+from towpath.errors import MismatchError, ShardError, TowpathError
+from towpath.spec.precision import Precision
+from towpath.spec.schedule import BucketPlan, plan_unit
+from towpath.spec.strategy import Strategy
+from towpath.topology.groups import Groups
+
+
+def agree(groups: Groups, mine: Sequence[str], failure: TowpathError | None) -> None:
+    """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
+    told = str(failure) if failure is not None else None
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    answers = groups.gather_objects((digest, told))
+    if failure is not None:
+        raise failure
+    for rank, (_, error) in enumerate(answers):
+        if error is not None:
+            raise MismatchError(f"shard() failed on rank {rank}: {error}")
+    if len({d for d, _ in answers}) == 1:
+        return
+    lines: list[list[str]] = groups.gather_objects(list(mine))
+    raise MismatchError(_difference(lines))
+
+
+def _difference(lines: list[list[str]]) -> str:
+    other = next(rank for rank, theirs in enumerate(lines) if theirs != lines[0])
+    for i in range(max(len(lines[0]), len(lines[other]))):
+        here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
+        if here != there:
+            return (
+                f"the ranks were given different things: rank 0 has {here!r}, rank {other} has {there!r}. "
+                "Build the same model and pass the same strategy on every rank."
+            )
+    raise AssertionError("equal lists cannot differ")
+
+
+def check_exchangeable(layouts: list[UnitLayout]) -> None:
+    """Refuse, before anything is touched, what could not be exchanged in place."""
+    places = [p for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    parameters = {id(p.parameter): p.names[0] for p in places}
+    for optimizer in optimizers_of(p.parameter for p in places):
+        stepped = next((p for p in optimizer.state if id(p) in parameters), None)
+        if stepped is not None:
+            raise ShardError(
+                f"a {type(optimizer).__name__} has already stepped {parameters[id(stepped)]}: its states are of whole "
+                "parameters. Call shard() before the first step, or make a new optimizer afterwards."
+            )
+    for place in places:
+        reason = _in_use(place.parameter)
+        if reason is not None:
+            raise ShardError(f"{place.names[0]} {reason}")
+
+
+def _in_use(parameter: nn.Parameter) -> str | None:
+    if parameter.grad is not None:
+        return "has a gradient already: call zero_grad() before shard()."
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return "has hooks, which would not see whole gradients: register them after shard(), on the optimizer."
+    if parameter._use_count() > 1:
+        return "is part of a live autograd graph: delete the loss and outputs of earlier forward passes before shard()."
+    return None
+
+
+def optimizers_of(parameters: Iterable[nn.Parameter]) -> Iterator[Optimizer]:
+    """The optimizers alive that hold one of `parameters`."""
+    wanted = {id(p) for p in parameters}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), Optimizer) and any(
+            id(p) in wanted for group in thing.param_groups for p in group["params"]
+        ):
+            yield thing
+
+
+def build(
+    model: nn.Module, strategy: Strategy, layouts: list[UnitLayout], precision: Precision, groups: Groups
+) -> Engine:
+    wiring = Wiring(groups, device_of(layouts))
+    peers = _peers(strategy, groups)
+    writes = WriteMark()
+    for buffer in model.buffers():
+        groups.broadcast(buffer.data)
+    units = [_unit(layout, strategy, precision, wiring, peers, writes) for layout in layouts]
+    engine = Engine(strategy, units, wiring, writes)
+    attach(engine, torch_dtype(precision.params) if precision.params else None)
+    return engine
+
+
+def _unit(
+    layout: UnitLayout, strategy: Strategy, precision: Precision, wiring: Wiring, peers: Peers, writes: WriteMark
+) -> Unit:
+    plan = plan_unit(strategy, layout.spec, precision)
+    buckets: list[Bucket] = []
+    for bucket, bucket_plan in zip(layout.buckets, plan.buckets, strict=True):
+        values = _flat_values(bucket, bucket_plan, wiring)
+        buckets.append(Bucket(bucket, bucket_plan, values, wiring, peers, writes))
+    return Unit(layout, plan, buckets, wiring)
+
+
+def _flat_values(bucket: BucketLayout, plan: BucketPlan, wiring: Wiring) -> torch.Tensor:
+    """The parameters one after the other, as rank 0 has them."""
+    flat = torch.zeros(plan.numel, dtype=torch_dtype(plan.own_dtype), device=wiring.device)
+    with torch.no_grad():
+        for place in bucket.places:
+            _room(flat, place).copy_(place.parameter)
+    wiring.groups.broadcast(flat)
+    return flat
+
+
+def _room(flat: torch.Tensor, place: ParameterPlace) -> torch.Tensor:
+    return flat[place.offset : place.offset + place.parameter.numel()].view(place.parameter.shape)
+
+
+def _peers(strategy: Strategy, groups: Groups) -> Peers:
+    moves = strategy.moves.assemble
+    if not moves:
+        return Peers(None, (0,), groups.rank)
+    group = moves[0].group_of(groups.rank)
+    partition = tuple(g.ranks for g in moves[0].groups)
+    made: dist.ProcessGroup = groups.of(partition, "control")
+    return Peers(made, group.slots, groups.rank)

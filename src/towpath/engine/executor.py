@@ -1,0 +1,282 @@
+"""The order of a training step on one rank. `hooks.py` says when; this says what then; `unit.py` does it.
+
+    forward of a unit        publish what the optimizer wrote (all units, once) → gather → [compute] → release
+    backward of a unit       gather from the backward copy → [compute] → release → reduce, at the boundary also sync
+    end of a backward pass   reduce and sync what is left; at the boundary deliver the mean to every `.grad`
+
+Reductions are launched in one order on all ranks, whatever order the gradients arrive in: collectives must match.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from towpath.engine.buffers import SlotPool
+from towpath.engine.shard_tensor import WriteMark
+from towpath.engine.streams import Handle
+from towpath.engine.unit import Bucket, Unit, Use
+from towpath.engine.wiring import Wiring
+from towpath.errors import StepError
+from towpath.spec.schedule import usage_transfers
+from towpath.spec.strategy import Kind, Strategy
+
+# How many units may be whole at once: the one that computes, and the one that is gathered meanwhile.
+UNITS_IN_FLIGHT = 2
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass: then a forward is a recomputation of a checkpointed part."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Engine:
+    def __init__(self, strategy: Strategy, units: list[Unit], wiring: Wiring, writes: WriteMark) -> None:
+        self.strategy, self.units, self.wiring = strategy, units, wiring
+        self._writes, self._published = writes, writes.version
+        self.root = units[0]
+        self._world = strategy.topology.world
+        self._boundary = True
+        self._running_backward = False
+        self._order = [u for u in sorted(reversed(units), key=lambda u: u.kept) if u.trainable]
+        self._next = 0  # in _order: the next unit to be reduced
+        self._synced: list[Handle] = []
+        parameters = sum(len(b.used) for u in units for b in u.trainable)
+        self._usage = wiring.lines(usage_transfers(strategy, parameters))
+        self._bitmap = torch.zeros(parameters, dtype=torch.uint8, device=wiring.device)
+        self.weights, self.gradients = self._pools()
+
+    def _pools(self) -> tuple[SlotPool, SlotPool]:
+        """Neighbours in forward order live in different slots; the root, whole from first to last, in one of its own."""
+        device = self.wiring.device
+        others = self.units[1:]
+        weights = SlotPool((u.needs for u in others), min(UNITS_IN_FLIGHT, len(others)), device)
+        for i, unit in enumerate(others):
+            if unit.needs:
+                unit.live_in(weights.slots[i % UNITS_IN_FLIGHT])
+        if self.root.needs:
+            self.root.live_in(weights.add(self.root.needs))
+        weights.grown = 0
+        gradients = SlotPool((u.gradient_needs for u in self.units), UNITS_IN_FLIGHT, device)
+        return weights, gradients
+
+    # Forward --------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        recomputing = in_backward()
+        if not recomputing:
+            if self._running_backward:
+                self._abandon()
+            self._publish()
+        keep_copy = not recomputing and (torch.is_grad_enabled() or unit.module.training)
+        unit.gather(Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, self.weights, keep_copy)
+        unit.show(whole=True)
+
+    def after_forward(self, unit: Unit, graph_follows: bool) -> None:
+        unit.show(whole=unit.pinned)
+        # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
+        if not in_backward() and not (unit.kept and graph_follows):
+            unit.release()
+
+    def _publish(self) -> None:
+        if self._published != self._writes.version:
+            self._published = self._writes.version
+            for unit in self.units:
+                unit.publish()
+
+    # Backward -------------------------------------------------------------------------------------------------------
+
+    def before_backward(self, use: Use) -> None:
+        """The first gradient reaches an output of the unit."""
+        unit = use.unit
+        self._begin_backward()
+        if use.version != unit.version:
+            raise StepError(
+                f"unit {unit.name or 'root'!r}: its parameters were written between this forward pass and its "
+                "backward pass, whose gradients would be of other weights. Step the optimizer after backward()."
+            )
+        use.running, use.done = True, False
+        unit.gather(Kind.BACKWARD_GATHER, self.weights, keep_copy=False)
+
+    def after_backward(self, use: Use) -> None:
+        """The gradients of all the unit's inputs are there: nothing of this use is left to compute."""
+        use.running, use.done = False, True
+        if all(u.done for u in use.unit.uses):
+            self._finish(use.unit)
+        elif not any(u.running for u in use.unit.uses):
+            use.unit.release()
+
+    def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
+        """Autograd has accumulated the whole gradient of one parameter."""
+        self._begin_backward()
+        if unit.holds != unit.version and not bucket.whole:
+            raise StepError(
+                f"{bucket.layout.places[index].names[0]}: a gradient arrived while unit {unit.name!r} was not gathered. "
+                "Its forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
+                "or dataclasses of them."
+            )
+        if unit.launched:
+            raise StepError(
+                f"{bucket.layout.places[index].names[0]}: another gradient arrived after the reduction of unit "
+                f"{unit.name!r} had begun. Use checkpoint(..., use_reentrant=False), which computes each once."
+            )
+        unit.begin_gradients(self.gradients)
+        if bucket.arrive(index, grad):
+            unit.missing -= 1
+        if unit.missing == 0 and sum(not u.done for u in unit.uses) <= 1:
+            _close(unit)
+            self._finish(unit)
+
+    def _begin_backward(self) -> None:
+        if not self._running_backward:
+            self._running_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _finish(self, unit: Unit) -> None:
+        unit.release()
+        unit.finished = True
+        while self._running_backward and self._next < len(self._order) and self._order[self._next].finished:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def _launch(self, unit: Unit) -> None:
+        unit.begin_gradients(self.gradients)  # where no gradient came, zeros take part in the sum
+        unit.launched = True
+        reduced = unit.reduce()
+        if self._boundary:
+            synced = unit.sync(reduced, self._world)
+            if synced is not None:
+                self._synced.append(synced)
+
+    def _end_backward(self) -> None:
+        with torch.no_grad():
+            for unit in self.units:
+                _close(unit)
+                unit.release()
+            for unit in self._order:
+                self._finish(unit)
+            if self._boundary:
+                self._deliver()
+            self._rest()
+
+    def _deliver(self) -> None:
+        used = self._used_anywhere()
+        for handle in self._synced:
+            handle.wait()
+        for unit in self._order:
+            for bucket in unit.trainable:
+                count = len(bucket.used)
+                bucket.deliver(used[:count])
+                used = used[count:]
+        self.wiring.record.end_step()
+
+    def _used_anywhere(self) -> list[bool]:
+        """Which parameters got a gradient on any rank."""
+        mine = [used for unit in self._order for bucket in unit.trainable for used in bucket.used]
+        if not self._usage:
+            return mine
+        self._bitmap.copy_(torch.tensor(mine, dtype=torch.uint8))
+
+        def job() -> None:
+            for line in self._usage:
+                line.run(self._bitmap, self._bitmap)
+
+        self.wiring.submit(Kind.USAGE, self._usage, job).wait()
+        return [bool(b) for b in self._bitmap.tolist()]
+
+    def _rest(self) -> None:
+        """Between backward passes."""
+        self._running_backward = False
+        self._next = 0
+        self._synced = []
+        self.wiring.micro_step = 0 if self._boundary else self.wiring.micro_step + 1
+        for unit in self.units:
+            unit.collecting = unit.finished = unit.launched = False
+            unit.missing = unit.trainable_count
+
+    def _abandon(self) -> None:
+        """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""
+        for handle in (*self._synced, *(s.busy for s in self.gradients.slots)):
+            if handle is not None:
+                handle.wait()
+        self._rest()
+        self.wiring.micro_step = 0
+        for unit in self.units:
+            unit.release()
+            unit.gradients = None
+            for bucket in unit.trainable:
+                bucket.restart()
+        for slot in self.gradients.slots:
+            slot.user = None
+
+    # What the user calls --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._boundary = self._boundary, False
+        try:
+            yield
+        finally:
+            self._boundary = before
+
+    def unshard(self) -> None:
+        """Make every unit whole, each in memory of its own, until `reshard`."""
+        self._publish()
+        for unit in self.units:
+            if unit.pinned:
+                continue
+            if unit.slot is not None:
+                self._refuse_if_in_use(unit)
+                unit.release()
+                unit.home, pool = unit.slot, SlotPool([unit.needs], 1, self.wiring.device)
+                unit.live_in(pool.slots[0])
+            unit.gather(Kind.GATHER, self.weights, keep_copy=False)
+            unit.pinned = True
+            unit.show(whole=True)
+
+    def _refuse_if_in_use(self, unit: Unit) -> None:
+        if any(not use.done for use in unit.uses):
+            raise StepError(
+                f"unit {unit.name or 'root'!r} has a forward pass whose backward pass has not run: its weights cannot "
+                "be moved now. Call backward() first, or delete the loss."
+            )
+
+    def reshard(self) -> None:
+        """Undo `unshard`, and take over what was written to the whole parameters meanwhile."""
+        for unit in self.units:
+            if not unit.pinned:
+                continue
+            unit.pinned = False
+            unit.show(whole=False)
+            with torch.no_grad():
+                for bucket in unit.buckets:
+                    bucket.write_back()
+            if unit.slot is not None and unit.home is not None:
+                unit.release()
+                unit.live_in(unit.home)
+
+    def memory_bytes(self) -> dict[str, int]:
+        total = {"weight slots": self.weights.nbytes, "gradient slots": self.gradients.nbytes}
+        total["wire"] = self.wiring.scratch_bytes
+        for unit in self.units:
+            for bucket in unit.buckets:
+                for kind, nbytes in bucket.memory_bytes().items():
+                    total[kind] = total.get(kind, 0) + nbytes
+        return total
+
+
+def _close(unit: Unit) -> None:
+    """Whatever was walked backward in this pass is done."""
+    for use in unit.uses:
+        if use.running:
+            use.running, use.done = False, True
+
+
+def parameters_of(units: list[Unit]) -> Iterator[nn.Parameter]:
+    for unit in units:
+        for bucket in unit.buckets:
+            for place in bucket.layout.places:
+                yield place.parameter

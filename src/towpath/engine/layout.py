@@ -1,0 +1,181 @@
+"""A model as units: which parameters are gathered together, and where each lies in its unit's flat buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from towpath.errors import ShardError
+from towpath.spec.formats import FLOATING, dtype_name
+from towpath.spec.units import BucketSpec, UnitSpec
+
+UnitChoice = Iterable[type[nn.Module] | nn.Module]
+
+
+@dataclass(slots=True)
+class ParameterPlace:
+    """A parameter: its names (more than one when tied), the modules that own it, and where it lies."""
+
+    names: list[str]
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class BucketLayout:
+    spec: BucketSpec
+    places: list[ParameterPlace]
+
+
+@dataclass(slots=True)
+class UnitLayout:
+    name: str
+    module: nn.Module
+    spec: UnitSpec
+    buckets: list[BucketLayout] = field(default_factory=lambda: [])
+
+
+def lay_out(model: nn.Module, units: UnitChoice | None = None) -> list[UnitLayout]:
+    """The root unit first, then the others in the order of registration."""
+    chosen = {"": model, **(_default_units(model) if units is None else _chosen_units(model, units))}
+    places = _places(model)
+    homes = {id(module): name for name, module in chosen.items()}
+    mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
+    inside = _unit_of_modules(model, homes)
+    for place in places:
+        # A parameter that several units use belongs to the root, which is whole while any of them runs.
+        owners = {inside[id(module)] for module, _ in place.owners}
+        mine[owners.pop() if len(owners) == 1 else ""].append(place)
+    return [_unit(name, module, mine[name]) for name, module in chosen.items() if mine[name] or name == ""]
+
+
+def _unit(name: str, module: nn.Module, places: list[ParameterPlace]) -> UnitLayout:
+    """One bucket for each dtype and trainability, so that a LoRA run reduces only what trains."""
+    keys = dict.fromkeys((dtype_name(p.parameter.dtype), p.parameter.requires_grad) for p in places)
+    buckets: list[BucketLayout] = []
+    for dtype, trainable in keys:
+        inside = [
+            p for p in places if (dtype_name(p.parameter.dtype), p.parameter.requires_grad) == (dtype, trainable)
+        ]
+        spec = BucketSpec(tuple(p.parameter.numel() for p in inside), dtype, trainable)
+        for place, offset in zip(inside, spec.offsets, strict=False):
+            place.offset = offset
+        buckets.append(BucketLayout(spec, inside))
+    return UnitLayout(name, module, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
+
+
+def _default_units(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of every ModuleList or Sequential of like blocks; nothing inside a unit is a unit again."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        children = list(module.named_children())
+        like = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(c) for _, c in children}) == 1
+        for name, child in children:
+            path = f"{prefix}{name}"
+            if like and _has_parameters(child):
+                found[path] = child
+            else:
+                visit(child, f"{path}.")
+
+    visit(model, "")
+    return found
+
+
+def _chosen_units(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
+    classes: list[type[nn.Module]] = []
+    modules: list[nn.Module] = []
+    for unit in units:
+        if isinstance(unit, type) and issubclass(unit, nn.Module):
+            classes.append(unit)
+        elif isinstance(unit, nn.Module):
+            modules.append(unit)
+        else:
+            raise ShardError(f"units: expected module classes or modules, got {unit!r}.")
+    wanted = {id(m) for m in modules}
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if name and _has_parameters(module) and (isinstance(module, tuple(classes)) or id(module) in wanted)
+    }
+    missing = [c.__name__ for c in classes if not any(isinstance(m, c) for m in found.values())]
+    missing += [type(m).__name__ for m in modules if all(m is not f for f in found.values())]
+    if missing:
+        raise ShardError(
+            f"units: no submodule with parameters matches {', '.join(missing)}; "
+            f"the model is a {type(model).__name__} of {', '.join(sorted({type(m).__name__ for m in model.modules()}))}."
+        )
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _unit_of_modules(model: nn.Module, homes: dict[int, str]) -> dict[int, str]:
+    """The innermost unit around every module; the root for one that is reached from several units."""
+    inside: dict[int, str] = {}
+
+    def visit(module: nn.Module, unit: str) -> None:
+        unit = homes.get(id(module), unit)
+        if inside.get(id(module)) == unit:
+            return
+        inside[id(module)] = unit if id(module) not in inside else ""
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, "")
+    return inside
+
+
+def _places(model: nn.Module) -> list[ParameterPlace]:
+    found: dict[int, ParameterPlace] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, attribute = name.rpartition(".")
+        owner = (model.get_submodule(path), attribute)
+        place = found.setdefault(id(parameter), ParameterPlace([], [], parameter))
+        place.names.append(name)
+        if owner not in place.owners:
+            place.owners.append(owner)
+    places = list(found.values())
+    _check(places)
+    return places
+
+
+def _check(places: list[ParameterPlace]) -> None:
+    for place in places:
+        parameter, name = place.parameter, place.names[0]
+        if type(parameter) is not nn.Parameter:
+            raise ShardError(
+                f"{name} is a {type(parameter).__name__}; shard() takes plain parameters. A lazy one needs a forward "
+                "pass first; a model that is sharded already cannot be sharded again."
+            )
+        if dtype_name(parameter.dtype) not in FLOATING:
+            raise ShardError(f"{name} is {parameter.dtype}; parameters may be {', '.join(FLOATING)}.")
+        if parameter.device.type == "meta":
+            raise ShardError(f"{name} is on the meta device and has no values; materialise the model before shard().")
+    devices = sorted({str(p.parameter.device) for p in places})
+    if len(devices) > 1:
+        raise ShardError(f"the model's parameters lie on {', '.join(devices)}; move them to one device before shard().")
+
+
+def describe(layouts: list[UnitLayout]) -> Iterator[str]:
+    """One line for every parameter, the same on every rank that was given the same model."""
+    for unit in layouts:
+        for bucket in unit.buckets:
+            for place in bucket.places:
+                shape = "×".join(map(str, place.parameter.shape)) or "scalar"
+                state = "trains" if bucket.spec.trainable else "frozen"
+                yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
+
+
+def device_of(layouts: list[UnitLayout]) -> torch.device:
+    for unit in layouts:
+        for bucket in unit.buckets:
+            for place in bucket.places:
+                return place.parameter.device
+    raise ShardError("the model has no parameters; there is nothing to shard.")

@@ -1,0 +1,126 @@
+"""A norm or a sum of which each rank knows its part, combined over the ranks only when its value is needed.
+
+So a list of them costs one all-reduce: the stock `clip_grad_norm_` takes a norm of every gradient, stacks them and
+takes the norm of the stack; the norms stay partial through the stack, and the last one is combined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Peers:
+    """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them."""
+
+    group: dist.ProcessGroup | None
+    slots: tuple[int, ...]
+    rank: int
+
+    def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """`tensor`, reduced over the peers in place."""
+        if self.group is not None:
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+
+class Partial(torch.Tensor):
+    """Tensor of partial norms (`order` p) or sums. Stacking and casting keep it partial; all else combines it."""
+
+    _values: torch.Tensor
+    _order: float | str
+    _peers: Peers
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, order: float | str, peers: Peers, dtype: torch.dtype) -> Partial:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
+        made._values, made._order, made._peers = values, order, peers
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is done in __new__."""
+
+    @staticmethod
+    def norm_of(local: torch.Tensor, order: float, peers: Peers, dtype: torch.dtype | None = None) -> Partial:
+        order = float(order)
+        # An empty slice has no norm of order inf or below zero; and sums of squares are taken in double, so that
+        # combining them neither overflows nor rounds.
+        work = dtype or local.dtype
+        if local.numel():
+            values = torch.linalg.vector_norm(local, order, dtype=torch.promote_types(work, torch.float32))
+        else:
+            values = torch.full((), math.inf if order < 0 else 0.0, device=local.device)
+        return Partial(values.double(), order, peers, work)
+
+    def resolve(self) -> torch.Tensor:
+        """The combined value, plain. Every peer must get here."""
+        order, values = self._order, self._values
+        if order == "sum":
+            combined = self._peers.combine(values.clone())
+        elif isinstance(order, float) and math.isinf(order):
+            combined = self._peers.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+        elif order == 0.0:
+            combined = self._peers.combine(values.clone())
+        else:
+            assert isinstance(order, float)
+            combined = self._peers.combine(values.abs().pow(order)).pow(1.0 / order)
+        return combined.to(self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Partial({self._order}, this rank's part: {self._values})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
+            (part,) = args
+            return Partial(part._values, part._order, part._peers, kwargs.get("dtype") or part.dtype)
+        if packet is aten.stack and _alike(args[0]):
+            first, dim = args[0][0], args[1] if len(args) > 1 else 0
+            return Partial(torch.stack([p._values for p in args[0]], dim), first._order, first._peers, first.dtype)
+        if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
+            return Partial.norm_of(args[0]._values, args[0]._order, args[0]._peers).as_dtype(args[0].dtype).resolve()
+        if packet is aten.add and all(isinstance(a, Partial) and a._order == "sum" for a in args) and not kwargs:
+            return Partial(args[0]._values + args[1]._values, "sum", args[0]._peers, args[0].dtype)
+        if packet is aten.sum and len(args) == 1 and args[0]._order == "sum":
+            return Partial(args[0]._values.sum(), "sum", args[0]._peers, args[0].dtype)
+        return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+
+    def as_dtype(self, dtype: torch.dtype) -> Partial:
+        return Partial(self._values, self._order, self._peers, dtype)
+
+
+def _alike(parts: Sequence[Any]) -> bool:
+    first = parts[0]
+    return all(
+        isinstance(p, Partial)
+        and isinstance(first, Partial)
+        and p._order == first._order
+        and p._peers.group is first._peers.group
+        for p in parts
+    )
+
+
+def _stays_partial(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """The p-norm of p-norms, over everything: the parts combine to the p-norm of the whole."""
+    order = float(args[1]) if len(args) > 1 else 2.0
+    return len(args) <= 2 and args[0]._order == order and kwargs.get("dim") is None
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, Partial):
+        return value.resolve()
+    if isinstance(value, (list, tuple)):
+        return [_resolved(v) for v in value]
+    return value

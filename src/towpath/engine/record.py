@@ -1,0 +1,86 @@
+"""What was executed: every transfer, in order, with its bytes and seconds."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from towpath.collectives.collective import Collective
+from towpath.errors import StepError
+from towpath.spec.schedule import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """One transfer of the schedule, over all its calls so far. Bytes: sent by all ranks of the job together."""
+
+    transfer: Transfer
+    calls: int
+    intra_bytes: int
+    inter_bytes: int
+    seconds_in_flight: float
+    seconds_exposed: float
+
+
+class Record:
+    """The transfers of the running step and of the last whole one, and totals since the start."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # lanes are threads
+        self._step: list[Transfer] = []
+        self.last_step: tuple[Transfer, ...] = ()
+        self._calls: dict[Transfer, int] = defaultdict(int)
+        self._in_flight: dict[Transfer, float] = defaultdict(float)
+        self._exposed: dict[Transfer, float] = defaultdict(float)
+
+    def submitted(self, transfer: Transfer, micro_step: int) -> None:
+        with self._lock:
+            self._step.append(replace(transfer, micro_step=micro_step))
+
+    def end_step(self) -> None:
+        with self._lock:
+            self.last_step, self._step = tuple(self._step), []
+
+    def finished(self, transfer: Transfer, seconds: float) -> None:
+        with self._lock:
+            self._calls[transfer] += 1
+            self._in_flight[transfer] += seconds
+
+    def exposed_by(self, transfers: list[Transfer]) -> Callable[[float], None]:
+        """What to tell the seconds that the computation waited for these transfers: they are shared out evenly."""
+
+        def tell(seconds: float) -> None:
+            with self._lock:
+                for transfer in transfers:
+                    self._exposed[transfer] += seconds / len(transfers)
+
+        return tell
+
+    def totals(self) -> list[TransferStats]:
+        with self._lock:
+            return [
+                TransferStats(t, n, n * t.intra_bytes, n * t.inter_bytes, self._in_flight[t], self._exposed[t])
+                for t, n in self._calls.items()
+            ]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A transfer of the schedule bound to the collective that executes it on this rank."""
+
+    transfer: Transfer
+    collective: Collective
+    record: Record
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        start = time.perf_counter()
+        try:
+            self.collective.run(region, shard)
+        except RuntimeError as error:
+            raise StepError(f"{self.transfer} failed: {error}") from error
+        self.record.finished(self.transfer, time.perf_counter() - start)

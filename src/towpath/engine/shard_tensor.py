@@ -1,0 +1,352 @@
+"""A tensor with the global shape whose storage is this rank's contiguous 1-D slice of it.
+
+Elementwise operations and optimizers run on the slices; norms and sums are combined over the ranks that share
+the tensor (`partial.py`); `full_tensor()` gathers; anything else raises `ShardTensorError`.
+
+Writes are noticed here: every dispatched operation that writes to a parameter raises the version of the mark
+that it shares with its aliases (`_version` does not tell: foreach, fused and `.data` writes leave it as it was).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from towpath.engine.partial import Partial, Peers
+from towpath.errors import ShardTensorError
+
+aten = torch.ops.aten
+
+
+class WriteMark:
+    """Counts the writes to the parameters of one bucket; shared by every alias of them. `model` counts them all."""
+
+    __slots__ = ("model", "version")
+
+    def __init__(self, model: WriteMark | None = None) -> None:
+        self.version = 0
+        self.model = model
+
+    def written(self) -> None:
+        self.version += 1
+        if self.model is not None:
+            self.model.version += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Slice:
+    """Which elements of a tensor each rank holds: the part of it that lies in the rank's cut of the flat buffer.
+
+    Compared by identity: two ShardTensors match element by element only if they carry the same Slice.
+    """
+
+    shape: torch.Size
+    offset: int  # of the tensor in the flat buffer
+    cut: int  # length of a slice of the flat buffer
+    slot: int  # which slice of the flat buffer this rank holds
+    peers: Peers
+
+    def bounds(self, slot: int | None = None) -> tuple[int, int]:
+        """The elements [start, end) of the flattened tensor that the holder of `slot` has."""
+        low = (self.slot if slot is None else slot) * self.cut - self.offset
+        numel = self.shape.numel()
+        return min(max(low, 0), numel), min(max(low + self.cut, 0), numel)
+
+    def in_cut(self) -> tuple[int, int]:
+        """The same elements, as positions in this rank's cut."""
+        start, end = self.bounds()
+        base = self.slot * self.cut - self.offset
+        return (start - base, end - base) if end > start else (0, 0)
+
+
+class ShardTensor(torch.Tensor):
+    """See the module's docstring. Made by `towpath.shard`; `to_local()` reads this rank's slice."""
+
+    _local: torch.Tensor
+    _slice: Slice
+    _mark: WriteMark | None
+
+    @staticmethod
+    def __new__(
+        cls, local: torch.Tensor, where: Slice, mark: WriteMark | None = None, requires_grad: bool = False
+    ) -> ShardTensor:
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, where.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        made._local, made._slice, made._mark = local, where, mark
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is done in __new__."""
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's elements, 1-D, perhaps none. To write, use operations on the ShardTensor itself."""
+        return self._local
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, gathered from the ranks that share it. Every one of them must call this."""
+        where = self._slice
+        local = self._local.detach()
+        if where.peers.group is None:
+            return local.clone().view(where.shape)
+        bounds = [where.bounds(slot) for slot in where.peers.slots]
+        longest = max(end - start for start, end in bounds)
+        padded = local.new_zeros(longest)
+        padded[: local.numel()].copy_(local)
+        gathered = local.new_empty(len(bounds) * longest)
+        dist.all_gather_single(gathered, padded, group=where.peers.group)
+        whole = local.new_empty(where.shape.numel())
+        for (start, end), piece in zip(bounds, gathered.view(len(bounds), longest), strict=True):
+            whole[start:end].copy_(piece[: end - start])
+        return whole.view(where.shape)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        start, end = self._slice.bounds()
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return f"ShardTensor({tuple(self.shape)}, {self.dtype}, holds [{start}:{end}] of {self.numel()}{grad})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
+        copy = ShardTensor(self._local.detach().clone(), self._slice, None, self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ShardTensorError(
+            "a ShardTensor cannot be pickled: it is one rank's slice. Save p.full_tensor(), or use "
+            "torch.distributed.checkpoint, which saves every slice once."
+        )
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _handler(func)(func, args, kwargs or {})
+
+
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+# Elementwise in effect, though PyTorch does not tag them so.
+_ELEMENTWISE = {
+    aten.alias,
+    aten.clone,
+    aten._to_copy,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.empty_like,
+    aten.full_like,
+    aten.zero_,
+    aten.fill_,
+}
+
+
+@lru_cache(maxsize=1024)
+def _handler(func: Any) -> Handler:
+    special = _SPECIAL.get(func.overloadpacket)
+    if special is not None:
+        return special
+    if func.namespace == "aten":
+        name = func._schema.name.removeprefix("aten::")
+        random = torch.Tag.nondeterministic_seeded in func.tags  # equal seeds would draw alike in every slice
+        if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
+            return _listwise
+        if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
+            return _elementwise
+    return _refuse
+
+
+_FOREACH_REDUCTIONS = {"_foreach_max", "_foreach_powsum"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """Which arguments an operation writes to."""
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> _Writes:
+    written = [
+        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return _Writes(tuple(i for i, _ in written), tuple(name for _, name in written))
+
+
+def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    writes = _writes(func)
+    for position, name in zip(writes.positions, writes.names, strict=True):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, ShardTensor) and tensor._mark is not None:
+                tensor._mark.written()
+
+
+def _local_of(func: Any, value: Any, where: Slice) -> Any:
+    """The slice of `value` that matches `where`, or the reason why there is none."""
+    if isinstance(value, ShardTensor):
+        if value._slice is not where:
+            raise ShardTensorError(
+                f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and {tuple(where.shape)}, "
+                "hold slices that do not match element by element. Use full_tensor() on both."
+            )
+        return value._local
+    if isinstance(value, Partial):
+        return value.resolve()
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ShardTensorError(
+            f"{func}: a ShardTensor of shape {tuple(where.shape)} met a plain tensor of shape {tuple(value.shape)}, "
+            "which is not sliced alike. If this is an optimizer's state, the optimizer stepped before shard(): make a "
+            "new one. Else copy_() the whole tensor into a ShardTensor, or use full_tensor()."
+        )
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value.reshape(())  # it broadcasts over any shape, also over a 1-D slice
+    return value
+
+
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    where = next(a._slice for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
+    local_args = [_local_of(func, a, where) for a in args]
+    local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
+    writes = _writes(func)
+    if writes.positions:
+        target = args[0] if writes.positions[0] == 0 else kwargs[writes.names[0]]
+        if not isinstance(target, ShardTensor):
+            _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
+        func(*local_args, **local_kwargs)
+        _mark_written(func, args, kwargs)
+        return target
+    out = func(*local_args, **local_kwargs)
+    if isinstance(out, torch.Tensor):
+        return ShardTensor(out, where)
+    return tuple(ShardTensor(o, where) for o in out)
+
+
+def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
+    """An alias: the same slice object and the same mark, so that writes through it are noticed."""
+    (tensor,) = args
+    return ShardTensor(tensor._local, tensor._slice, tensor._mark)
+
+
+def _listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """foreach and fused operations: lists of tensors, matched index by index."""
+    values = (*args, *kwargs.values())
+    lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
+    wheres: list[Slice | None] = []
+    for i in range(max(len(a) for a in lists)):
+        at_index = (a[i] for a in lists if i < len(a))
+        wheres.append(next((t._slice for t in at_index if isinstance(t, ShardTensor)), None))
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            pairs = zip(value, wheres, strict=False)
+            return [t if where is None else _local_of(func, t, where) for t, where in pairs]
+        return value.resolve() if isinstance(value, Partial) else value
+
+    out = func(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()})
+    _mark_written(func, args, kwargs)
+    if out is None or not isinstance(out, (list, tuple)):
+        return out
+    return [o if where is None else ShardTensor(o, where) for o, where in zip(out, wheres, strict=True)]
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """copy_: from a matching slice, or from the whole tensor, of which this rank's elements are taken."""
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardTensor):
+        _refuse(func, args, kwargs)
+    whole = isinstance(source, torch.Tensor) and not isinstance(source, (ShardTensor, Partial))
+    if whole and source.shape == target.shape:
+        start, end = target._slice.bounds()
+        source = source.reshape(-1)[start:end]
+    else:
+        source = _local_of(func, source, target._slice)
+    target._local.copy_(source)
+    _mark_written(func, args, kwargs)
+    return target
+
+
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """linalg_vector_norm(x, ord=2, dim=None, ...) and norm(x, p=2), of the whole tensor."""
+    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
+        _refuse(func, args, kwargs)
+    return Partial.norm_of(tensor._local, 2 if order is None else order, tensor._slice.peers, kwargs.get("dtype"))
+
+
+def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return [
+        Partial.norm_of(t._local, order, t._slice.peers, dtype)
+        if isinstance(t, ShardTensor)
+        else torch.linalg.vector_norm(t, order, dtype=dtype)
+        for t in args[0]
+    ]
+
+
+def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if len(args) > 1 or kwargs.get("dim") is not None:
+        _refuse(func, args, kwargs)
+    total = tensor._local.sum(dtype=kwargs.get("dtype"))
+    if func.overloadpacket is aten.mean:
+        total = total / tensor.numel()
+    return Partial(total, "sum", tensor._slice.peers, total.dtype)
+
+
+def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """max, min, amax, amin, any, all, equal: of the whole tensor, combined at once."""
+    tensor = args[0]
+    if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
+        _refuse(func, args, kwargs)
+    peers = tensor._slice.peers
+    packet = func.overloadpacket
+    if packet is aten.equal:
+        same = torch.tensor(torch.equal(tensor._local, _local_of(func, args[1], tensor._slice)), device=tensor.device)
+        return bool(peers.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
+    if packet in (aten.any, aten.all):
+        found = packet(tensor._local).to(torch.uint8)
+        return peers.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
+    largest = packet in (aten.max, aten.amax)
+    info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
+    neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
+    value = cast(torch.Tensor, packet(tensor._local)) if tensor._local.numel() else neutral
+    return peers.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+
+
+def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """GradScaler: an overflow in one rank's slice is an overflow on every rank."""
+    grads, found, scale = args
+    peers = next(g._slice.peers for g in grads if isinstance(g, ShardTensor))
+    func([g._local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
+    peers.combine(found, dist.ReduceOp.MAX)
+
+
+def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
+    tensor = next(t for t in flat if isinstance(t, ShardTensor))
+    start, end = tensor._slice.bounds()
+    raise ShardTensorError(
+        f"{func} needs the whole tensor, and rank {tensor._slice.peers.rank} holds the elements [{start}:{end}] of a "
+        f"parameter of shape {tuple(tensor.shape)}. Call full_tensor() on it, or work on the whole model inside "
+        "`with towpath.full_parameters(model):`. Inside a unit's forward its parameters are whole."
+    )
+
+
+_SPECIAL: dict[Any, Handler] = {
+    aten.detach: _detach,
+    aten.copy_: _copy,
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    aten.sum: _sum,
+    aten.mean: _sum,
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys((aten.max, aten.min, aten.amax, aten.amin, aten.any, aten.all, aten.equal), _extreme),
+}

@@ -1,0 +1,113 @@
+"""Lanes: ordered queues that run transfers beside the computation. A thread on a CPU, a stream on a GPU.
+
+Gathers, reductions, boundary synchronisation and publication each have a lane of their own (and process groups of
+their own), so that they overlap one another and the compute. Order between lanes is by handle, never device-wide.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import final
+
+import torch
+
+Job = Callable[[], None]
+
+
+class Handle(ABC):
+    """The end of a job. Waiting on it orders what follows after it, and counts the time nothing else was done."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return once the job's results may be used by what the caller does next."""
+
+
+class Lane(ABC):
+    @abstractmethod
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Callable[[float], None] | None = None) -> Handle:
+        """Queue `job` behind the lane's earlier jobs, `after`, and what the caller has computed so far.
+
+        `exposed` is told the seconds that somebody waited for it.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of the lane's thread or stream."""
+
+
+@final
+class ThreadLane(Lane):
+    """One thread: gloo's collectives block, and PyTorch computes without the interpreter lock meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"towpath-{name}")
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Callable[[float], None] | None = None) -> Handle:
+        def run() -> None:
+            with torch.no_grad():
+                for handle in after:
+                    assert isinstance(handle, _ThreadHandle)
+                    handle.join()
+                job()
+
+        return _ThreadHandle(self._threads.submit(run), exposed)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@final
+class _ThreadHandle(Handle):
+    def __init__(self, future: Future[None], exposed: Callable[[float], None] | None) -> None:
+        self._future = future
+        self._exposed = exposed
+
+    def join(self) -> None:
+        """Wait on a lane: no computation is held up by it."""
+        self._future.result()
+
+    def wait(self) -> None:
+        if self._future.done():
+            self._future.result()
+            return
+        start = time.perf_counter()
+        try:
+            self._future.result()
+        finally:
+            if self._exposed is not None:
+                self._exposed(time.perf_counter() - start)
+
+
+@final
+class StreamLane(Lane):
+    """One CUDA stream: jobs are enqueued at once, and events keep them in order with the computation."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Callable[[float], None] | None = None) -> Handle:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            for handle in after:
+                handle.wait()  # the lane's stream is current here: it is the one that waits
+            job()
+        return _StreamHandle(self._stream.record_event())
+
+    def close(self) -> None:
+        """A stream needs no closing."""
+
+
+@final
+class _StreamHandle(Handle):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+def make_lane(name: str, device: torch.device) -> Lane:
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)

@@ -1,0 +1,67 @@
+"""From the transfers of a plan to the collectives, process groups and lanes that execute them on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from towpath.collectives.collective import Members, Scratch
+from towpath.collectives.select import select
+from towpath.engine.record import Line, Record
+from towpath.engine.streams import Handle, Job, Lane, make_lane
+from towpath.spec.schedule import Transfer
+from towpath.spec.strategy import Kind
+from towpath.topology.groups import Groups
+
+# Kinds that share a lane run one after the other; different lanes overlap.
+LANES = {
+    Kind.GATHER: "gather",
+    Kind.BACKWARD_GATHER: "gather",
+    Kind.REDUCE: "reduce",
+    Kind.SYNC: "sync",
+    Kind.USAGE: "sync",
+    Kind.PUBLISH: "publish",
+}
+
+
+class Wiring:
+    """Makes lines and submits jobs. Every rank must ask for the same lines in the same order (they make groups)."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.rank = groups.rank
+        self.device = device
+        self.groups = groups
+        self.record = Record()
+        self.micro_step = 0
+        self._backend = groups.backend(device)
+        self._lanes: dict[str, Lane] = {}
+        self._scratch = {name: Scratch(device) for name in LANES.values()}
+
+    def lines(self, transfers: Iterable[Transfer]) -> list[Line]:
+        return [self._line(t) for t in transfers]
+
+    def _line(self, transfer: Transfer) -> Line:
+        lane = LANES[transfer.kind]
+        group = transfer.move.group_of(self.rank)
+        partition = tuple(g.ranks for g in transfer.move.groups)
+        members = Members(self.groups.of(partition, lane), group, group.ranks.index(self.rank))
+        return Line(transfer, select(transfer, members, self._backend, self._scratch[lane]), self.record)
+
+    def submit(self, kind: Kind, lines: Sequence[Line], job: Job, after: Sequence[Handle] = ()) -> Handle:
+        """Run `job`, which executes `lines`, on the lane of `kind`."""
+        transfers = [line.transfer for line in lines]
+        for transfer in transfers:
+            self.record.submitted(transfer, self.micro_step)
+        lane = LANES[kind]
+        if lane not in self._lanes:
+            self._lanes[lane] = make_lane(lane, self.device)
+        return self._lanes[lane].submit(job, after, self.record.exposed_by(transfers) if transfers else None)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return sum(s.nbytes for s in self._scratch.values())
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()

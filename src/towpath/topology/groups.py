@@ -1,0 +1,101 @@
+"""The only maker of process groups, and the only reader of the launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from towpath.errors import TopologyError
+from towpath.topology.cluster import Topology
+
+Partition = tuple[tuple[int, ...], ...]
+
+
+class Groups:
+    """The process groups of one sharded model, made on demand inside `parent` (default: the whole world).
+
+    Ranks are counted inside the parent. Every rank must ask for the same groups in the same order.
+    """
+
+    def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
+        self._alone = not (dist.is_available() and dist.is_initialized())
+        self._parent = None if self._alone else (parent or dist.group.WORLD)
+        self._made: dict[tuple[Partition, str], dist.ProcessGroup] = {}
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._alone else dist.get_rank(self._parent)
+
+    @property
+    def world(self) -> int:
+        return 1 if self._alone else dist.get_world_size(self._parent)
+
+    def backend(self, device: torch.device) -> str:
+        """The backend that carries tensors of `device`, 'gloo' or 'nccl'."""
+        if self._alone:
+            return "none"
+        config = dist.get_backend_config(self._parent)
+        named = dict(part.split(":") for part in config.split(",") if ":" in part)
+        return named.get(device.type, config)
+
+    def of(self, partition: Partition, lane: str) -> dist.ProcessGroup:
+        """This rank's group of a partition of the ranks; each lane has its own, so that lanes overlap."""
+        key = (partition, lane)
+        if key not in self._made:
+            assert self._parent is not None, "a world of one communicates nothing"
+            mine = next(ranks for ranks in partition if self.rank in ranks)
+            members = [dist.get_global_rank(self._parent, r) for r in mine]
+            # Only the members take part: a thousand ranks then make one group each, not a thousand.
+            made = dist.new_group(members, timeout=self._timeout(), use_local_synchronization=True, group_desc=lane)
+            assert isinstance(made, dist.ProcessGroup), made
+            self._made[key] = made
+        return self._made[key]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value of every rank, by rank."""
+        if self._alone:
+            return [value]
+        out: list[Any] = [None] * self.world
+        dist.all_gather_object(out, value, group=self._parent)
+        return out
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Everyone's `tensor` becomes rank 0's."""
+        if self.world > 1:
+            dist.broadcast(tensor, group=self._parent, group_src=0)
+
+    def _timeout(self) -> timedelta | None:
+        """New groups would take the default timeout, not the one the user gave theirs."""
+        assert self._parent is not None
+        for device in ("cpu", "cuda"):
+            try:
+                return self._parent._get_backend(torch.device(device)).options._timeout
+            except (RuntimeError, AttributeError):
+                continue
+        return None
+
+
+def detect_topology(groups: Groups | None = None) -> Topology:
+    """Nodes as the launcher placed them (or by host name), or the reason why they do not form a topology."""
+    groups = groups or Groups()
+    homes = groups.gather_objects(os.environ.get("GROUP_RANK") or socket.gethostname())
+    sizes = Counter(homes)
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{home!r} has {n}" for home, n in sizes.items())
+        raise TopologyError(
+            f"uneven nodes: {told} ranks. Towpath needs as many ranks on each node: start equal numbers, or pass a "
+            "topology of your own (any equal groups whose inner links are the faster ones)."
+        )
+    ranks = next(iter(sizes.values()))
+    if any(homes[i] != homes[i // ranks * ranks] for i in range(len(homes))):
+        raise TopologyError(
+            f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
+            "as torchrun does, or pass a topology of your own."
+        )
+    return Topology(len(sizes), ranks)
