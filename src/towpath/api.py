@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from torch import nn
 
 from towpath.engine.build import agree, build, check_exchangeable, optimizers_of
 from towpath.engine.executor import Engine, parameters_of
-from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
+from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.record import TransferStats
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
@@ -93,19 +93,19 @@ def _check_world(topology: Topology, world: int) -> None:
 class ShardedModule(nn.Module):
     """What `shard` adds to a model. (The model's class keeps its name: libraries look at it.)"""
 
-    _towpath: Engine
+    towpath_engine: Engine
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
-        return self._towpath.no_sync()
+        return self.towpath_engine.no_sync()
 
     def unshard(self) -> None:
         """Make all parameters whole, on every rank, until `reshard()`."""
-        self._towpath.unshard()
+        self.towpath_engine.unshard()
 
     def reshard(self) -> None:
         """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept."""
-        self._towpath.reshard()
+        self.towpath_engine.reshard()
 
 
 def _become_sharded(model: nn.Module, engine: Engine) -> None:
@@ -114,17 +114,17 @@ def _become_sharded(model: nn.Module, engine: Engine) -> None:
     if taken:
         raise ShardError(f"{cls.__name__} has methods named {', '.join(taken)} of its own, which shard() would hide.")
     model.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
-    object.__setattr__(model, "_towpath", engine)
+    object.__setattr__(model, "towpath_engine", engine)
 
 
 def _engine(model: nn.Module) -> Engine:
     if not isinstance(model, ShardedModule):
         raise ShardError(f"expected a model that towpath.shard() returned, got a plain {type(model).__name__}.")
-    return model._towpath
+    return model.towpath_engine
 
 
 @contextmanager
-def full_parameters(model: nn.Module) -> Iterator[None]:
+def full_parameters(model: nn.Module) -> Generator[None]:
     """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept."""
     engine = _engine(model)
     engine.unshard()
@@ -152,10 +152,10 @@ def schedule(
     units: UnitChoice | None = None,
 ) -> Schedule:
     """The transfers of one optimizer step, with bytes sent per link class, computed without communication."""
-    if not isinstance(strategy, Strategy):
-        raise StrategyError(f"schedule: expected a Strategy, got {strategy!r}; towpath.strategy(name, topology) is one.")
+    if not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StrategyError(f"schedule: expected a Strategy, as towpath.strategy() makes it; got {strategy!r}.")
     if isinstance(model_or_numels, ShardedModule):
-        specs = tuple(u.plan.spec for u in model_or_numels._towpath.units)
+        specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
     elif isinstance(model_or_numels, nn.Module):
         specs = tuple(u.spec for u in lay_out(model_or_numels, units))
     else:
@@ -184,7 +184,8 @@ class Stats:
         return sum(t.seconds_exposed for t in self.transfers)
 
     def __str__(self) -> str:
-        lines = [f"{'kind':<16} {'calls':>6} {'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"]
+        heads = f"{'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"
+        lines = [f"{'kind':<16} {'calls':>6} {heads}"]
         for kind in dict.fromkeys(t.transfer.kind for t in self.transfers):
             mine = [t for t in self.transfers if t.transfer.kind is kind]
             lines.append(

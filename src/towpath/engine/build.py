@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
-from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, describe, device_of
+from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, device_of
 from towpath.engine.shard_tensor import Peers, WriteMark
 from towpath.engine.unit import Bucket, Unit, torch_dtype
 from towpath.engine.wiring import Wiring
@@ -74,7 +74,7 @@ def _in_use(parameter: nn.Parameter) -> str | None:
         return "has a gradient already: call zero_grad() before shard()."
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return "has hooks, which would not see whole gradients: register them after shard(), on the optimizer."
-    if parameter._use_count() > 1:
+    if parameter._use_count() > 1:  # pyright: ignore[reportAttributeAccessIssue]
         return "is part of a live autograd graph: delete the loss and outputs of earlier forward passes before shard()."
     return None
 

@@ -9,7 +9,7 @@ Reductions are launched in one order on all ranks, whatever order the gradients 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,7 +21,7 @@ from towpath.engine.streams import Handle
 from towpath.engine.unit import Bucket, Unit, Use
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
-from towpath.spec.schedule import usage_transfers
+from towpath.spec.schedule import backward_order, usage_transfers
 from towpath.spec.strategy import Kind, Strategy
 
 # How many units may be whole at once: the one that computes, and the one that is gathered meanwhile.
@@ -30,7 +30,7 @@ UNITS_IN_FLIGHT = 2
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass: then a forward is a recomputation of a checkpointed part."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 class Engine:
@@ -41,7 +41,7 @@ class Engine:
         self._world = strategy.topology.world
         self._boundary = True
         self._running_backward = False
-        self._order = [u for u in sorted(reversed(units), key=lambda u: u.kept) if u.trainable]
+        self._order = [u for u in backward_order(units, lambda u: u.kept) if u.trainable]
         self._next = 0  # in _order: the next unit to be reduced
         self._synced: list[Handle] = []
         parameters = sum(len(b.used) for u in units for b in u.trainable)
@@ -50,7 +50,7 @@ class Engine:
         self.weights, self.gradients = self._pools()
 
     def _pools(self) -> tuple[SlotPool, SlotPool]:
-        """Neighbours in forward order live in different slots; the root, whole from first to last, in one of its own."""
+        """Neighbours in forward order live in different slots; the root, whole throughout, in one of its own."""
         device = self.wiring.device
         others = self.units[1:]
         weights = SlotPool((u.needs for u in others), min(UNITS_IN_FLIGHT, len(others)), device)
@@ -114,7 +114,7 @@ class Engine:
         self._begin_backward()
         if unit.holds != unit.version and not bucket.whole:
             raise StepError(
-                f"{bucket.layout.places[index].names[0]}: a gradient arrived while unit {unit.name!r} was not gathered. "
+                f"{bucket.layout.places[index].names[0]}: a gradient arrived while unit {unit.name!r} was not whole. "
                 "Its forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
                 "or dataclasses of them."
             )
@@ -133,7 +133,8 @@ class Engine:
     def _begin_backward(self) -> None:
         if not self._running_backward:
             self._running_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            # Runs when this backward pass is through, before backward() returns.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
 
     def _finish(self, unit: Unit) -> None:
         unit.release()
@@ -215,7 +216,7 @@ class Engine:
     # What the user calls --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         before, self._boundary = self._boundary, False
         try:
             yield

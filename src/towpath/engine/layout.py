@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ class UnitLayout:
     name: str
     module: nn.Module
     spec: UnitSpec
-    buckets: list[BucketLayout] = field(default_factory=lambda: [])
+    buckets: list[BucketLayout]
 
 
 def lay_out(model: nn.Module, units: UnitChoice | None = None) -> list[UnitLayout]:
@@ -58,9 +58,7 @@ def _unit(name: str, module: nn.Module, places: list[ParameterPlace]) -> UnitLay
     keys = dict.fromkeys((dtype_name(p.parameter.dtype), p.parameter.requires_grad) for p in places)
     buckets: list[BucketLayout] = []
     for dtype, trainable in keys:
-        inside = [
-            p for p in places if (dtype_name(p.parameter.dtype), p.parameter.requires_grad) == (dtype, trainable)
-        ]
+        inside = [p for p in places if (dtype_name(p.parameter.dtype), p.parameter.requires_grad) == (dtype, trainable)]
         spec = BucketSpec(tuple(p.parameter.numel() for p in inside), dtype, trainable)
         for place, offset in zip(inside, spec.offsets, strict=False):
             place.offset = offset
@@ -90,9 +88,9 @@ def _chosen_units(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     classes: list[type[nn.Module]] = []
     modules: list[nn.Module] = []
     for unit in units:
-        if isinstance(unit, type) and issubclass(unit, nn.Module):
+        if isinstance(unit, type) and issubclass(unit, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             classes.append(unit)
-        elif isinstance(unit, nn.Module):
+        elif isinstance(unit, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             modules.append(unit)
         else:
             raise ShardError(f"units: expected module classes or modules, got {unit!r}.")
@@ -107,7 +105,7 @@ def _chosen_units(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
     if missing:
         raise ShardError(
             f"units: no submodule with parameters matches {', '.join(missing)}; "
-            f"the model is a {type(model).__name__} of {', '.join(sorted({type(m).__name__ for m in model.modules()}))}."
+            f"the model has {', '.join(sorted({type(m).__name__ for m in model.modules()}))}."
         )
     return found
 

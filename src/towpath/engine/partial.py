@@ -16,6 +16,9 @@ import torch.distributed as dist
 
 aten = torch.ops.aten
 
+# Both of our tensor classes work below autograd, in __torch_dispatch__, and need no hook above it.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peers:
@@ -35,14 +38,16 @@ class Peers:
 class Partial(torch.Tensor):
     """Tensor of partial norms (`order` p) or sums. Stacking and casting keep it partial; all else combines it."""
 
-    _values: torch.Tensor
-    _order: float | str
-    _peers: Peers
+    part: torch.Tensor
+    order: float | str
+    peers: Peers
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor, order: float | str, peers: Peers, dtype: torch.dtype) -> Partial:
+    def __new__(
+        cls: type[Partial], values: torch.Tensor, order: float | str, peers: Peers, dtype: torch.dtype
+    ) -> Partial:
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
-        made._values, made._order, made._peers = values, order, peers
+        made.part, made.order, made.peers = values, order, peers
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -62,43 +67,42 @@ class Partial(torch.Tensor):
 
     def resolve(self) -> torch.Tensor:
         """The combined value, plain. Every peer must get here."""
-        order, values = self._order, self._values
+        order, values = self.order, self.part
         if order == "sum":
-            combined = self._peers.combine(values.clone())
+            combined = self.peers.combine(values.clone())
         elif isinstance(order, float) and math.isinf(order):
-            combined = self._peers.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+            combined = self.peers.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
         elif order == 0.0:
-            combined = self._peers.combine(values.clone())
+            combined = self.peers.combine(values.clone())
         else:
             assert isinstance(order, float)
-            combined = self._peers.combine(values.abs().pow(order)).pow(1.0 / order)
+            combined = self.peers.combine(values.abs().pow(order)).pow(1.0 / order)
         return combined.to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"Partial({self._order}, this rank's part: {self._values})"
+        return f"Partial({self.order}, this rank's part: {self.part})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
-            (part,) = args
-            return Partial(part._values, part._order, part._peers, kwargs.get("dtype") or part.dtype)
+            return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.stack and _alike(args[0]):
             first, dim = args[0][0], args[1] if len(args) > 1 else 0
-            return Partial(torch.stack([p._values for p in args[0]], dim), first._order, first._peers, first.dtype)
+            return Partial(torch.stack([p.part for p in args[0]], dim), first.order, first.peers, first.dtype)
         if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
-            return Partial.norm_of(args[0]._values, args[0]._order, args[0]._peers).as_dtype(args[0].dtype).resolve()
-        if packet is aten.add and all(isinstance(a, Partial) and a._order == "sum" for a in args) and not kwargs:
-            return Partial(args[0]._values + args[1]._values, "sum", args[0]._peers, args[0].dtype)
-        if packet is aten.sum and len(args) == 1 and args[0]._order == "sum":
-            return Partial(args[0]._values.sum(), "sum", args[0]._peers, args[0].dtype)
+            return Partial.norm_of(args[0].part, args[0].order, args[0].peers).as_dtype(args[0].dtype).resolve()
+        if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
+            return Partial(args[0].part + args[1].part, "sum", args[0].peers, args[0].dtype)
+        if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
+            return Partial(args[0].part.sum(), "sum", args[0].peers, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
-        return Partial(self._values, self._order, self._peers, dtype)
+        return Partial(self.part, self.order, self.peers, dtype)
 
 
 def _alike(parts: Sequence[Any]) -> bool:
@@ -106,8 +110,8 @@ def _alike(parts: Sequence[Any]) -> bool:
     return all(
         isinstance(p, Partial)
         and isinstance(first, Partial)
-        and p._order == first._order
-        and p._peers.group is first._peers.group
+        and p.order == first.order
+        and p.peers.group is first.peers.group
         for p in parts
     )
 
@@ -115,7 +119,7 @@ def _alike(parts: Sequence[Any]) -> bool:
 def _stays_partial(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """The p-norm of p-norms, over everything: the parts combine to the p-norm of the whole."""
     order = float(args[1]) if len(args) > 1 else 2.0
-    return len(args) <= 2 and args[0]._order == order and kwargs.get("dim") is None
+    return len(args) <= 2 and args[0].order == order and kwargs.get("dim") is None
 
 
 def _resolved(value: Any) -> Any:

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
-from towpath.engine.partial import Partial, Peers
+from towpath.engine.partial import NO_TORCH_FUNCTION, Partial, Peers
 from towpath.errors import ShardTensorError
 
 aten = torch.ops.aten
@@ -39,10 +39,10 @@ class WriteMark:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Slice:
+class Span:
     """Which elements of a tensor each rank holds: the part of it that lies in the rank's cut of the flat buffer.
 
-    Compared by identity: two ShardTensors match element by element only if they carry the same Slice.
+    Compared by identity: two ShardTensors match element by element only if they carry the same Span.
     """
 
     shape: torch.Size
@@ -67,18 +67,22 @@ class Slice:
 class ShardTensor(torch.Tensor):
     """See the module's docstring. Made by `towpath.shard`; `to_local()` reads this rank's slice."""
 
-    _local: torch.Tensor
-    _slice: Slice
-    _mark: WriteMark | None
+    local: torch.Tensor
+    span: Span
+    mark: WriteMark | None
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor, where: Slice, mark: WriteMark | None = None, requires_grad: bool = False
+        cls: type[ShardTensor],
+        local: torch.Tensor,
+        where: Span,
+        mark: WriteMark | None = None,
+        requires_grad: bool = False,
     ) -> ShardTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls, where.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
-        made._local, made._slice, made._mark = local, where, mark
+        made.local, made.span, made.mark = local, where, mark
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -86,12 +90,12 @@ class ShardTensor(torch.Tensor):
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1-D, perhaps none. To write, use operations on the ShardTensor itself."""
-        return self._local
+        return self.local
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, gathered from the ranks that share it. Every one of them must call this."""
-        where = self._slice
-        local = self._local.detach()
+        where = self.span
+        local = self.local.detach()
         if where.peers.group is None:
             return local.clone().view(where.shape)
         bounds = [where.bounds(slot) for slot in where.peers.slots]
@@ -106,12 +110,12 @@ class ShardTensor(torch.Tensor):
         return whole.view(where.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        start, end = self._slice.bounds()
+        start, end = self.span.bounds()
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"ShardTensor({tuple(self.shape)}, {self.dtype}, holds [{start}:{end}] of {self.numel()}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        copy = ShardTensor(self._local.detach().clone(), self._slice, None, self.requires_grad)
+        copy = ShardTensor(self.local.detach().clone(), self.span, None, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -121,14 +125,15 @@ class ShardTensor(torch.Tensor):
             "torch.distributed.checkpoint, which saves every slice once."
         )
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _handler(func)(func, args, kwargs or {})
 
 
-Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Arguments = Sequence[Any]
+Handler = Callable[[Any, Arguments, dict[str, Any]], Any]
 
 # Elementwise in effect, though PyTorch does not tag them so.
 _ELEMENTWISE = {
@@ -183,19 +188,19 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     for position, name in zip(writes.positions, writes.names, strict=True):
         value = args[position] if position < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, ShardTensor) and tensor._mark is not None:
-                tensor._mark.written()
+            if isinstance(tensor, ShardTensor) and tensor.mark is not None:
+                tensor.mark.written()
 
 
-def _local_of(func: Any, value: Any, where: Slice) -> Any:
+def _local_of(func: Any, value: Any, where: Span) -> Any:
     """The slice of `value` that matches `where`, or the reason why there is none."""
     if isinstance(value, ShardTensor):
-        if value._slice is not where:
+        if value.span is not where:
             raise ShardTensorError(
                 f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and {tuple(where.shape)}, "
                 "hold slices that do not match element by element. Use full_tensor() on both."
             )
-        return value._local
+        return value.local
     if isinstance(value, Partial):
         return value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
@@ -209,8 +214,8 @@ def _local_of(func: Any, value: Any, where: Slice) -> Any:
     return value
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    where = next(a._slice for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
+def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    where = next(a.span for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
     local_args = [_local_of(func, a, where) for a in args]
     local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
     writes = _writes(func)
@@ -227,20 +232,20 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     return tuple(ShardTensor(o, where) for o in out)
 
 
-def _detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardTensor:
-    """An alias: the same slice object and the same mark, so that writes through it are noticed."""
-    (tensor,) = args
-    return ShardTensor(tensor._local, tensor._slice, tensor._mark)
+def _detach(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
+    """An alias: the same span and the same mark, so that writes through it are noticed."""
+    tensor: ShardTensor = args[0]
+    return ShardTensor(tensor.local, tensor.span, tensor.mark)
 
 
-def _listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """foreach and fused operations: lists of tensors, matched index by index."""
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
-    wheres: list[Slice | None] = []
+    wheres: list[Span | None] = []
     for i in range(max(len(a) for a in lists)):
         at_index = (a[i] for a in lists if i < len(a))
-        wheres.append(next((t._slice for t in at_index if isinstance(t, ShardTensor)), None))
+        wheres.append(next((t.span for t in at_index if isinstance(t, ShardTensor)), None))
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -255,85 +260,85 @@ def _listwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [o if where is None else ShardTensor(o, where) for o, where in zip(out, wheres, strict=True)]
 
 
-def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """copy_: from a matching slice, or from the whole tensor, of which this rank's elements are taken."""
     target, source = args[0], args[1]
     if not isinstance(target, ShardTensor):
         _refuse(func, args, kwargs)
     whole = isinstance(source, torch.Tensor) and not isinstance(source, (ShardTensor, Partial))
     if whole and source.shape == target.shape:
-        start, end = target._slice.bounds()
+        start, end = target.span.bounds()
         source = source.reshape(-1)[start:end]
     else:
-        source = _local_of(func, source, target._slice)
-    target._local.copy_(source)
+        source = _local_of(func, source, target.span)
+    target.local.copy_(source)
     _mark_written(func, args, kwargs)
     return target
 
 
-def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """linalg_vector_norm(x, ord=2, dim=None, ...) and norm(x, p=2), of the whole tensor."""
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
-    return Partial.norm_of(tensor._local, 2 if order is None else order, tensor._slice.peers, kwargs.get("dtype"))
+    return Partial.norm_of(tensor.local, 2 if order is None else order, tensor.span.peers, kwargs.get("dtype"))
 
 
-def _foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     return [
-        Partial.norm_of(t._local, order, t._slice.peers, dtype)
+        Partial.norm_of(t.local, order, t.span.peers, dtype)
         if isinstance(t, ShardTensor)
         else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in args[0]
     ]
 
 
-def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 or kwargs.get("dim") is not None:
         _refuse(func, args, kwargs)
-    total = tensor._local.sum(dtype=kwargs.get("dtype"))
+    total = tensor.local.sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    return Partial(total, "sum", tensor._slice.peers, total.dtype)
+    return Partial(total, "sum", tensor.span.peers, total.dtype)
 
 
-def _extreme(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """max, min, amax, amin, any, all, equal: of the whole tensor, combined at once."""
     tensor = args[0]
     if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
-    peers = tensor._slice.peers
+    peers = tensor.span.peers
     packet = func.overloadpacket
     if packet is aten.equal:
-        same = torch.tensor(torch.equal(tensor._local, _local_of(func, args[1], tensor._slice)), device=tensor.device)
+        same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], tensor.span)), device=tensor.device)
         return bool(peers.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
     if packet in (aten.any, aten.all):
-        found = packet(tensor._local).to(torch.uint8)
+        found = packet(tensor.local).to(torch.uint8)
         return peers.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
     largest = packet in (aten.max, aten.amax)
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
     neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
-    value = cast(torch.Tensor, packet(tensor._local)) if tensor._local.numel() else neutral
+    value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
     return peers.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
 
 
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """GradScaler: an overflow in one rank's slice is an overflow on every rank."""
     grads, found, scale = args
-    peers = next(g._slice.peers for g in grads if isinstance(g, ShardTensor))
-    func([g._local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
+    peers = next(g.span.peers for g in grads if isinstance(g, ShardTensor))
+    func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
     peers.combine(found, dist.ReduceOp.MAX)
 
 
-def _refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
     tensor = next(t for t in flat if isinstance(t, ShardTensor))
-    start, end = tensor._slice.bounds()
+    start, end = tensor.span.bounds()
     raise ShardTensorError(
-        f"{func} needs the whole tensor, and rank {tensor._slice.peers.rank} holds the elements [{start}:{end}] of a "
+        f"{func} needs the whole tensor, and rank {tensor.span.peers.rank} holds the elements [{start}:{end}] of a "
         f"parameter of shape {tuple(tensor.shape)}. Call full_tensor() on it, or work on the whole model inside "
         "`with towpath.full_parameters(model):`. Inside a unit's forward its parameters are whole."
     )

@@ -94,7 +94,9 @@ class StreamLane(Lane):
             for handle in after:
                 handle.wait()  # the lane's stream is current here: it is the one that waits
             job()
-        return _StreamHandle(self._stream.record_event())
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return _StreamHandle(event)
 
     def close(self) -> None:
         """A stream needs no closing."""

@@ -19,7 +19,7 @@ from torch import nn
 
 from towpath.engine.buffers import Needs, Slot, SlotPool
 from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout
-from towpath.engine.shard_tensor import Peers, ShardTensor, Slice, WriteMark
+from towpath.engine.shard_tensor import Peers, ShardTensor, Span, WriteMark
 from towpath.engine.streams import Handle
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
@@ -87,11 +87,11 @@ class Bucket:
     def _exchange(self, place: ParameterPlace, peers: Peers) -> None:
         """The user's parameter becomes a ShardTensor, and stays the same object: optimizers keep hold of it."""
         parameter, cut = place.parameter, self.plan.optimizer
-        where = Slice(parameter.shape, place.offset, self.plan.numel // cut.count, cut.slots[self.rank], peers)
+        where = Span(parameter.shape, place.offset, self.plan.numel // cut.count, cut.slots[self.rank], peers)
         start, end = where.in_cut()
         attributes = dict(vars(parameter))
         shard = nn.Parameter(ShardTensor(self.master[start:end], where, self.mark), parameter.requires_grad)
-        shard._mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
+        shard.mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
         torch.utils.swap_tensors(parameter, shard)
         vars(parameter).update(attributes)
 
@@ -234,13 +234,13 @@ class Bucket:
             assert isinstance(parameter, ShardTensor)
             if not is_used:
                 continue
-            start, end = parameter._slice.in_cut()
+            start, end = parameter.span.in_cut()
             local = mean[start:end]
             if parameter.grad is None:
-                parameter.grad = ShardTensor(local, parameter._slice)
+                parameter.grad = ShardTensor(local, parameter.span)
                 self._lent.append(weakref.ref(local))
             elif isinstance(parameter.grad, ShardTensor):
-                parameter.grad._local.add_(local)
+                parameter.grad.local.add_(local)
             else:
                 raise StepError(f"{place.names[0]}.grad was replaced by a plain tensor; set it to None, or zero it.")
         self.restart()
@@ -280,7 +280,7 @@ class Unit:
         self.collecting = self.finished = self.launched = False  # in this backward pass
         self._wiring = wiring
         self._entries = [
-            (module._parameters, attribute, view, place.parameter)
+            (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for bucket in buckets
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for module, attribute in place.owners

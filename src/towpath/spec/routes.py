@@ -43,7 +43,7 @@ class Send:
 
 
 def sends(op: Op, route: str, group: Group) -> Iterator[Send]:
-    """Every message of one collective. Flat and ring send alike: a backend's own collectives are rings on slow links."""
+    """Every message of one collective. Flat and ring send alike: a backend's own are rings where links are slow."""
     assert route in ROUTES, route
     if op is Op.ALL_GATHER:
         yield from _ring_gather(group, first_step=0)

@@ -6,9 +6,10 @@ The engine executes the transfers that `plan_unit` derives; `Schedule` is the sa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from towpath.errors import StrategyError
 from towpath.spec.formats import item_bytes
@@ -19,6 +20,8 @@ from towpath.spec.transitions import Cut, Move, everyone
 from towpath.spec.units import BucketSpec, UnitSpec
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Topology
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +135,11 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
     worth = moves.backward_params.count < moves.params.count and not unit.kept
     copy = moves.backward_params if worth else None
+    backward_gather = moves.backward_gather if worth else moves.gather
 
     def travel(kind: Kind, moves: Iterable[Move], dtype: str) -> tuple[Transfer, ...]:
         return tuple(
-            Transfer(
-                kind, unit.name, bucket.name, m, strategy.wire(kind), numel // m.regions, dtype, strategy.topology
-            )
+            Transfer(kind, unit.name, bucket.name, m, strategy.wire(kind), numel // m.regions, dtype, strategy.topology)
             for m in moves
         )
 
@@ -153,7 +155,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
         copy,
         {
             Kind.GATHER: travel(Kind.GATHER, moves.gather, compute),
-            Kind.BACKWARD_GATHER: travel(Kind.BACKWARD_GATHER, moves.backward_gather if copy else moves.gather, compute),
+            Kind.BACKWARD_GATHER: travel(Kind.BACKWARD_GATHER, backward_gather, compute),
             Kind.REDUCE: travel(Kind.REDUCE, moves.reduce if bucket.trainable else (), reduce),
             Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), reduce),
             Kind.PUBLISH: travel(Kind.PUBLISH, moves.publish, compute),
@@ -219,9 +221,9 @@ def schedule(
     return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps)))
 
 
-def backward_order(plans: Iterable[UnitPlan]) -> list[UnitPlan]:
+def backward_order(units: Sequence[T], kept: Callable[[T], bool]) -> list[T]:
     """Gradients come last unit first; the root's come last of all, for it holds the first layers too."""
-    return sorted(reversed(list(plans)), key=lambda p: p.spec.kept)
+    return [u for u in reversed(units) if not kept(u)] + [u for u in units if kept(u)]
 
 
 def _laid_out(strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int) -> Iterator[Transfer]:
@@ -241,7 +243,7 @@ def _one_micro_step(plans: tuple[UnitPlan, ...], first: bool, last: bool) -> Ite
                     yield from bucket.transfers[Kind.PUBLISH]
     for plan in plans:
         yield from plan.transfers(Kind.GATHER)
-    for plan in backward_order(plans):
+    for plan in backward_order(plans, lambda p: p.spec.kept):
         if not plan.spec.kept:
             yield from plan.transfers(Kind.BACKWARD_GATHER)
         yield from plan.transfers(Kind.REDUCE)

@@ -50,7 +50,7 @@ class Strategy:
 
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
-        lines += [f"  {LABELS[name]:<16} {str(extent):>7}" for name, extent in self.placement.extents()]
+        lines += [f"  {LABELS[name]:<16} {extent!s:>7}" for name, extent in self.placement.extents()]
         for kind in list(Kind)[:5]:
             moves = getattr(self.moves, kind.value)
             what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
@@ -76,7 +76,7 @@ class Strategy:
             placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
             return Strategy(Topology(**table.pop("topology")), placement, **wires, **_checked(table))
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-            raise StrategyError(f"not a strategy: {error}. Expected the text that Strategy.to_toml() writes.") from error
+            raise StrategyError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:

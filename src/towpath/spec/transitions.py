@@ -99,8 +99,8 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> C
         slot, outer = 0, Extent(1)
         for extent in levels:
             locals_, nodes = extent.local // outer.local, extent.nodes // outer.nodes
-            l, n = local // outer.local % locals_, node // outer.nodes % nodes
-            slot = slot * locals_ * nodes + (l * nodes + n if local_major else n * locals_ + l)
+            column, row = local // outer.local % locals_, node // outer.nodes % nodes
+            slot = slot * locals_ * nodes + (column * nodes + row if local_major else row * locals_ + column)
             outer = extent
         slots.append(slot)
     return Cut(levels[-1], tuple(slots))
