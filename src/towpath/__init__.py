@@ -12,11 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from towpath.api import Stats, full_parameters, schedule, shard, stats, strategies, strategy
+    from towpath.api import Stats, full_parameters, schedule, shard, stats
     from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
     from towpath.spec.placement import Placement
     from towpath.spec.precision import Precision
+    from towpath.spec.presets import strategies, strategy
     from towpath.spec.schedule import Schedule
     from towpath.spec.strategy import Strategy
     from towpath.spec.wire import Wire
@@ -53,6 +54,8 @@ _HOMES = {
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Wire": "spec.wire",
+    "strategies": "spec.presets",
+    "strategy": "spec.presets",
 }
 
 

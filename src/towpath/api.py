@@ -134,16 +134,6 @@ def full_parameters(model: nn.Module) -> Generator[None]:
         engine.reshard()
 
 
-def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
-    """The preset `name` on `topology` (detected unless given). See `towpath.strategies()` for the names."""
-    return presets.strategy(name, topology or Topology.detect(), **options)
-
-
-def strategies() -> tuple[str, ...]:
-    """The name of every preset."""
-    return presets.strategies()
-
-
 def schedule(
     strategy: Strategy,
     model_or_numels: nn.Module | Sequence[int] | Mapping[str, int],

@@ -84,8 +84,8 @@ def strategies() -> tuple[str, ...]:
     return tuple(sorted(_PLACERS))
 
 
-def strategy(name: str, topology: Topology, **options: Any) -> Strategy:
-    """The preset `name` on `topology`.
+def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
+    """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
 
     Options: `route=` puts every transfer on one route, `gather=`, `backward_gather=`, `reduce=`, `sync=`,
     `publish=` take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
@@ -102,6 +102,7 @@ def strategy(name: str, topology: Topology, **options: Any) -> Strategy:
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; "
             f"it takes {', '.join([*known, 'route', *(k.value for k in list(Kind)[:5])])}."
         )
+    topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
     if route is not None:
         made = replace(made, **{kind.value: Wire(route) for kind in list(Kind)[:5]})

@@ -1,0 +1,41 @@
+"""What the package promises to the outside: its names, and that planning needs no torch."""
+
+import subprocess
+import sys
+
+import towpath
+
+
+def test_the_public_names_are_few_sorted_and_all_there() -> None:
+    assert towpath.__all__ == sorted(towpath.__all__)
+    assert len(towpath.__all__) <= 20
+    for name in towpath.__all__:
+        assert getattr(towpath, name).__name__ == name
+
+
+def test_planning_needs_nothing_but_python() -> None:
+    """A schedule for 1024 ranks, in a process in which neither torch nor numpy is ever imported."""
+    program = """
+import sys, towpath
+from towpath.spec.schedule import schedule
+from towpath.spec.units import units_from_numels
+made = schedule(towpath.strategy("hpz", towpath.Topology(128, 8)), units_from_numels([10**8] * 2), 2)
+assert made.inter_bytes > 0
+assert not {"torch", "numpy"} & set(sys.modules), "torch or numpy was imported"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_importing_does_nothing() -> None:
+    program = "import towpath, sys; assert not [m for m in sys.modules if m.startswith('towpath.')], sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == done.stderr == ""
+
+
+def test_an_unknown_name_says_which_there_are() -> None:
+    try:
+        towpath.shardd  # noqa: B018
+    except AttributeError as error:
+        assert "shard" in str(error)
+    else:
+        raise AssertionError("towpath.shardd should not exist")

@@ -1,0 +1,125 @@
+"""The schedule of a step: what moves, when, and how many bytes over which links."""
+
+import pytest
+
+import towpath
+from towpath.errors import StrategyError
+from towpath.spec.strategy import Kind
+from towpath.spec.units import BucketSpec, UnitSpec
+
+ELEMENTS = 3 * 2**20  # divisible by every cut used here: no padding
+BYTES = 4 * ELEMENTS
+MODEL = {"block": ELEMENTS}
+
+
+def inter(name: str, topology: towpath.Topology, micro_steps: int, **options: object) -> float:
+    """Bytes between nodes of one optimizer step, all ranks together, in units of the model's size."""
+    schedule = towpath.schedule(towpath.strategy(name, topology, **options), MODEL, micro_steps)
+    return sum(t.inter_bytes for t in schedule.transfers if t.kind is not Kind.USAGE) / BYTES
+
+
+@pytest.mark.parametrize("topology", [towpath.Topology(2, 2), towpath.Topology(4, 2), towpath.Topology(2, 4)], ids=str)
+@pytest.mark.parametrize("micro_steps", [1, 4])
+def test_the_volumes_are_those_of_table_2_of_paro_as_corrected(topology: towpath.Topology, micro_steps: int) -> None:
+    s, g, n = micro_steps, topology.nodes, topology.world
+    assert inter("zero3", topology, s) == pytest.approx(3 * s * g * (n - 1) / n)
+    assert inter("paro-iig", topology, s) == pytest.approx(2 * (g - 1))
+    assert inter("mics", topology, s) == pytest.approx(2 * (g - 1))
+    # Over flat routes a global reduction crosses as a flat ring does; hierarchical ones will bring it to s(g−1).
+    assert inter("paro-igg", topology, s) == pytest.approx(s * g * (n - 1) / n + (g - 1))
+    assert inter("paro-nig", topology, s) == pytest.approx((g - 1) + g * (n - 1) / n)
+    assert inter("hpz", topology, s) == pytest.approx(2 * s * g * (n - 1) / n)
+
+
+def test_ddp_and_zero1_communicate_at_the_boundary_only() -> None:
+    topology = towpath.Topology(2, 2)
+    for name in ("ddp", "zero1", "paro-nni"):
+        assert inter(name, topology, 1) == inter(name, topology, 7)
+
+
+@pytest.mark.parametrize("name", towpath.strategies())
+@pytest.mark.parametrize("topology", [towpath.Topology(2, 3), towpath.Topology(3, 1), towpath.Topology(1, 4)], ids=str)
+def test_every_node_sends_alike_and_the_links_add_up(name: str, topology: towpath.Topology) -> None:
+    schedule = towpath.schedule(towpath.strategy(name, topology), MODEL, 2)
+    cables = [schedule.cable_bytes(node) for node in range(topology.nodes)]
+    assert max(cables) - min(cables) <= len(schedule.transfers)  # roundings
+    assert sum(cables) == pytest.approx(schedule.inter_bytes, abs=len(schedule.transfers))
+    if topology.nodes == 1:
+        assert schedule.inter_bytes == 0
+
+
+def test_mics_in_a_group_that_spans_nodes_gathers_in_the_group_and_syncs_between_groups() -> None:
+    topology = towpath.Topology(4, 2)
+    schedule = towpath.schedule(towpath.strategy("mics", topology, group=towpath.Extent(2, 2)), MODEL, 1)
+    members = {t.kind: t.move.members for t in schedule.transfers}
+    assert members[Kind.GATHER] == members[Kind.REDUCE] == 4
+    assert members[Kind.SYNC] == 2
+
+
+def test_the_root_unit_is_not_gathered_again_for_its_backward_pass() -> None:
+    strategy = towpath.strategy("zero3", towpath.Topology(2, 2))
+    schedule = towpath.schedule(strategy, {"": 1000, "a": 1000, "b": 1000}, 1)
+    gathered = [t.unit for t in schedule.transfers if t.kind is Kind.BACKWARD_GATHER]
+    assert gathered == ["b", "a"]
+    assert [t.unit for t in schedule.transfers if t.kind is Kind.REDUCE] == ["b", "a", ""]
+
+
+def test_mixed_precision_travels_in_its_own_dtypes() -> None:
+    strategy = towpath.strategy("zero3", towpath.Topology(2, 2))
+    schedule = towpath.schedule(strategy, MODEL, 1, towpath.Precision("bfloat16", "float32"))
+    dtypes = {t.kind: t.dtype for t in schedule.transfers}
+    assert dtypes[Kind.GATHER] == dtypes[Kind.BACKWARD_GATHER] == "bfloat16"
+    assert dtypes[Kind.REDUCE] == "float32"
+
+
+def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None:
+    from towpath.spec.schedule import schedule
+
+    frozen = UnitSpec("a", (BucketSpec((5000,), "float32", trainable=False), BucketSpec((100,), "float32")))
+    made = schedule(towpath.strategy("paro-iig", towpath.Topology(2, 2)), (frozen,), 2)
+    kinds = {t.kind for t in made.transfers if t.bucket.endswith("frozen")}
+    assert kinds == {Kind.GATHER, Kind.BACKWARD_GATHER}
+
+
+@pytest.mark.parametrize("name", towpath.strategies())
+def test_memory_is_that_of_the_formula(name: str) -> None:
+    """algorithms.md: c/s_p + r/s_g + master 4/s_os (none in pure fp32), hpZ c/R, and `.grad` unless a view of G."""
+    topology = towpath.Topology(2, 3)
+    strategy = towpath.strategy(name, topology)
+    p, g, o = (e.size for e in (strategy.placement.params, strategy.placement.grads, strategy.placement.optimizer))
+    copy = strategy.placement.backward_params
+    for precision, c, r, master, grad in (
+        (towpath.Precision(), 4, 4, 0, 0),
+        (towpath.Precision("bfloat16", "float32"), 2, 4, 4, 0),
+        (towpath.Precision("bfloat16"), 2, 2, 4, 4),
+    ):
+        got = towpath.schedule(strategy, MODEL, 1, precision).memory_bytes()
+        expected = {
+            "params": c * ELEMENTS / p,
+            "grads": r * ELEMENTS / g,
+            "master": master * ELEMENTS / o,
+            "grad": grad * ELEMENTS / o,
+            "backward_params": c * ELEMENTS / copy.size if copy else 0,
+        }
+        assert got == pytest.approx(expected)
+
+
+def test_a_schedule_is_for_a_whole_number_of_micro_steps() -> None:
+    strategy = towpath.strategy("zero3", towpath.Topology(2, 2))
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(StrategyError, match="whole number"):
+            towpath.schedule(strategy, MODEL, wrong)  # type: ignore[arg-type]
+
+
+def test_a_schedule_prints_a_line_for_each_kind_of_transfer_and_a_total() -> None:
+    text = str(towpath.schedule(towpath.strategy("paro-iig", towpath.Topology(2, 2)), MODEL, 3))
+    assert [line.split()[0] for line in text.splitlines()[2:]] == [
+        "gather",
+        "backward_gather",
+        "reduce",
+        "sync",
+        "publish",
+        "usage",
+        "total",
+    ]
+    assert max(map(len, text.splitlines())) <= 100

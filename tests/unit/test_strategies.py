@@ -1,0 +1,86 @@
+"""Strategies by name: what each is, what a wrong name or option is told, and that all survive TOML."""
+
+import pytest
+
+import towpath
+from towpath.errors import StrategyError, TopologyError
+from towpath.spec.strategy import Strategy
+
+TOPOLOGY = towpath.Topology(3, 2)
+NONE, NODE, ALL = towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "placement"),
+    [
+        ("ddp", (NONE, NONE, NONE)),
+        ("zero1", (NONE, NONE, ALL)),
+        ("zero2", (NONE, ALL, ALL)),
+        ("zero3", (ALL, ALL, ALL)),
+        ("mics", (NODE, NODE, NODE)),
+        ("hpz", (ALL, ALL, ALL, NODE)),
+        ("paro-igg", (NODE, ALL, ALL)),
+        ("paro-iig", (NODE, NODE, ALL)),
+        ("paro-nig", (NONE, NODE, ALL)),
+    ],
+)
+def test_a_preset_is_the_placement_of_the_design(name: str, placement: tuple[towpath.Extent, ...]) -> None:
+    assert towpath.strategy(name, TOPOLOGY).placement == towpath.Placement(*placement)
+
+
+def test_there_are_ten_paro_strategies_and_some_have_another_name() -> None:
+    assert sum(name.startswith("paro-") for name in towpath.strategies()) == 10
+    for paro, other in (("nnn", "ddp"), ("nng", "zero1"), ("ngg", "zero2"), ("ggg", "zero3"), ("iii", "mics")):
+        assert towpath.strategy(f"paro-{paro}", TOPOLOGY).placement == towpath.strategy(other, TOPOLOGY).placement
+
+
+@pytest.mark.parametrize("name", towpath.strategies())
+@pytest.mark.parametrize("route", ["flat", "ring"])
+def test_a_strategy_survives_toml(name: str, route: str) -> None:
+    strategy = towpath.strategy(name, TOPOLOGY, route=route)
+    assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+def test_a_strategy_prints_as_a_table() -> None:
+    text = str(towpath.strategy("paro-nig", TOPOLOGY))
+    assert "paro-nig on 3 nodes of 2 ranks" in text
+    assert "all-gather over 6 ranks (flat)" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_an_unknown_strategy_lists_the_known_ones_and_the_closest() -> None:
+    with pytest.raises(StrategyError, match=r"unknown strategy 'zero-3'; did you mean 'zero3'\? Known: ddp, hpz, "):
+        towpath.strategy("zero-3", TOPOLOGY)
+
+
+def test_an_unknown_option_lists_those_of_the_strategy() -> None:
+    with pytest.raises(StrategyError, match=r"'mics' has no option size; it takes group, route"):
+        towpath.strategy("mics", TOPOLOGY, size=2)
+    with pytest.raises(StrategyError, match=r"unknown route 'bus'; known are flat, ring"):
+        towpath.strategy("mics", TOPOLOGY, route="bus")
+
+
+def test_text_that_is_no_strategy_is_refused_with_what_is_wrong() -> None:
+    good = towpath.strategy("zero3", TOPOLOGY).to_toml()
+    with pytest.raises(StrategyError, match="unknown key colour"):
+        Strategy.from_toml('colour = "blue"\n' + good)
+    with pytest.raises(StrategyError, match="not a strategy"):
+        Strategy.from_toml(good.replace("[placement]", "[placements]"))
+    with pytest.raises(StrategyError, match="not a strategy"):
+        Strategy.from_toml("nonsense")
+
+
+def test_precision_takes_dtypes_or_their_names() -> None:
+    import torch
+
+    assert towpath.Precision(params=torch.bfloat16) == towpath.Precision(params="bfloat16")
+    with pytest.raises(StrategyError, match=r"Precision\(params=torch.int8\): expected one of bfloat16"):
+        towpath.Precision(params=torch.int8)
+
+
+def test_a_world_of_one_needs_no_process_group() -> None:
+    assert towpath.Topology.detect() == towpath.Topology(1, 1)
+    with pytest.raises(TopologyError, match="are 4 ranks, but the process group has 1"):
+        import torch
+
+        towpath.shard(torch.nn.Linear(2, 2), "zero3", topology=towpath.Topology(2, 2))
