@@ -14,6 +14,7 @@ import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import tempfile
 import traceback
 import warnings
@@ -27,6 +28,9 @@ SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.
 
 # How much longer than a rank's own limit the parent waits; only a rank that cannot even be ended makes it matter.
 _GRACE_SECONDS = 10.0
+
+# A thread of a pool that waits for work: not what hangs.
+_IDLE = re.compile(r'most recent call first\):\n  File "[^"]*concurrent/futures/thread.py"')
 
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
@@ -55,7 +59,7 @@ class RankError(AssertionError):
 class World:
     """`size` ranks, alive until `close()` or their first failure."""
 
-    def __init__(self, size: int, group_timeout: float = 60.0) -> None:
+    def __init__(self, size: int, group_timeout: float = 30.0) -> None:
         self.size = size
         self.alive = True
         self._folder = tempfile.TemporaryDirectory(prefix="towpath-ranks-", dir=SCRATCH)
@@ -103,8 +107,9 @@ class World:
 
     def _last_words(self, rank: int) -> str:
         self._processes[rank].join(_GRACE_SECONDS)
-        stack = Path(self._folder.name, f"stack{rank}").read_text()
-        return f"ended without an answer (exit code {self._processes[rank].exitcode})\n{stack}"
+        threads = Path(self._folder.name, f"stack{rank}").read_text().split("\n\n")
+        busy = [t for t in threads if not _IDLE.search(t)]
+        return f"ended without an answer (exit code {self._processes[rank].exitcode})\n" + "\n\n".join(busy)
 
     def close(self) -> None:
         """End every rank. Their group is theirs alone, so there is nobody to take leave of."""

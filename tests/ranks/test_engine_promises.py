@@ -187,21 +187,34 @@ def _train_with_zeroed_gradients(label: str) -> None:
 
 
 class Branches(nn.Module):
-    """Five branches, of which each forward uses those it is told to."""
+    """Five branches in one unit, of which each forward uses those it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(6, 6)
-        self.branches = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.branches = nn.ModuleDict({str(i): nn.Linear(6, 6) for i in range(5)})
 
     def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
-        x = self.first(x)
         for i in use:
-            x = x + torch.tanh(self.branches[i](x))
+            x = x + torch.tanh(self.branches[str(i)](x))
         return x
 
 
-def _branches_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+class Branching(nn.Module):
+    """The root unit has branches too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Branches()
+        self.blocks = nn.ModuleList(Branches() for _ in range(3))
+
+    def forward(self, x: Tensor, use: tuple[int, ...]) -> Tensor:
+        x = self.first(x, use)
+        for block in self.blocks:
+            x = block(x, use)
+        return x
+
+
+def _branching_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     """Branch 0: all ranks; 1: not rank 0; 2: rank 3 alone, in its first micro-step; 3: in odd steps; 4: never."""
     use = [0]
     use += [1] if rank != 0 else []
@@ -217,9 +230,56 @@ def test_a_gradient_is_none_only_where_no_rank_used_the_parameter(world: Worlds,
 
 
 def _train_branches(label: str, micro_steps: int) -> None:
-    twin = Twin(Branches, _branches_loss, label, SHAPE)
+    twin = Twin(Branching, _branching_loss, label, SHAPE)
     for step in range(4):
         twin.backward(step, micro_steps)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+class Link(nn.Module):
+    """With a spare layer that is never used, its gradients are complete only when those of its inputs are."""
+
+    def __init__(self, spare: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.spare = nn.Linear(6, 6) if spare else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class LayerDrop(nn.Module):
+    """A chain of blocks, of which each step leaves some out, the same on every rank."""
+
+    def __init__(self, spare: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Link(spare) for _ in range(5))
+
+    def forward(self, x: Tensor, order: tuple[int, ...]) -> Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+ORDERS = ((0, 1, 2, 3, 4), (0, 2, 4), (0, 1, 3), (4, 2, 3, 0), (1,), (0, 1, 2, 3, 4))
+
+
+def _layer_drop_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return model(_noise(rank, micro, step, 6), ORDERS[step]).square().mean()
+
+
+@kinds
+@pytest.mark.parametrize("spare", [False, True], ids=["complete", "spare"])
+def test_whole_units_may_be_left_out_or_swapped_by_all_ranks_alike(world: Worlds, label: str, spare: bool) -> None:
+    world(4).run(_train_layer_drop, label, spare)
+
+
+def _train_layer_drop(label: str, spare: bool) -> None:
+    twin = Twin(lambda: LayerDrop(spare), _layer_drop_loss, label, SHAPE)
+    for step in range(len(ORDERS)):
+        twin.backward(step, micro_steps=2)
         twin.check_gradients()
         twin.step()
     twin.check_parameters()
@@ -306,34 +366,6 @@ def test_activation_checkpointing_changes_nothing(world: Worlds, label: str) -> 
 def _train_checkpointed(label: str) -> None:
     twin = Twin(_checkpointed, _gpt_loss, label, SHAPE)
     twin.train(steps=3, micro_steps=2)
-    twin.check_parameters()
-
-
-class Shuffled(nn.Module):
-    """Runs its blocks in another order in every step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        for i in range(len(self.blocks)):
-            x = torch.tanh(self.blocks[(i * (step + 1)) % len(self.blocks)](x)) + x
-        return x
-
-
-def _shuffled_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
-    return model(_noise(rank, micro, step, 6), step).square().mean()
-
-
-@kinds
-def test_the_order_of_units_may_change_between_steps(world: Worlds, label: str) -> None:
-    world(4).run(_train_shuffled, label)
-
-
-def _train_shuffled(label: str) -> None:
-    twin = Twin(Shuffled, _shuffled_loss, label, SHAPE)
-    twin.train(steps=4)
     twin.check_parameters()
 
 
