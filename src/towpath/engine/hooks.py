@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -18,50 +18,53 @@ from towpath.engine.unit import Bucket, Unit, Use
 def attach(engine: Engine, compute_dtype: torch.dtype | None) -> None:
     """Let `engine` run with the model. `compute_dtype`: what floating inputs of a unit are cast to."""
     for unit in engine.units:
-        unit.module.register_forward_pre_hook(_before(engine, unit, compute_dtype), prepend=True, with_kwargs=True)
+        forward = _Forward(engine, unit, compute_dtype)
+        unit.module.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
         # Also after an exception: the modules must get their ShardTensors back.
-        unit.module.register_forward_hook(_after(engine, unit), with_kwargs=True, always_call=True)
+        unit.module.register_forward_hook(forward.after, with_kwargs=True, always_call=True)
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
 
 
-def _before(engine: Engine, unit: Unit, compute_dtype: torch.dtype | None) -> Callable[..., Any]:
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(compute_dtype) if tensor.is_floating_point() else tensor
+@final
+class _Forward:
+    """Around the forward of one unit."""
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        engine.before_forward(unit)
-        if compute_dtype is not None:
-            return tree_map_only(torch.Tensor, cast, args), tree_map_only(torch.Tensor, cast, kwargs)
-        return None
+    def __init__(self, engine: Engine, unit: Unit, compute_dtype: torch.dtype | None) -> None:
+        self._engine, self._unit, self._compute_dtype = engine, unit, compute_dtype
+        self._open: list[Use | None] = []  # one for each forward under way: a unit may call itself
 
-    return before
-
-
-def _after(engine: Engine, unit: Unit) -> Callable[..., None]:
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        outputs = [t for t in _tensors(output) if t.requires_grad] if torch.is_grad_enabled() else []
+    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._engine.before_forward(self._unit)
         # A recomputation of a use whose backward pass is under way is part of that use.
-        if outputs and not any(u.running for u in unit.uses):
-            _watch(engine, Use(unit), [t for t in _tensors((args, kwargs)) if t.requires_grad], outputs)
-        engine.after_forward(unit, graph_follows=bool(outputs))
+        follows = torch.is_grad_enabled() and not any(u.running for u in self._unit.uses)
+        use = Use(self._unit) if follows else None
+        self._open.append(use)
+        inputs: list[torch.Tensor] = []
 
-    return after
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            if self._compute_dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(self._compute_dtype)
+            if use is None or not tensor.requires_grad:
+                return tensor
+            # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
+            inputs.append(tensor.view_as(tensor))
+            return inputs[-1]
 
+        args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+        if use is not None and inputs:
+            register_multi_grad_hook(inputs, lambda _: self._engine.after_backward(use), mode="all")
+        return args, kwargs
 
-def _watch(engine: Engine, use: Use, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-    """Be called when the first gradient reaches the outputs, and when the last has left for the inputs."""
-
-    def begin(_: torch.Tensor) -> None:
-        engine.before_backward(use)
-
-    def end(_: Any) -> None:
-        engine.after_backward(use)
-
-    register_multi_grad_hook(outputs, begin, mode="any")
-    if inputs:
-        register_multi_grad_hook(inputs, end, mode="all")
+    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        use = self._open.pop() if self._open else None
+        outputs = [t for t in _tensors(output) if t.requires_grad]
+        if use is not None and outputs:
+            register_multi_grad_hook(outputs, lambda _: self._engine.before_backward(use), mode="any")
+        elif use is not None:
+            self._unit.uses.discard(use)
+        self._engine.after_forward(self._unit, graph_follows=use is not None and bool(outputs))
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:

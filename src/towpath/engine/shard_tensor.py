@@ -109,6 +109,12 @@ class ShardTensor(torch.Tensor):
             whole[start:end].copy_(piece[: end - start])
         return whole.view(where.shape)
 
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().numpy() on every rank.")
+
+    def tolist(self) -> NoReturn:
+        raise ShardTensorError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         start, end = self.span.bounds()
         grad = ", requires_grad=True" if self.requires_grad else ""
