@@ -1,0 +1,241 @@
+"""A cluster on this machine: raised, used and taken down by one object."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from towpath.errors import LabError
+from towpath.lab import folders
+from towpath.lab.counters import LinkBytes
+from towpath.lab.launch import LAUNCHERS, PORT, Launcher, calls, check_script
+from towpath.lab.line import Line, pair
+from towpath.lab.messages import Count, Plug, Raise, Warm
+from towpath.lab.run import Members, Result, Run, describe
+from towpath.lab.shaping import Rate
+from towpath.topology.cluster import Topology
+
+# A rank ends itself when its time is up; only one that cannot makes the owner wait longer.
+_GRACE_SECONDS = 10.0
+_CLOSE_SECONDS = 10.0
+
+
+class Lab:
+    """`topology` as network namespaces, joined by cables of rate `inter`, with loopbacks of rate `intra`.
+
+    A rate is text such as '200mbit', a `Rate`, or None for as fast as the machine goes. One run or call at a time.
+    `preload` names what the server of ranks behind `call()` imports, once, before the first call.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        inter: str | Rate | None = None,
+        intra: str | Rate | None = None,
+        preload: Sequence[str] = ("torch", "torch.distributed"),
+    ) -> None:
+        self.topology = topology
+        self.inter = _rate(inter)
+        self.intra = _rate(intra)
+        self._preload = tuple(preload)
+        self._ports = itertools.count(PORT)
+        self._run: Run | None = None
+        self._server: Line | None = None
+        folders.sweep()
+        self._folder = folders.make()
+        connection, descriptor = pair()
+        self._line = Line(connection)
+        try:
+            self._keeper = _start_keeper(descriptor, self._folder.name)
+        except BaseException:
+            connection.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        finally:
+            os.close(descriptor)
+        try:
+            folders.note_keeper(self._folder, self._keeper.pid)
+            self._line.ask(Raise(os.getpid(), topology.nodes, self.inter, self.intra, str(self._folder)))
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+        capture: bool = False,
+        launcher: Launcher = "torchrun",
+    ) -> Result:
+        """Run a script and its arguments on every rank, to its end. `capture` keeps the output of all of them."""
+        with self.start(argv, env=env, capture=capture, launcher=launcher) as run:
+            return run.wait(timeout_seconds)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        capture: bool = False,
+        launcher: Launcher = "torchrun",
+    ) -> Run:
+        """Start a script on every rank and return at once."""
+        check_script(argv)
+        self._check_idle()
+        self._run = Run(self._line, LAUNCHERS[launcher](argv, self.topology, env), self.counters, capture)
+        return self._run
+
+    def call(self, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> list[Any]:
+        """`fn(rank, world, *args)` on every rank, in a gloo group: what each returned, by rank.
+
+        The ranks are new processes, forked from one that has torch loaded. A rank that raises, dies or hangs ends the
+        call: a LabError tells its rank and traceback, and the others are killed.
+        """
+        self._check_idle()
+        members = calls(fn, args, self.topology, next(self._ports), timeout_seconds, self._folder)
+        pipes = [os.pipe() for _ in members]
+        readers = [Connection(reader, writable=False) for reader, _ in pipes]
+        try:
+            try:
+                started = Members(self._warm(), members, (1, 2), [writer for _, writer in pipes])
+            finally:
+                for _, writer in pipes:
+                    os.close(writer)
+            try:
+                return self._collect(started, readers, timeout_seconds)
+            finally:
+                started.close()
+        finally:
+            for reader in readers:
+                reader.close()
+
+    def counters(self) -> tuple[LinkBytes, ...]:
+        """What each node's links have carried since the lab was raised; also while something runs."""
+        answer = self._line.ask(Count())
+        assert isinstance(answer, tuple), answer
+        return answer
+
+    def cut(self, node: int) -> None:
+        """Pull the node's cable; also while something runs."""
+        self._plug(node, connected=False)
+
+    def mend(self, node: int) -> None:
+        """Put the node's cable back."""
+        self._plug(node, connected=True)
+
+    def close(self) -> None:
+        """Take the lab down: its processes are gone when this returns."""
+        if self._server is not None:
+            self._server.close()
+        self._line.close()
+        try:
+            self._keeper.wait(_CLOSE_SECONDS)
+        finally:
+            self._keeper.kill()  # its children die with it
+            self._keeper.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Lab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _plug(self, node: int, *, connected: bool) -> None:
+        if node not in range(self.topology.nodes):
+            raise LabError(f"there is no node {node!r}: this lab has nodes 0 to {self.topology.nodes - 1}.")
+        self._line.ask(Plug(node, connected))
+
+    def _check_idle(self) -> None:
+        if self._run is not None and self._run.running:
+            raise LabError("this lab is busy with a run: wait() for it or kill() it first, or raise another lab.")
+
+    def _warm(self) -> Line:
+        if self._server is None:
+            connection, descriptor = pair()
+            server = Line(connection)
+            try:
+                self._line.ask(Warm(self._preload), (descriptor,))
+            finally:
+                os.close(descriptor)
+            try:
+                server.receive()  # it has imported what it should
+            except BaseException:
+                server.close()
+                raise
+            self._server = server
+        return self._server
+
+    def _collect(self, members: Members, readers: list[Connection], timeout_seconds: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = dict(zip(readers, itertools.count(), strict=False))
+        deadline = time.monotonic() + timeout_seconds + _GRACE_SECONDS
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise LabError(f"no answer in {timeout_seconds:g} s from {self._names(waiting.values())}.")
+            for reader in readers:
+                if reader not in ready:
+                    continue
+                rank = waiting.pop(reader)
+                try:
+                    done, value = pickle.loads(reader.recv_bytes())
+                except EOFError:
+                    done, value = False, self._last_words(members, rank, timeout_seconds)
+                if not done:
+                    raise LabError(f"{self._names([rank])} of {self.topology.world} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(self.topology.world)]
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(f"rank {rank} (node {self.topology.node_of(rank)})" for rank in ranks)
+
+    def _last_words(self, members: Members, rank: int, timeout_seconds: float) -> str:
+        stack = (self._folder / f"stack{rank}").read_text()
+        if stack:
+            return f"it hung for {timeout_seconds:g} s:\n{stack}"
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while (ended := members.next_exit(deadline)) is not None:
+            if ended[0] == rank:
+                return f"it ended without an answer ({describe(ended[1])})."
+        return "it closed its answer and lives on."
+
+
+@functools.cache
+def available() -> str | None:
+    """None if a lab can be raised here, else the reason why not. Found out by raising the smallest one, once."""
+    if not sys.platform.startswith("linux"):
+        return f"the lab needs Linux's network namespaces; this is {sys.platform}."
+    try:
+        Lab(Topology(1, 1), inter="1gbit").close()
+    except LabError as error:
+        return str(error)
+    return None
+
+
+def _rate(given: str | Rate | None) -> Rate | None:
+    return Rate.parse(given) if isinstance(given, str) else given
+
+
+def _start_keeper(descriptor: int, name: str) -> subprocess.Popen[bytes]:
+    # -P and the owner's own path: the keeper finds the same modules as the owner, wherever it was started.
+    program = f"import sys; sys.path[:] = {sys.path!r}; from towpath.lab.keeper import main; main({descriptor})"
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", program, name],  # the name is for those who read a list of processes
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(descriptor,),
+        start_new_session=True,  # a terminal's Ctrl-C goes to the owner alone
+    )
