@@ -198,9 +198,11 @@ def stats(model: nn.Module) -> Stats:
 def _optimizer_bytes(engine: Engine) -> int:
     parameters = list(parameters_of(engine.units))
     mine = {id(p) for p in parameters}
+    if not engine.optimizers:
+        engine.optimizers.update(optimizers_of(parameters))
     states = [
         value
-        for optimizer in optimizers_of(parameters)
+        for optimizer in engine.optimizers
         for parameter, state in optimizer.state.items()
         if id(parameter) in mine
         for value in state.values()

@@ -9,11 +9,13 @@ Reductions are launched in one order on all ranks, whatever order the gradients 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from towpath.engine.buffers import SlotPool
 from towpath.engine.shard_tensor import WriteMark
@@ -48,6 +50,7 @@ class Engine:
         self._usage = wiring.lines(usage_transfers(strategy, parameters))
         self._bitmap = torch.zeros(parameters, dtype=torch.uint8, device=wiring.device)
         self.weights, self.gradients = self._pools()
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
 
     def _pools(self) -> tuple[SlotPool, SlotPool]:
         """Neighbours in forward order live in different slots; the root, whole throughout, in one of its own."""

@@ -1,0 +1,127 @@
+"""The engine executes exactly the transfers of `towpath.schedule`, and keeps exactly the memory it states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import towpath
+from tests.ranks.models import MODELS
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from towpath.spec.routes import Op
+from towpath.spec.strategy import Kind
+
+Worlds = Callable[[int], World]
+
+SHAPES = [towpath.Topology(2, 2), towpath.Topology(2, 3), towpath.Topology(3, 1)]
+LABELS = [name for name in towpath.strategies() if not name.startswith("paro-")]
+LABELS += ["paro-igg", "paro-iig", "paro-nig", "paro-nii", "zero3@ring", "paro-iig@ring"]
+MIXED = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_transfer_of_the_schedule_and_no_other_is_executed(
+    world: Worlds, shape: towpath.Topology, micro_steps: int
+) -> None:
+    world(shape.world).run(_compare_transfers, shape, micro_steps)
+
+
+def _compare_transfers(topology: towpath.Topology, micro_steps: int) -> None:
+    for label in LABELS:
+        strategy = strategy_of(label, topology)
+        model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy)
+        _train(model, micro_steps)
+        with _backend_calls() as calls:
+            _train(model, micro_steps)
+        expected = towpath.schedule(strategy, model, micro_steps).transfers
+        found = towpath.stats(model).last_step
+        for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):
+            # Lanes run beside one another; within a lane the order counts.
+            assert [t for t in found if t.kind in kinds] == [t for t in expected if t.kind in kinds], label
+        # And, so as not to ask the engine about itself: what the backend was asked for.
+        assert calls == _calls_of(expected), label
+
+
+def _calls_of(transfers: tuple[Any, ...]) -> Counter[str]:
+    calls: Counter[str] = Counter()
+    for transfer in transfers:
+        move = transfer.move
+        if transfer.wire.route == "ring" or move.op is Op.REDUCE_SCATTER:  # on gloo, flat reduce-scatter is our ring
+            calls["messages"] += (move.members - 1) * (2 if move.op is Op.ALL_REDUCE else 1)
+        elif move.op is Op.ALL_REDUCE:
+            calls["all_reduce"] += 1
+        else:
+            calls["all_gather"] += 1
+    return calls
+
+
+@contextmanager
+def _backend_calls() -> Iterator[Counter[str]]:
+    names = {
+        "all_gather_single": "all_gather",
+        "all_gather": "all_gather",
+        "all_reduce": "all_reduce",
+        "reduce_scatter_single": "reduce_scatter",
+        "reduce_scatter": "reduce_scatter",
+        "broadcast": "broadcast",
+        "batch_isend_irecv": "messages",
+    }
+    calls: Counter[str] = Counter()
+    originals = {name: getattr(dist, name) for name in names}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[names[name]] += 1
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in names:
+        setattr(dist, name, counting(name))
+    try:
+        yield calls
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def _train(model: Any, micro_steps: int) -> None:
+    """One optimizer step, by an optimizer that needs nothing of the other ranks."""
+    entry = MODELS["gpt"]
+    for micro in range(micro_steps):
+        with nullcontext() if micro == micro_steps - 1 else model.no_sync():
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float32)).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("precision", [towpath.Precision(), MIXED], ids=["fp32", "bf16 with fp32 masters"])
+def test_memory_is_what_the_schedule_says(world: Worlds, precision: towpath.Precision) -> None:
+    world(4).run(_compare_memory, precision)
+
+
+def _compare_memory(precision: towpath.Precision) -> None:
+    topology = towpath.Topology(2, 2)
+    for label in LABELS:
+        strategy = strategy_of(label, topology)
+        model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy, precision=precision)
+        optimizer = torch.optim.AdamW(model.parameters())
+        entry = MODELS["gpt"]
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
+        optimizer.step()
+        found = towpath.stats(model).memory_bytes
+        for kind, expected in towpath.schedule(strategy, model, 1, precision).memory_bytes().items():
+            assert found[kind] == expected, (label, kind)
+        # Two fp32 states for each element that this rank's optimizer owns; the padding between has none.
+        owned = sum(p.to_local().numel() for p in model.parameters())
+        assert found["optimizer"] == 2 * 4 * owned, label
+        ours = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        assert sum(g.nbytes for g in ours) == 4 * owned, label
