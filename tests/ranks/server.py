@@ -62,6 +62,7 @@ class World:
     def __init__(self, size: int, group_timeout: float = 30.0) -> None:
         self.size = size
         self.alive = True
+        self.calls = 0
         self._folder = tempfile.TemporaryDirectory(prefix="towpath-ranks-", dir=SCRATCH)
         self._connections: list[multiprocessing.connection.Connection] = []
         self._processes: list[Any] = []
@@ -79,6 +80,7 @@ class World:
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """`fn(*args)` on every rank at once; what each returned, by rank."""
         assert self.alive, "this world has ended; make another"
+        self.calls += 1
         try:
             for connection in self._connections:
                 connection.send((fn, args, timeout))
