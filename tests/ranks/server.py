@@ -59,7 +59,7 @@ class RankError(AssertionError):
 class World:
     """`size` ranks, alive until `close()` or their first failure."""
 
-    def __init__(self, size: int, group_timeout: float = 30.0) -> None:
+    def __init__(self, size: int, group_timeout: float = 60.0) -> None:
         self.size = size
         self.alive = True
         self.calls = 0
@@ -77,7 +77,7 @@ class World:
             self._connections.append(ours)
             self._processes.append(process)
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """`fn(*args)` on every rank at once; what each returned, by rank."""
         assert self.alive, "this world has ended; make another"
         self.calls += 1
@@ -133,7 +133,7 @@ class World:
         self.close()
 
 
-def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(fn: Callable[..., Any], world: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """`fn(*args)` on `world` new ranks; what each returned, by rank."""
     with World(world) as ranks:
         return ranks.run(fn, *args, timeout=timeout)
