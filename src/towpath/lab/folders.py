@@ -2,8 +2,8 @@
 
     towpath-lab-<pid namespace>-<owner's pid>-<owner's start time>-<number>
 
-The keeper removes it as it ends. Only when keeper and owner are both killed does it stay; the next lab of the same user
-sweeps it, having seen that no process of that pid and start time lives.
+The guard removes it as it ends (keeper.py). Only when guard and owner are both killed does it stay; the next lab of the
+same user sweeps it, having seen that no process of that pid and start time lives.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 _NAME = re.compile(r"towpath-lab-(\d+)-(\d+)-(\d+)-\d+")
 _NUMBERS = itertools.count()
-_KEEPER = "keeper"
+_GUARD = "guard"
 
 
 def make() -> Path:
@@ -33,28 +33,28 @@ def make() -> Path:
             return folder
 
 
-def note_keeper(folder: Path, pid: int) -> None:
-    (folder / _KEEPER).write_text(f"{pid} {_start_time(pid)}")
+def note_guard(folder: Path, pid: int) -> None:
+    (folder / _GUARD).write_text(f"{pid} {_start_time(pid)}")
 
 
 def sweep() -> None:
     """Remove what labs of dead owners left."""
     for folder in Path(tempfile.gettempdir()).glob("towpath-lab-*"):
         match = _NAME.fullmatch(folder.name)
-        with suppress(FileNotFoundError):  # another sweep, or its own keeper, was faster
+        with suppress(FileNotFoundError):  # another sweep, or its own guard, was faster
             # The pids of another container mean nothing here, and another user's folder is not ours to remove.
             if match is None or int(match[1]) != _pid_namespace() or folder.stat().st_uid != os.getuid():
                 continue
             if _start_time(int(match[2])) == int(match[3]):
                 continue
-            _kill_keeper(folder)
+            _kill_guard(folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kill_keeper(folder: Path) -> None:
-    """A keeper outlives its owner by moments, unless it is stopped or stuck."""
+def _kill_guard(folder: Path) -> None:
+    """A guard outlives its owner by moments, unless it is stopped or stuck."""
     with suppress(FileNotFoundError, ValueError, ProcessLookupError):
-        pid, start = map(int, (folder / _KEEPER).read_text().split())
+        pid, start = map(int, (folder / _GUARD).read_text().split())
         descriptor = os.pidfd_open(pid)
         try:
             if _start_time(pid) == start:

@@ -1,8 +1,12 @@
 """The process that holds a lab together: it makes the nodes, starts what runs on them, and takes all of it along.
 
-The owner (pytest, the command, a benchmark) never changes namespaces itself. It starts a keeper, which answers requests
-until the owner lets go of the socket or ends, by whatever death; then the keeper kills every run and goes, and with it
-the last hold on the namespaces, bridge and cables. Were the keeper itself killed, its children would die with it.
+    owner ── guard ── keeper, the first process of a pid namespace ──┬── a run (processes.py)
+                                                                     └── server of ranks ── a call
+
+The owner (pytest, the command, a benchmark) never changes namespaces itself: it starts a guard, which enters those of
+the lab and forks the keeper. The keeper answers requests until the owner lets go of the socket or ends, by whatever
+death. When the keeper ends, so does every process of the lab, and with the last of them namespaces, bridge and cables;
+only then does the guard, which has a folder to remove. Were the guard killed, the keeper would die with it.
 """
 
 from __future__ import annotations
@@ -18,14 +22,15 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from towpath.errors import TowpathError
+from towpath.errors import LabError, TowpathError
 from towpath.lab import counters, shaping
 from towpath.lab.messages import Answer, Count, End, Plug, Raise, Refusal, Request, Start, Warm
-from towpath.lab.namespaces import Space, adopt_orphans, cover_file, die_with_parent, leave_the_host, new_node
+from towpath.lab.namespaces import Space, cover_file, fork_first_process, leave_the_host, new_node
 from towpath.lab.processes import Runs, receive_descriptor
 
 
 def main(control_descriptor: int) -> None:
+    """The guard."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the owner's to handle
     signal.signal(signal.SIGTERM, _leave)
     control = Connection(control_descriptor)
@@ -33,39 +38,51 @@ def main(control_descriptor: int) -> None:
     assert isinstance(request, Raise), request
     try:
         owner = os.pidfd_open(request.owner)
-        if os.getppid() == request.owner:
-            _keep(request, control, owner)
+        if os.getppid() != request.owner:
+            return
+        try:
+            bridge = leave_the_host()
+        except LabError as error:
+            control.send(Refusal(str(error)))
+            return
+        keeper = fork_first_process(last=True)
+        if keeper == 0:
+            _keep(request, bridge, control, owner)
+        control.close()
+        os.waitpid(keeper, 0)
     finally:
         shutil.rmtree(request.folder, ignore_errors=True)
 
 
-def _keep(request: Raise, control: Connection, owner: int) -> None:
+def _keep(request: Raise, bridge: Space, control: Connection, owner: int) -> None:
+    """The keeper: never returns."""
     try:
-        keeper = Keeper(request)
-    except Exception as error:
-        control.send(_refusal(error))
-        return
-    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            keeper = Keeper(request, bridge)
+        except Exception as error:
+            control.send(_refusal(error))
+            return
         control.send(None)
         _answer_all(control, owner, keeper.answer)
     finally:
-        keeper.close()
+        os._exit(0)
 
 
 class Keeper:
     """A raised cluster."""
 
-    def __init__(self, request: Raise) -> None:
-        adopt_orphans()
-        bridge = leave_the_host()
+    def __init__(self, request: Raise, bridge: Space) -> None:
         hosts = Path(request.folder, "hosts")
-        names = [f"{shaping.address(node)} node{node}" for node in range(request.nodes)]
+        # Torch's store listens on IPv6 where it can, and so looks for names by the second form.
+        names = [
+            f"{form}{shaping.address(node)} node{node}" for form in ("", "::ffff:") for node in range(request.nodes)
+        ]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         cover_file("/etc/hosts", hosts)
         self._nodes = [new_node(f"node{node}", bridge) for node in range(request.nodes)]
         shaping.lay_cables(self._nodes, bridge, request.inter, request.intra)
         self._runs = Runs(self._nodes)
-        self._server = 0
 
     def answer(self, request: Request, control: Connection) -> Answer:
         match request:
@@ -83,27 +100,15 @@ class Keeper:
                 raise AssertionError("a keeper raises one cluster")
 
     def _warm(self, request: Warm, descriptor: int, control: Connection) -> None:
-        self._server = os.fork()
-        if self._server == 0:
+        if os.fork() == 0:
             status = 1
             try:
-                die_with_parent()
                 control.close()
                 _serve_ranks(request, self._nodes, Connection(descriptor))
                 status = 0
             finally:
                 os._exit(status)
         os.close(descriptor)
-
-    def close(self) -> None:
-        """Every process of the lab is gone when this returns; its networks go with the keeper."""
-        self._runs.end_all()
-        if self._server:
-            os.kill(self._server, signal.SIGKILL)
-        # What the server of ranks started loses its parent, dies of that, and becomes this process's to wait for.
-        with suppress(ChildProcessError):
-            while True:
-                os.waitpid(-1, 0)
 
 
 def _serve_ranks(request: Warm, nodes: Sequence[Space], control: Connection) -> None:

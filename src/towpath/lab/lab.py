@@ -56,7 +56,7 @@ class Lab:
         connection, descriptor = pair()
         self._line = Line(connection)
         try:
-            self._keeper = _start_keeper(descriptor, self._folder.name)
+            self._guard = _start_guard(descriptor, self._folder.name)
         except BaseException:
             connection.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -64,7 +64,7 @@ class Lab:
         finally:
             os.close(descriptor)
         try:
-            folders.note_keeper(self._folder, self._keeper.pid)
+            folders.note_guard(self._folder, self._guard.pid)
             self._line.ask(Raise(os.getpid(), topology.nodes, self.inter, self.intra, str(self._folder)))
         except BaseException:
             self.close()
@@ -141,10 +141,12 @@ class Lab:
             self._server.close()
         self._line.close()
         try:
-            self._keeper.wait(_CLOSE_SECONDS)
+            self._guard.wait(_CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
         finally:
-            self._keeper.kill()  # its children die with it
-            self._keeper.wait()
+            self._guard.kill()  # the keeper dies with it, and with that the lab
+            self._guard.wait()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Lab:
@@ -180,23 +182,21 @@ class Lab:
 
     def _collect(self, members: Members, readers: list[Connection], timeout_seconds: float) -> list[Any]:
         results: dict[int, Any] = {}
-        waiting = dict(zip(readers, itertools.count(), strict=False))
+        waiting = {reader: rank for rank, reader in enumerate(readers)}
         deadline = time.monotonic() + timeout_seconds + _GRACE_SECONDS
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise LabError(f"no answer in {timeout_seconds:g} s from {self._names(waiting.values())}.")
-            for reader in readers:
-                if reader not in ready:
-                    continue
-                rank = waiting.pop(reader)
-                try:
-                    done, value = pickle.loads(reader.recv_bytes())
-                except EOFError:
-                    done, value = False, self._last_words(members, rank, timeout_seconds)
-                if not done:
-                    raise LabError(f"{self._names([rank])} of {self.topology.world} failed:\n{value}")
-                results[rank] = value
+            answers = _take(ready, waiting)
+            if not all(done for done, _ in answers.values()):
+                # A rank that dies breaks its peers' connections: tell of that one. Its pipe is closed by now.
+                answers |= _take(wait(list(waiting), 0), waiting)
+                failures = [(value is not None, rank, value) for rank, (done, value) in answers.items() if not done]
+                _, rank, value = min(failures, key=lambda failure: failure[0])
+                told = self._last_words(members, rank, timeout_seconds) if value is None else value
+                raise LabError(f"{self._names([rank])} of {self.topology.world} failed:\n{told}")
+            results |= {rank: value for rank, (_, value) in answers.items()}
         return [results[rank] for rank in range(self.topology.world)]
 
     def _names(self, ranks: Iterable[int]) -> str:
@@ -211,6 +211,18 @@ class Lab:
             if ended[0] == rank:
                 return f"it ended without an answer ({describe(ended[1])})."
         return "it closed its answer and lives on."
+
+
+def _take(ready: Iterable[object], waiting: dict[Connection, int]) -> dict[int, tuple[bool, Any]]:
+    """By rank, the answers that have come: (returned, value), (raised, traceback) or (died, None)."""
+    answers: dict[int, tuple[bool, Any]] = {}
+    for reader in [reader for reader in waiting if reader in ready]:
+        try:
+            answer = pickle.loads(reader.recv_bytes())
+        except EOFError:
+            answer = (False, None)
+        answers[waiting.pop(reader)] = answer
+    return answers
 
 
 @functools.cache
@@ -229,8 +241,8 @@ def _rate(given: str | Rate | None) -> Rate | None:
     return Rate.parse(given) if isinstance(given, str) else given
 
 
-def _start_keeper(descriptor: int, name: str) -> subprocess.Popen[bytes]:
-    # -P and the owner's own path: the keeper finds the same modules as the owner, wherever it was started.
+def _start_guard(descriptor: int, name: str) -> subprocess.Popen[bytes]:
+    # -P and the owner's own path: it finds the same modules as the owner, wherever it was started.
     program = f"import sys; sys.path[:] = {sys.path!r}; from towpath.lab.keeper import main; main({descriptor})"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", program, name],  # the name is for those who read a list of processes

@@ -28,7 +28,6 @@ _MOUNT_BIND = 0x1000
 _MOUNT_PRIVATE = 0x4_4000  # MS_PRIVATE | MS_REC
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 
 # What forbids namespaces to ordinary users, and the value with which it does.
 _LOCKS = (
@@ -98,36 +97,28 @@ def cover_file(target: str, source: Path) -> None:
         _mount(str(source), target, None, _MOUNT_BIND)
 
 
-def fork_first_process() -> int:
+def fork_first_process(*, last: bool = False) -> int:
     """`os.fork()`, but the child is the first process of new process and mount namespaces.
 
     When it ends, the kernel kills every process it leaves behind, and only then does waiting for it return; when its
-    parent ends, it ends.
+    parent ends, it ends. `last`: the parent forks nothing any more.
     """
     home = os.open("/proc/self/ns/pid", os.O_RDONLY)
     try:
         _unshare(_NEW_PIDS)
         pid = os.fork()
         if pid == 0:
-            die_with_parent()
+            _check(_libc().prctl(_DIE_WITH_PARENT, signal.SIGKILL, 0, 0, 0), "prctl")
             _unshare(_NEW_MOUNTS)
             # A masked /proc (containers) cannot be mounted anew; the outer one still answers for /proc/self.
             with suppress(OSError):
                 _mount("proc", "/proc", "proc", 0)
             return 0
-        _setns(home, _NEW_PIDS)  # only that one child
+        if not last:  # a user namespace could not even go back to the host's
+            _setns(home, _NEW_PIDS)
         return pid
     finally:
         os.close(home)
-
-
-def die_with_parent() -> None:
-    _prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
-
-def adopt_orphans() -> None:
-    """Processes whose parent dies become children of this one, which can then wait for them."""
-    _prctl(_ADOPT_ORPHANS, 1)
 
 
 def _become_root_of_a_user_namespace() -> None:
@@ -170,10 +161,6 @@ def _unshare(flags: int) -> None:
 
 def _setns(descriptor: int, kind: int) -> None:
     _check(_libc().setns(descriptor, kind), "setns")
-
-
-def _prctl(option: int, value: int) -> None:
-    _check(_libc().prctl(option, value, 0, 0, 0), "prctl")
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int) -> None:

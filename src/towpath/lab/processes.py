@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Sequence
@@ -59,10 +60,6 @@ class Runs:
             os.kill(request.identifier, signal.SIGKILL)
             os.waitpid(request.identifier, 0)
 
-    def end_all(self) -> None:
-        for pid in tuple(self._live):
-            self.end(End(pid))
-
 
 def _lead(
     members: Sequence[Member],
@@ -77,6 +74,8 @@ def _lead(
     try:
         pipes = iter(results)
         running: dict[int, int] = {}
+        # Listening before any rank exists: one that found nobody would try again half a second later.
+        store = ranks.listen(members, nodes)
         for index, member in enumerate(members):
             result = next(pipes) if isinstance(member, Call) else -1
             pid = os.fork()
@@ -84,10 +83,12 @@ def _lead(
                 channel.close()
                 for other in set(results) - {result}:
                     os.close(other)  # or the owner would not see it end with its rank
-                _become(member, nodes[member.node], output, result)
+                _become(member, nodes[member.node], output, result, store)
             running[pid] = index
         for descriptor in (*output, *results):
             os.close(descriptor)
+        if store is not None:
+            store.close()
         _watch(running, channel)
         status = 0
     except BaseException:
@@ -124,7 +125,7 @@ def _reap() -> list[tuple[int, int]]:
     return ended
 
 
-def _become(member: Member, node: Space, output: tuple[int, int], result: int) -> None:
+def _become(member: Member, node: Space, output: tuple[int, int], result: int, store: socket.socket | None) -> None:
     """In the forked child: move to the node and turn into the member. Never returns."""
     status = 127
     try:
@@ -139,7 +140,8 @@ def _become(member: Member, node: Space, output: tuple[int, int], result: int) -
             os.chdir(member.folder)
             os.execvpe(member.argv[0], member.argv, member.env)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        ranks.serve(member, result)
+        assert store is not None, "calls come with a store"
+        ranks.serve(member, result, store)
         status = 0
     except BaseException as error:
         print(f"towpath lab: could not start {member}: {error}", file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""`towpath lab`: scripts on a shaped cluster of network namespaces."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from towpath.errors import LabError
+from towpath.lab import Lab, Rate, Result
+from towpath.lab.launch import check_script
+from towpath.lab.run import describe
+from towpath.topology.cluster import Topology
+
+_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
+
+app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
+
+
+@app.callback()
+def group() -> None:
+    """A cluster on this machine: network namespaces as nodes, with cables of the speed you ask for.
+
+    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py`
+    """
+
+
+@app.command()
+def run(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT [ARGS]", help="A Python script, or -m MODULE, and what it takes. Write -- before it."
+        ),
+    ],
+    nodes: Annotated[int, typer.Option(min=1, help="How many nodes.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks on each node.")],
+    inter: Annotated[str, typer.Option(metavar="RATE", help="Rate of each node's cable, each way: 200mbit, 1gbit.")],
+    intra: Annotated[str | None, typer.Option(metavar="RATE", help="Rate of each node's loopback.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the table here, for machines.")
+    ] = None,
+    direct: Annotated[bool, typer.Option("--direct", help="Start the ranks without torchrun: sooner.")] = False,
+) -> None:
+    """Run a script under torchrun on a shaped cluster, and print what each link carried.
+
+    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py --steps 20`
+
+    Exit code: 0; 1 if the script failed; 2 if it could not be run.
+    """
+    cable, loopback = Rate.parse(inter), Rate.parse(intra) if intra is not None else None
+    check_script(command)
+    if json_file is not None and not json_file.absolute().parent.is_dir():
+        raise LabError(f"--json {json_file}: there is no folder {json_file.absolute().parent}.")
+    progress = Console(stderr=True, highlight=False)
+    progress.print(f"Raising {nodes} nodes with {ranks} ranks each, {cable} between them", style="dim")
+    with Lab(Topology(nodes, ranks), inter=cable, intra=loopback) as lab:
+        how = "its ranks" if direct else "torchrun"
+        progress.print(f"Starting {how} on each node for {command[0]} (loading torch takes seconds)", style="dim")
+        result = lab.run(command, launcher="direct" if direct else "torchrun")
+    shaped = f"cables {cable}" + (f", loopbacks {loopback}" if loopback else "")
+    out = Console(highlight=False)
+    out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate, on average)", style="bold")
+    out.print(_table(result, cable, loopback))
+    if json_file is not None:
+        json_file.write_text(json.dumps(_record(result, lab), indent=2) + "\n")
+    if result.returncode != 0:
+        progress.print(f"towpath: {command[0]} failed: {describe(result.returncode)}", style="bold red")
+        raise typer.Exit(1)
+
+
+def _table(result: Result, inter: Rate, intra: Rate | None) -> Table:
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="")
+    for heading in ("node", "cable sent", "cable received", "loopback"):
+        table.add_column(heading, justify="right")
+    for node, link in enumerate(result.links):
+        table.add_row(
+            str(node),
+            _carried(link.sent_bytes, result.seconds, inter),
+            _carried(link.received_bytes, result.seconds, inter),
+            _carried(link.loopback_bytes, result.seconds, intra),
+        )
+    return table
+
+
+def _carried(count_bytes: int, seconds: float, rate: Rate | None) -> str:
+    amount, unit = float(count_bytes), 0
+    while amount >= 1000 and unit < len(_BYTE_UNITS) - 1:
+        amount, unit = amount / 1000, unit + 1
+    text = f"{amount:.3g} {_BYTE_UNITS[unit]}" if amount < 999.5 else f"{amount:.0f} {_BYTE_UNITS[unit]}"
+    return text if rate is None else f"{text} {count_bytes / seconds / rate.bytes_per_second:5.1%}"
+
+
+def _record(result: Result, lab: Lab) -> dict[str, Any]:
+    return {
+        "nodes": lab.topology.nodes,
+        "ranks_per_node": lab.topology.ranks_per_node,
+        "inter_bits_per_second": lab.inter.bits_per_second if lab.inter else None,
+        "intra_bits_per_second": lab.intra.bits_per_second if lab.intra else None,
+        "seconds": result.seconds,
+        "returncode": result.returncode,
+        "links": [{"node": node, **asdict(link)} for node, link in enumerate(result.links)],
+    }

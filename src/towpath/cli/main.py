@@ -1,0 +1,82 @@
+"""The command's root: the groups of commands, and what every command owes its user when something goes wrong.
+
+Exit codes: 0 success, 1 what was run failed, 2 a user's mistake (one line on stderr, no traceback), 130 and 143 ended
+by Ctrl-C and SIGTERM, after everything has been taken down.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated, Any
+
+import typer
+
+import towpath
+from towpath.cli import lab
+from towpath.errors import TowpathError
+
+_USAGE = 2
+_INTERRUPTED = 128 + signal.SIGINT
+_TERMINATED = 128 + signal.SIGTERM
+
+# typer keeps its click to itself; this is the class of everything click has to say about a command line.
+_CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="towpath",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+app.add_typer(lab.app, name="lab")
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Show it and leave.")] = False
+) -> None:
+    """Train large PyTorch models across nodes whose link to each other is narrow.
+
+    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py`
+    """
+    if version:
+        print(f"towpath {towpath.__version__}")
+    elif context.invoked_subcommand is None:
+        context.get_help()
+        raise typer.Exit(_USAGE)
+
+
+def main() -> None:
+    """The console's entry point."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        status: Any = app(arguments, standalone_mode=False)
+    except TowpathError as error:
+        return _complain(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        print("towpath: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        if not isinstance(error, _CommandLineError):
+            raise
+        context: Any = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "towpath"
+        message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
+        return _complain(f"{message.rstrip('.')}. See {path} --help.")
+    return status if isinstance(status, int) else 0
+
+
+def _complain(message: str) -> int:
+    print(f"towpath: {' '.join(message.split())}", file=sys.stderr)
+    return _USAGE
+
+
+def _terminate(*_: object) -> None:
+    """Leave as an exception, so that every `with` block takes down what it raised."""
+    sys.exit(_TERMINATED)
