@@ -80,3 +80,7 @@ def _complain(message: str) -> int:
 def _terminate(*_: object) -> None:
     """Leave as an exception, so that every `with` block takes down what it raised."""
     sys.exit(_TERMINATED)
+
+
+if __name__ == "__main__":
+    main()

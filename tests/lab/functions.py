@@ -1,0 +1,78 @@
+"""What the tests call on ranks. No test module: a rank would import pytest with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from towpath.lab import LinkBytes, link_counters
+
+
+def where(rank: int, world: int, *args: Any) -> tuple[Any, ...]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    return (rank, world, [int(os.environ[name]) for name in names], os.uname().nodename, args)
+
+
+def counted_send(rank: int, world: int, source: int, target: int, payload_bytes: int) -> LinkBytes:
+    """What this node's links carried while `source` sent `target` a payload, and nothing else happened."""
+    payload = torch.zeros(payload_bytes, dtype=torch.uint8)
+    dist.barrier()  # connections are made now, and not counted
+    _exchange(rank, source, target, payload[:1])
+    dist.barrier()
+    before = link_counters()
+    dist.barrier()  # nobody begins before everybody has read
+    _exchange(rank, source, target, payload)
+    dist.barrier()
+    return link_counters() - before
+
+
+def timed_exchange(rank: int, world: int, payload_bytes: int) -> tuple[float, float]:
+    """Ranks 0 and 1 send each other a payload at the same time: when this rank began, and when it had received all.
+
+    In seconds of a clock that all processes of the machine share.
+    """
+    ours = torch.zeros(payload_bytes, dtype=torch.uint8)
+    theirs = torch.empty_like(ours)
+    dist.barrier()
+    began = time.monotonic()
+    sending = dist.isend(ours, 1 - rank)
+    dist.recv(theirs, 1 - rank)
+    ended = time.monotonic()
+    assert sending is not None
+    sending.wait()
+    dist.barrier()
+    return began, ended
+
+
+def _exchange(rank: int, source: int, target: int, payload: torch.Tensor) -> None:
+    if rank == source:
+        dist.send(payload, target)
+    elif rank == target:
+        dist.recv(payload, source)
+
+
+def raise_on(rank: int, world: int, guilty: int) -> None:
+    if rank == guilty:
+        raise ValueError("a bad day")
+    dist.barrier()
+
+
+def die_on(rank: int, world: int, guilty: int) -> None:
+    dist.barrier()
+    if rank == guilty:
+        os._exit(3)
+    dist.barrier()
+
+
+def hang_on(rank: int, world: int, guilty: int) -> None:
+    if rank == guilty:
+        threading.Event().wait()
+
+
+def unpicklable(rank: int, world: int) -> Any:
+    return threading.Lock()

@@ -1,0 +1,107 @@
+"""`towpath lab run`: what it prints, what it writes, and how it answers a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOWPATH = [sys.executable, "-m", "towpath.cli.main"]
+SHAPE = ["lab", "run", "--nodes", "2", "--ranks", "1", "--inter", "200mbit"]
+
+
+def towpath(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1"}
+    return subprocess.run([*before, *TOWPATH, *arguments], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_a_script_runs_under_torchrun_and_its_links_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 0: dist.send(torch.zeros(500_000), 1)\n"
+        "else: dist.recv(torch.zeros(500_000), 0); print('received')\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = towpath(*SHAPE, "--intra", "1gbit", "--json", str(tmp_path / "links.json"), "--", str(script))
+    assert done.returncode == 0, done.stderr
+    head, _, table = done.stdout.partition("What each link carried")
+    assert head.strip() == "received"
+    rows = table.splitlines()
+    assert rows[1].split() == ["node", "cable", "sent", "cable", "received", "loopback"]
+    assert [row.split()[0] for row in rows[2:4]] == ["0", "1"]
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    record = json.loads((tmp_path / "links.json").read_text())
+    assert record["nodes"] == 2
+    assert record["inter_bits_per_second"] == 200_000_000
+    assert record["returncode"] == 0
+    assert [link["node"] for link in record["links"]] == [0, 1]
+    assert record["links"][0]["sent_bytes"] > 2_000_000
+
+
+def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
+    done = towpath(*SHAPE, "--direct", "--", "-c", "raise SystemExit(5)")
+    assert done.returncode == 1
+    assert "exit code 5" in done.stderr
+    assert "What each link carried" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["lab", "run", "--nodes", "2", "--ranks", "1", "--inter", "fast", "--", "-c", "pass"], "not a rate: 'fast'"),
+        ([*SHAPE, "--intra", "10", "--", "-c", "pass"], "not a rate: '10'"),
+        ([*SHAPE, "--", "missing.py"], "no script 'missing.py'"),
+        ([*SHAPE, "--json", "missing/links.json", "--", "-c", "pass"], "no folder"),
+        ([*SHAPE], "Missing argument"),
+        (["lab", "run", "--nodes", "0", "--ranks", "1", "--inter", "1gbit", "--", "-c", "pass"], "--nodes"),
+        (["lab", "raise"], "No such command"),
+        (["lab"], "Missing command"),
+    ],
+    ids=["rate", "loopback-rate", "script", "json", "no-script", "no-nodes", "command", "no-command"],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
+    done = towpath(*arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not done.stdout
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare, of util-linux, is missing")
+def test_where_namespaces_are_forbidden_the_reason_is_told() -> None:
+    forbid = 'echo 0 > /proc/sys/user/max_user_namespaces; echo 0 > /proc/sys/user/max_net_namespaces; exec "$@"'
+    before = ("unshare", "--user", "--map-root-user", "sh", "-c", forbid, "sh")
+    done = towpath(*SHAPE, "--", "-c", "pass", before=before)
+    assert done.returncode == 2
+    assert "the kernel refuses them" in done.stderr
+    assert "max_user_namespaces is 0" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="needs root, to give it up, and setpriv of util-linux"
+)
+def test_without_the_right_to_administer_a_user_namespace_serves() -> None:
+    done = towpath(*SHAPE, "--direct", "--", "-c", "pass", before=("setpriv", "--bounding-set=-sys_admin"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("group", [[], ["lab"], ["lab", "run"]], ids=["towpath", "lab", "run"])
+def test_help_has_an_example(group: list[str]) -> None:
+    done = towpath(*group, "--help")
+    assert done.returncode == 0
+    assert "Example: towpath lab run --nodes 2" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_the_command_does_not_load_torch() -> None:
+    program = "import sys, towpath.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
