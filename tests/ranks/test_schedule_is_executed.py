@@ -54,7 +54,8 @@ def _calls_of(transfers: tuple[Any, ...]) -> Counter[str]:
     calls: Counter[str] = Counter()
     for transfer in transfers:
         move = transfer.move
-        if transfer.wire.route == "ring" or move.op is Op.REDUCE_SCATTER:  # on gloo, flat reduce-scatter is our ring
+        # On gloo a flat reduce-scatter is our ring, and so is a gather of slices that are not in rank order.
+        if transfer.wire.route == "ring" or move.op is Op.REDUCE_SCATTER or not move.groups[0].in_order:
             calls["messages"] += (move.members - 1) * (2 if move.op is Op.ALL_REDUCE else 1)
         elif move.op is Op.ALL_REDUCE:
             calls["all_reduce"] += 1

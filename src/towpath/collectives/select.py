@@ -16,7 +16,9 @@ def select(transfer: Transfer, members: Members, backend: str, scratch: Scratch)
     if transfer.kind is Kind.USAGE:
         return FlatMaximum(members)
     op = transfer.move.op
-    # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes.
-    if transfer.wire.route == "ring" or (op is Op.REDUCE_SCATTER and backend == "gloo"):
+    # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; and its gather into slices that
+    # do not lie in rank order goes through a whole copy of the region.
+    better = op is Op.REDUCE_SCATTER or not members.group.in_order
+    if transfer.wire.route == "ring" or (backend == "gloo" and better):
         return Ring(op, members, scratch)
     return _FLAT[op](members)

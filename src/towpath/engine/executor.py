@@ -43,6 +43,9 @@ class Engine:
         self._world = strategy.topology.world
         self._boundary = True
         self._running_backward = False
+        # Which unit came after which, in the forward and in the backward pass: what to gather ahead.
+        self._following: dict[Kind, dict[Unit, Unit]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
+        self._previous: Unit | None = None
         self._order = [u for u in backward_order(units, lambda u: u.kept) if u.trainable]
         self._next = 0  # in _order: the next unit to be reduced
         self._synced: list[Handle] = []
@@ -74,9 +77,22 @@ class Engine:
             if self._running_backward:
                 self._abandon()
             self._publish()
+            if unit is self.root:
+                self._begin_pass()
         keep_copy = not recomputing and (torch.is_grad_enabled() or unit.module.training)
-        unit.gather(Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, self.weights, keep_copy)
+        self._gather(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, keep_copy)
         unit.show(whole=True)
+
+    def _gather(self, unit: Unit, kind: Kind, keep_copy: bool = False) -> None:
+        """Make the unit whole; meanwhile begin with the one that came next when this one last ran."""
+        unit.gather(kind, self.weights, keep_copy)
+        following = self._following[kind]
+        if self._previous is not None:
+            following[self._previous] = unit
+        self._previous = unit
+        if unit in following:
+            following[unit].gather_ahead(kind, self.weights, keep_copy)
+        unit.wait()
 
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         unit.show(whole=unit.pinned)
@@ -102,7 +118,7 @@ class Engine:
                 "backward pass, whose gradients would be of other weights. Step the optimizer after backward()."
             )
         use.running, use.done = True, False
-        unit.gather(Kind.BACKWARD_GATHER, self.weights, keep_copy=False)
+        self._gather(unit, Kind.BACKWARD_GATHER)
 
     def after_backward(self, use: Use) -> None:
         """The gradients of all the unit's inputs are there: nothing of this use is left to compute."""
@@ -133,9 +149,17 @@ class Engine:
             _close(unit)
             self._finish(unit)
 
+    def _begin_pass(self) -> None:
+        """A forward or backward pass starts: what was gathered ahead in the one before and not used is let go."""
+        self._previous = None
+        for unit in self.units:
+            if unit.ahead:
+                unit.release()
+
     def _begin_backward(self) -> None:
         if not self._running_backward:
             self._running_backward = True
+            self._begin_pass()
             # Runs when this backward pass is through, before backward() returns.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
 
@@ -238,6 +262,7 @@ class Engine:
                 unit.home, pool = unit.slot, SlotPool([unit.needs], 1, self.wiring.device)
                 unit.live_in(pool.slots[0])
             unit.gather(Kind.GATHER, self.weights, keep_copy=False)
+            unit.wait()
             unit.pinned = True
             unit.show(whole=True)
 

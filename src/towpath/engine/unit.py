@@ -271,7 +271,8 @@ class Unit:
         self.slot: Slot | None = None  # where the whole weights live, shared in turns; none where they are always whole
         self.home: Slot | None = None  # the slot to return to after unshard()
         self.pinned = False  # held whole by unshard()
-        self.holds = -1  # the version of the weights that are whole now
+        self.holds = -1  # the version of the weights that are whole now, or are being gathered
+        self.ahead = False  # gathered before anything needs it
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()  # graphs that may come back for a backward pass
         self.published: Handle | None = None
         self.ready: Handle | None = None  # of the gather
@@ -317,10 +318,13 @@ class Unit:
         """Become the user of the slot; where another unit is whole in it, move to a new one of this unit's own."""
         if self.slot is None:
             return
-        if self.slot.user not in (None, self):
+        other = self.slot.user
+        if isinstance(other, Unit) and other.ahead:
+            other.release()  # it was gathered in vain: the order has changed
+        elif other not in (None, self):
             if any(not use.done for use in self.uses):
                 raise StepError(
-                    f"unit {self.name!r} must be whole for its backward pass while {_name(self.slot.user)}, whose "
+                    f"unit {self.name!r} must be whole for its backward pass while {_name(other)}, whose "
                     "memory it shares, is still in use: the units ran in an order never seen before. "
                     "Pass units= to shard() so that units which run at the same time form one."
                 )
@@ -328,6 +332,7 @@ class Unit:
         self.slot.user = self
 
     def release(self) -> None:
+        self.ahead = False
         if self.slot is not None and not self.pinned:
             if self.slot.user is self:
                 self.slot.user = None
@@ -344,8 +349,22 @@ class Unit:
         if sending:
             self.published = self._submit(Kind.PUBLISH, sending, lambda b: b.publish())
 
+    def gather_ahead(self, kind: Kind, pool: SlotPool, keep_copy: bool) -> None:
+        """Begin to make the weights whole, if there is room for them."""
+        if self.slot is not None and self.slot.user is None and self.holds != self.version:
+            self._gather(kind, pool, keep_copy)
+            self.ahead = True
+
     def gather(self, kind: Kind, pool: SlotPool, keep_copy: bool) -> None:
-        """Make the weights whole, unless they are; the caller waits."""
+        """Begin to make the weights whole, unless they are, for use at once; `wait()` before that."""
+        self.ahead = False
+        self._gather(kind, pool, keep_copy)
+
+    def wait(self) -> None:
+        if self.ready is not None:
+            self.ready.wait()
+
+    def _gather(self, kind: Kind, pool: SlotPool, keep_copy: bool) -> None:
         if self.holds != self.version:
             self.take_slot(pool)
             self.holds = self.version
@@ -360,8 +379,6 @@ class Unit:
                 self.ready = self._submit(kind, absent, lambda b: b.gather(kind, keep_copy), after)
             else:
                 self.ready = self.published
-        if self.ready is not None:
-            self.ready.wait()
 
     def begin_gradients(self, pool: SlotPool) -> None:
         """Choose, once in a micro-step, where its gradients arrive."""
