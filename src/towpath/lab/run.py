@@ -65,7 +65,8 @@ class Members:
         """Kill what is left; when this returns, no process of it exists."""
         identifier, self._identifier = self._identifier, None
         if identifier is not None:
-            self._line.ask(End(identifier))
+            with suppress(LabError):  # no keeper, no processes
+                self._line.ask(End(identifier))
             self.channel.close()
 
 
@@ -105,7 +106,7 @@ class Run:
         try:
             returncode = self._until_all_ended(deadline)
         except BaseException:
-            self.kill()
+            self._abandon()
             raise
         if returncode is None:
             output = self.kill().output
@@ -120,8 +121,16 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.kill()
+        else:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """End every process, on the way out of an error that must not be hidden by another."""
+        with suppress(LabError):
+            self.kill()
 
     def _until_all_ended(self, deadline: float | None) -> int | None:
         """The first return code that is not zero, or 0; None when time ran out."""
@@ -172,4 +181,7 @@ class _Output:
 
 
 def describe(returncode: int) -> str:
-    return f"exit code {returncode}" if returncode >= 0 else f"killed by {signal.Signals(-returncode).name}"
+    """How a process ended, for people."""
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    return f"killed by signal {-returncode} ({signal.strsignal(-returncode)})"
