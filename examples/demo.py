@@ -59,7 +59,9 @@ def train(rank: int, world: int, strategy: str, steps: int) -> Outcome:
     for step in range(steps + 1):
         if step == 1:  # the first step warms up
             dist.barrier()
-            began, before = time.perf_counter(), lab.link_counters()
+            before = lab.link_counters()
+            dist.barrier()  # nobody goes on before all have read
+            began = time.perf_counter()
         total = torch.zeros(())
         for micro in range(MICRO_STEPS):
             with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():

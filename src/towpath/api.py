@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def _become_sharded(model: nn.Module, engine: Engine) -> None:
         raise ShardError(f"{cls.__name__} has methods named {', '.join(taken)} of its own, which shard() would hide.")
     model.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
     object.__setattr__(model, "towpath_engine", engine)
+    weakref.finalize(model, engine.wiring.close).atexit = False
 
 
 def _engine(model: nn.Module) -> Engine:

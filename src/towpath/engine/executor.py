@@ -108,8 +108,10 @@ class Engine:
 
     # Backward -------------------------------------------------------------------------------------------------------
 
-    def before_backward(self, use: Use) -> None:
-        """The first gradient reaches an output of the unit."""
+    def reached_output(self, use: Use, _: torch.Tensor) -> None:
+        """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
+        if use.running:
+            return
         unit = use.unit
         self._begin_backward()
         if use.version != unit.version:
@@ -117,11 +119,14 @@ class Engine:
                 f"unit {unit.name or 'root'!r}: its parameters were written between this forward pass and its "
                 "backward pass, whose gradients would be of other weights. Step the optimizer after backward()."
             )
-        use.running, use.done = True, False
+        use.running, use.done, use.left = True, False, 0
         self._gather(unit, Kind.BACKWARD_GATHER)
 
-    def after_backward(self, use: Use) -> None:
-        """The gradients of all the unit's inputs are there: nothing of this use is left to compute."""
+    def left_for_input(self, use: Use, _: torch.Tensor) -> None:
+        """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
+        use.left += 1
+        if use.left < use.inputs:
+            return
         use.running, use.done = False, True
         if all(u.done for u in use.unit.uses):
             self._finish(use.unit)

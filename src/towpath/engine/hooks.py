@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_map_only
 
 from towpath.engine.executor import Engine
@@ -53,22 +54,32 @@ class _Forward:
             return inputs[-1]
 
         args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
-        if use is not None and inputs:
-            register_multi_grad_hook(inputs, lambda _: self._engine.after_backward(use), mode="all")
+        if use is not None:
+            use.inputs = len(inputs)
+            for tensor in inputs:
+                tensor.register_hook(partial(self._engine.left_for_input, use))
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         use = self._open.pop() if self._open else None
         outputs = [t for t in _tensors(output) if t.requires_grad]
         if use is not None and outputs:
-            register_multi_grad_hook(outputs, lambda _: self._engine.before_backward(use), mode="any")
+            # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
+            for tensor in outputs:
+                tensor.register_hook(partial(self._engine.reached_output, use))
         elif use is not None:
             self._unit.uses.discard(use)
         self._engine.after_forward(self._unit, graph_follows=use is not None and bool(outputs))
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
+    # Weakly: the collector does not see through the tensor that keeps this hook, and the model would live for ever.
+    its_engine, its_unit, its_bucket = weakref.ref(engine), weakref.ref(unit), weakref.ref(bucket)
+
     def arrived(view: torch.Tensor) -> None:
+        engine, unit, bucket = its_engine(), its_unit(), its_bucket()
+        if engine is None or unit is None or bucket is None:
+            return  # the model is gone, and only its graph was kept
         grad, view.grad = view.grad, None
         assert grad is not None
         with torch.no_grad():

@@ -429,12 +429,13 @@ class Unit:
 class Use:
     """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
 
-    __slots__ = ("__weakref__", "done", "running", "unit", "version")
+    __slots__ = ("__weakref__", "done", "inputs", "left", "running", "unit", "version")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.version = unit.version
         self.running = self.done = False
+        self.inputs = self.left = 0  # how many inputs want gradients, and how many have got them in this pass
         unit.uses.add(self)
 
 

@@ -63,5 +63,6 @@ class Wiring:
         return sum(s.nbytes for s in self._scratch.values())
 
     def close(self) -> None:
+        """When the model is gone: end the lanes. Its process groups stay: to end one is itself a collective."""
         for lane in self._lanes.values():
             lane.close()
