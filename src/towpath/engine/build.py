@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
+from towpath.engine.initialise import materialise_buffers, materialised
 from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, device_of
 from towpath.engine.shard_tensor import Peers, WriteMark
 from towpath.engine.unit import Bucket, Unit, torch_dtype
@@ -99,6 +100,7 @@ def build(
     wiring = Wiring(groups, device_of(layouts))
     peers = _peers(strategy, groups)
     writes = WriteMark()
+    materialise_buffers(model, wiring.device)
     for buffer in model.buffers():
         groups.broadcast(buffer.data)
     units = [_unit(layout, strategy, precision, wiring, peers, writes) for layout in layouts]
@@ -121,9 +123,10 @@ def _unit(
 def _flat_values(bucket: BucketLayout, plan: BucketPlan, wiring: Wiring) -> torch.Tensor:
     """The parameters one after the other, as rank 0 has them."""
     flat = torch.zeros(plan.numel, dtype=torch_dtype(plan.own_dtype), device=wiring.device)
-    with torch.no_grad():
+    with torch.no_grad(), materialised(bucket.places, wiring.device):
         for place in bucket.places:
-            _room(flat, place).copy_(place.parameter)
+            module, attribute = place.owners[0]
+            _room(flat, place).copy_(module.get_parameter(attribute))
     wiring.groups.broadcast(flat)
     return flat
 

@@ -154,9 +154,7 @@ def _check(places: list[ParameterPlace]) -> None:
             )
         if dtype_name(parameter.dtype) not in FLOATING:
             raise ShardError(f"{name} is {parameter.dtype}; parameters may be {', '.join(FLOATING)}.")
-        if parameter.device.type == "meta":
-            raise ShardError(f"{name} is on the meta device and has no values; materialise the model before shard().")
-    devices = sorted({str(p.parameter.device) for p in places})
+    devices = sorted({str(p.parameter.device) for p in places} - {"meta"})
     if len(devices) > 1:
         raise ShardError(f"the model's parameters lie on {', '.join(devices)}; move them to one device before shard().")
 
@@ -172,8 +170,11 @@ def describe(layouts: list[UnitLayout]) -> Iterator[str]:
 
 
 def device_of(layouts: list[UnitLayout]) -> torch.device:
-    for unit in layouts:
-        for bucket in unit.buckets:
-            for place in bucket.places:
-                return place.parameter.device
-    raise ShardError("the model has no parameters; there is nothing to shard.")
+    """Where the parameters lie; those on the meta device will come to where the others are, or to the accelerator."""
+    devices = [p.parameter.device for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    if not devices:
+        raise ShardError("the model has no parameters; there is nothing to shard.")
+    real = [d for d in devices if d.type != "meta"]
+    if real:
+        return real[0]
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -44,7 +44,7 @@ class Bucket:
         writes: WriteMark,
     ) -> None:
         """`values`: the whole flat buffer in the parameters' own dtype, alike on every rank."""
-        self.layout, self.plan, self.rank = layout, plan, wiring.rank
+        self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
         self.lines = {kind: wiring.lines(plan.transfers[kind]) for kind in plan.transfers}
         self.mark = WriteMark(writes)
@@ -73,7 +73,7 @@ class Bucket:
             self.place(self.shard)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.layout.places[0].parameter.device)
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _slice(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
         return whole.view(cut.count, -1)[cut.slots[self.rank]]
