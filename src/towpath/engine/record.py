@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from towpath.collectives.collective import Collective
+from towpath.collectives.collective import Collective, Members
 from towpath.errors import StepError
 from towpath.spec.schedule import Transfer
 
@@ -74,6 +74,7 @@ class Line:
     """A transfer of the schedule bound to the collective that executes it on this rank."""
 
     transfer: Transfer
+    members: Members
     collective: Collective
     record: Record
 
@@ -82,5 +83,14 @@ class Line:
         try:
             self.collective.run(region, shard)
         except RuntimeError as error:
-            raise StepError(f"{self.transfer} failed: {error}") from error
+            raise StepError(self._failure(error)) from error
         self.record.finished(self.transfer, time.perf_counter() - start)
+
+    def _failure(self, error: RuntimeError) -> str:
+        ranks = self.members.group.ranks
+        mine = ranks[self.members.position]
+        others = ", ".join(str(r) for r in ranks if r != mine)
+        return (
+            f"rank {mine}: {self.transfer} failed. One of its peers (rank {others}) has died, hangs, left the step or "
+            f"lost its link; see what that rank says. The backend said: {error}"
+        )

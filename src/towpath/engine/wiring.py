@@ -46,7 +46,8 @@ class Wiring:
         group = transfer.move.group_of(self.rank)
         partition = tuple(g.ranks for g in transfer.move.groups)
         members = Members(self.groups.of(partition, lane), group, group.ranks.index(self.rank))
-        return Line(transfer, select(transfer, members, self._backend, self._scratch[lane]), self.record)
+        collective = select(transfer, members, self._backend, self._scratch[lane])
+        return Line(transfer, members, collective, self.record)
 
     def submit(self, kind: Kind, lines: Sequence[Line], job: Job, after: Sequence[Handle] = ()) -> Handle:
         """Run `job`, which executes `lines`, on the lane of `kind`."""

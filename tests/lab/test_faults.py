@@ -1,0 +1,94 @@
+"""A rank that dies, stays away or loses its link ends the others with an error that names transfer and peers."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples import gpt
+
+import towpath
+from towpath.errors import StepError
+from towpath.lab import Lab
+from towpath.lab.counters import CABLE
+
+SHAPE = towpath.Topology(2, 2)
+VICTIM = 3  # on node 1
+# How long a process group waits for a peer, and how much longer than that the slowest error may take to surface.
+PATIENCE_SECONDS, GRACE_SECONDS = 4, 8
+
+
+def _train(rank: int, world: int, strategy: str, stop: Callable[[], None]) -> tuple[str, float] | None:
+    """Train until rank 3 takes no part any more: the error this rank ended with, and how long it took to come."""
+    torch.manual_seed(0)
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE_SECONDS))
+    model: Any = towpath.shard(gpt.GPT(width=48, depth=3, heads=2, context=32), strategy, topology=SHAPE, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = gpt.batches(rank, batch=1, length=32)
+    for step in range(3):
+        if step == 2:
+            if rank == VICTIM:
+                stop()
+                return None
+            began = time.monotonic()
+        try:
+            model(*next(data)).backward()
+        except StepError as error:
+            return str(error), time.monotonic() - began
+        optimizer.step()
+        optimizer.zero_grad()
+    raise AssertionError("nothing stopped the step without rank 3")
+
+
+def _die() -> None:
+    """Answer the lab, then be gone without taking leave of anybody: the signal ends a process by default."""
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+
+
+def _stay_away() -> None:
+    """Alive, connected, and elsewhere."""
+
+
+def _lose_the_link() -> None:
+    subprocess.run(["ip", "link", "set", CABLE, "down"], check=True)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "paro-iig"])
+@pytest.mark.parametrize("stop", [_die, _stay_away, _lose_the_link])
+def test_the_others_end_with_an_error_that_names_the_transfer_and_the_peers(
+    strategy: str, stop: Callable[[], None]
+) -> None:
+    with Lab(SHAPE) as lab:
+        ends = lab.call(_train, strategy, stop, timeout_seconds=60)
+    for rank, end in enumerate(ends):
+        if rank == VICTIM:
+            continue
+        text, seconds = end
+        assert text.startswith(f"rank {rank}: ")
+        assert "failed. One of its peers (rank " in text
+        assert " of root [float32]" in text or " of blocks." in text or " of all units" in text
+        assert seconds < PATIENCE_SECONDS + GRACE_SECONDS
+
+
+def _overflow(rank: int, world: int) -> tuple[bool, bool]:
+    """One rank's input overflows: whether this rank's stock clip refuses the gradients, and the norm it sees."""
+    torch.manual_seed(0)
+    model: Any = towpath.shard(torch.nn.Linear(8, 8), "zero3", topology=SHAPE)
+    model(torch.full((1, 8), float("inf") if rank == VICTIM else 1.0)).sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    try:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    except RuntimeError:
+        return True, bool(norm.isfinite())
+    return False, bool(norm.isfinite())
+
+
+def test_a_gradient_that_is_not_finite_is_seen_by_every_rank(lab: Callable[..., Lab]) -> None:
+    assert lab(2, 2).call(_overflow) == [(True, False)] * SHAPE.world
