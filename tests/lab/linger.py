@@ -14,6 +14,7 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 if len(sys.argv) == 2:
     subprocess.Popen([sys.executable, __file__, sys.argv[1], "daemon"], start_new_session=True)
 else:
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")  # at once: two nodes share the pipe
+    sys.stdout.flush()
 while True:
     signal.pause()

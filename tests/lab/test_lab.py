@@ -89,7 +89,8 @@ def test_a_script_runs_on_every_rank(lab: Labs, tmp_path: Path, launcher: str) -
     script.write_text(
         "import os, sys\n"
         "place = [os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'GROUP_RANK', 'COLOUR')]\n"
-        "print(*place, os.uname().nodename, *sys.argv[1:])"
+        "line = ' '.join([*place, os.uname().nodename, *sys.argv[1:]]) + '\\n'\n"
+        "sys.stdout.write(line)"  # at once: four ranks share the pipe
     )
     result = lab(2, 2).run(
         [str(script), "--deep", "3"],

@@ -26,6 +26,7 @@ from towpath.topology.cluster import Topology
 
 # A rank ends itself when its time is up; only one that cannot makes the owner wait longer.
 _GRACE_SECONDS = 10.0
+_LAST_WORDS_SECONDS = 2.0
 _CLOSE_SECONDS = 10.0
 
 
@@ -190,10 +191,7 @@ class Lab:
                 raise LabError(f"no answer in {timeout_seconds:g} s from {self._names(waiting.values())}.")
             answers = _take(ready, waiting)
             if not all(done for done, _ in answers.values()):
-                # A rank that dies breaks its peers' connections: tell of that one. Its pipe is closed by now.
-                answers |= _take(wait(list(waiting), 0), waiting)
-                failures = [(value is not None, rank, value) for rank, (done, value) in answers.items() if not done]
-                _, rank, value = min(failures, key=lambda failure: failure[0])
+                rank, value = _guilty(answers, waiting)
                 told = self._last_words(members, rank, timeout_seconds) if value is None else value
                 raise LabError(f"{self._names([rank])} of {self.topology.world} failed:\n{told}")
             results |= {rank: value for rank, (_, value) in answers.items()}
@@ -223,6 +221,18 @@ def _take(ready: Iterable[object], waiting: dict[Connection, int]) -> dict[int, 
             answer = (False, None)
         answers[waiting.pop(reader)] = answer
     return answers
+
+
+def _guilty(answers: dict[int, tuple[bool, Any]], waiting: dict[Connection, int]) -> tuple[int, str | None]:
+    """The rank to tell of. One that dies breaks its peers' connections, and their complaints may come first."""
+    failures = {rank: value for rank, (done, value) in answers.items() if not done}
+    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    while waiting and all(value is not None and "onnection" in value for value in failures.values()):
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        failures |= {rank: value for rank, (done, value) in _take(ready, waiting).items() if not done}
+    return min(failures.items(), key=lambda failure: failure[1] is not None and "onnection" in failure[1])
 
 
 @functools.cache

@@ -24,8 +24,6 @@ PORT = 29500
 _DEFAULTS = {
     # One thread a rank: a lab has more ranks than the machine has cores.
     "OMP_NUM_THREADS": "1",
-    # Output arrives as it is written, and in order.
-    "PYTHONUNBUFFERED": "1",
 }
 _NETWORK = {
     "GLOO_SOCKET_IFNAME": CABLE,
