@@ -49,6 +49,23 @@ def timed_exchange(rank: int, world: int, payload_bytes: int) -> tuple[float, fl
     return began, ended
 
 
+def timed_convergence(rank: int, world: int, payload_bytes: int) -> tuple[float, float]:
+    """Every other rank sends rank 0 a payload at the same time: when this rank began, and when its part was over."""
+    payloads = [torch.zeros(payload_bytes, dtype=torch.uint8) for _ in range(world)]
+    dist.barrier()
+    began = time.monotonic()
+    if rank == 0:
+        works = [dist.irecv(payloads[source], source) for source in range(1, world)]
+    else:
+        works = [dist.isend(payloads[rank], 0)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    ended = time.monotonic()
+    dist.barrier()
+    return began, ended
+
+
 def _exchange(rank: int, source: int, target: int, payload: torch.Tensor) -> None:
     if rank == source:
         dist.send(payload, target)

@@ -53,9 +53,9 @@ def test_a_payload_inside_a_node_is_counted_once_on_its_loopback(lab: Labs) -> N
         assert carried <= payload * HEADERS
 
 
-def exchange_seconds(shaped: Lab, payload_bytes: int) -> float:
-    """From the first byte that one of two ranks sends the other to the last that either receives."""
-    times = shaped.call(functions.timed_exchange, payload_bytes)
+def span_seconds(shaped: Lab, transfer: Callable[..., tuple[float, float]], payload_bytes: int) -> float:
+    """From the first rank's begin to the last one's end."""
+    times = shaped.call(transfer, payload_bytes)
     return max(ended for _, ended in times) - min(began for began, _ in times)
 
 
@@ -67,10 +67,16 @@ def exchange_seconds(shaped: Lab, payload_bytes: int) -> float:
 def test_a_link_holds_its_rate_with_both_directions_busy(lab: Labs, shape: tuple[object, ...], passes: int) -> None:
     payload = 2 * MEGABYTE
     ideal_seconds = (passes * payload - BUCKET_BYTES) / Rate.parse("50mbit").bytes_per_second
-    seconds = exchange_seconds(lab(*shape), payload)
+    seconds = span_seconds(lab(*shape), functions.timed_exchange, payload)
     # Never faster than the rate, whatever the machine does; slower only as far as a busy machine starves two ranks of
     # their cores. On a quiet one the ratio is 1.03: what the headers, and the last acknowledgement, take.
     assert ideal_seconds <= seconds <= 3 * ideal_seconds
+
+
+def test_senders_to_one_node_share_the_rate_of_its_cable(lab: Labs) -> None:
+    payload = MEGABYTE
+    seconds = span_seconds(lab(3, 1, "50mbit"), functions.timed_convergence, payload)
+    assert seconds >= (2 * payload - BUCKET_BYTES) / Rate.parse("50mbit").bytes_per_second
 
 
 def test_two_labs_of_one_shape_live_side_by_side(lab: Labs) -> None:
@@ -101,7 +107,8 @@ def test_a_script_runs_on_every_rank(lab: Labs, tmp_path: Path, launcher: str) -
     )
     assert result.returncode == 0, result.output
     assert result.output is not None
-    assert sorted(result.output.splitlines()) == [
+    # torchrun complains on some nodes when node 0's leaves first.
+    assert sorted(line for line in result.output.splitlines() if line.endswith("--deep 3")) == [
         "0 0 0 red node0 --deep 3",
         "1 1 0 red node0 --deep 3",
         "2 0 1 red node1 --deep 3",
@@ -164,7 +171,8 @@ def test_a_cut_cable_carries_nothing_and_a_mended_one_carries_on(lab: Labs, tmp_
         shaped.mend(1)
         assert passes(20) == "yes"  # TCP sends again what was lost
     # The cable is shaped as before.
-    assert exchange_seconds(shaped, MEGABYTE) * Rate.parse("50mbit").bytes_per_second >= MEGABYTE - BUCKET_BYTES
+    seconds = span_seconds(shaped, functions.timed_exchange, MEGABYTE)
+    assert seconds * Rate.parse("50mbit").bytes_per_second >= MEGABYTE - BUCKET_BYTES
 
 
 def test_an_exception_arrives_with_its_rank_and_traceback_at_once(lab: Labs) -> None:

@@ -153,6 +153,30 @@ def test_a_killed_owner_takes_its_lab_along(host: None, command: Command) -> Non
     assert not folders_of(command.process.pid)
 
 
+def test_a_child_that_the_owner_forked_does_not_keep_the_lab_up(host: None) -> None:
+    program = (
+        "import os, signal\n"
+        "from towpath.lab import Lab\n"
+        "from towpath.topology.cluster import Topology\n"
+        "lab = Lab(Topology(1, 1))\n"
+        "child = os.fork()\n"
+        "if child == 0: signal.pause()\n"
+        "os.write(1, f'{child}\\n'.encode())\n"
+        "signal.pause()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        (guard,) = guards_of(owner.pid)
+        gone = os.pidfd_open(guard)
+        owner.kill()
+        try:
+            assert select.select([gone], [], [], PATIENCE_SECONDS)[0], "the lab outlives its owner"
+        finally:
+            os.kill(child, signal.SIGKILL)  # it holds a copy of the lab's socket, and of the pipe
+            os.close(gone)
+
+
 def test_when_owner_and_guard_are_killed_the_kernel_ends_the_rest_and_the_next_lab_sweeps(
     host: None, command: Command
 ) -> None:
