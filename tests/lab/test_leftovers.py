@@ -102,9 +102,12 @@ class Command:
             stderr=subprocess.PIPE,
             text=True,
         )
+        self.exits: list[int] = []
+
+    def wait_until_up(self) -> None:
         assert self.process.stdout is not None
         assert [self.process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-        mine = processes_with(token)
+        mine = processes_with(self.token)
         self.inside = [pid for pid in mine if pid != self.process.pid]
         assert len(self.inside) == 4, "a rank and its daemon on each of two nodes"
         self.networks = networks_of(self.inside)
@@ -128,8 +131,11 @@ class Command:
 @pytest.fixture
 def command(token: str) -> Iterator[Command]:
     running = Command(token)
-    yield running
-    running.close()
+    try:
+        running.wait_until_up()
+        yield running
+    finally:
+        running.close()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
