@@ -13,6 +13,7 @@ from torch import nn
 
 from towpath.engine.build import agree, build, check_exchangeable, optimizers_of
 from towpath.engine.executor import Engine, parameters_of
+from towpath.engine.hooks import become
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.record import TransferStats
 from towpath.engine.shard_tensor import ShardTensor
@@ -92,7 +93,7 @@ def _check_world(topology: Topology, world: int) -> None:
 
 
 class ShardedModule(nn.Module):
-    """What `shard` adds to a model. (The model's class keeps its name: libraries look at it.)"""
+    """What `shard` adds to a model."""
 
     towpath_engine: Engine
 
@@ -114,7 +115,7 @@ def _become_sharded(model: nn.Module, engine: Engine) -> None:
     taken = [n for n in ("no_sync", "unshard", "reshard") if hasattr(cls, n)]
     if taken:
         raise ShardError(f"{cls.__name__} has methods named {', '.join(taken)} of its own, which shard() would hide.")
-    model.__class__ = type(cls.__name__, (ShardedModule, cls), {"__module__": cls.__module__})
+    become(model, ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
     weakref.finalize(model, engine.wiring.close).atexit = False
 

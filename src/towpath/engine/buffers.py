@@ -19,6 +19,7 @@ Needs = dict[torch.dtype, int]
 class Slot:
     """One flat buffer per dtype, in use by one unit at a time."""
 
+    @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def __init__(self, needs: Needs, device: torch.device) -> None:
         self.buffers = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in needs.items()}
         self.user: object = None

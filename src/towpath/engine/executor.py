@@ -74,6 +74,7 @@ class Engine:
     def before_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
         if not recomputing:
+            unit.forwards += 1
             if self._running_backward:
                 self._abandon()
             self._publish()
@@ -95,7 +96,7 @@ class Engine:
         unit.wait()
 
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
-        unit.show(whole=unit.pinned)
+        unit.show(whole=unit.pinned or unit.running)
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not in_backward() and not (unit.kept and graph_follows):
             unit.release()
@@ -121,17 +122,20 @@ class Engine:
             )
         use.running, use.done, use.left = True, False, 0
         self._gather(unit, Kind.BACKWARD_GATHER)
+        unit.show(whole=True)  # for what is recomputed inside the unit
 
     def left_for_input(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
         use.left += 1
         if use.left < use.inputs:
             return
+        unit = use.unit
         use.running, use.done = False, True
-        if all(u.done for u in use.unit.uses):
-            self._finish(use.unit)
-        elif not any(u.running for u in use.unit.uses):
-            use.unit.release()
+        unit.backwards += 1
+        if unit.backwards >= unit.forwards and all(u.done for u in unit.uses):
+            self._finish(unit)
+        elif not unit.running:
+            unit.release()
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Autograd has accumulated the whole gradient of one parameter."""
@@ -150,7 +154,7 @@ class Engine:
         unit.begin_gradients(self.gradients)
         if bucket.arrive(index, grad):
             unit.missing -= 1
-        if unit.missing == 0 and sum(not u.done for u in unit.uses) <= 1:
+        if unit.missing == 0 and unit.forwards <= 1 and sum(not u.done for u in unit.uses) <= 1:
             _close(unit)
             self._finish(unit)
 
@@ -228,7 +232,7 @@ class Engine:
         self.wiring.micro_step = 0 if self._boundary else self.wiring.micro_step + 1
         for unit in self.units:
             unit.collecting = unit.finished = unit.launched = False
-            unit.missing = unit.trainable_count
+            unit.missing, unit.forwards, unit.backwards = unit.trainable_count, 0, 0
 
     def _abandon(self) -> None:
         """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""

@@ -1,4 +1,4 @@
-"""Where PyTorch calls the engine: module hooks around a unit's forward, autograd hooks around its backward."""
+"""Where PyTorch calls the engine: around a unit's forward, and from autograd around its backward."""
 
 from __future__ import annotations
 
@@ -19,13 +19,26 @@ from towpath.engine.unit import Bucket, Unit, Use
 def attach(engine: Engine, compute_dtype: torch.dtype | None) -> None:
     """Let `engine` run with the model. `compute_dtype`: what floating inputs of a unit are cast to."""
     for unit in engine.units:
-        forward = _Forward(engine, unit, compute_dtype)
-        unit.module.register_forward_pre_hook(forward.before, prepend=True, with_kwargs=True)
-        # Also after an exception: the modules must get their ShardTensors back.
-        unit.module.register_forward_hook(forward.after, with_kwargs=True, always_call=True)
+        become(unit.module, UnitModule)
+        object.__setattr__(unit.module, "towpath_forward", _Forward(engine, unit, compute_dtype))
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
+
+
+def become(module: nn.Module, role: type[Any]) -> None:
+    """Add `role` to the module's class, which keeps its name: libraries look at it."""
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (role, cls), {"__module__": cls.__module__})
+
+
+class UnitModule(nn.Module):
+    """What a unit's module becomes. Its call is wrapped from outside, not hooked: `module.compile()` traces hooks."""
+
+    towpath_forward: _Forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.towpath_forward.run(super().__call__, args, kwargs)
 
 
 @final
@@ -34,15 +47,23 @@ class _Forward:
 
     def __init__(self, engine: Engine, unit: Unit, compute_dtype: torch.dtype | None) -> None:
         self._engine, self._unit, self._compute_dtype = engine, unit, compute_dtype
-        self._open: list[Use | None] = []  # one for each forward under way: a unit may call itself
 
-    def before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        self._engine.before_forward(self._unit)
-        # A recomputation of a use whose backward pass is under way is part of that use.
-        follows = torch.is_grad_enabled() and not any(u.running for u in self._unit.uses)
-        use = Use(self._unit) if follows else None
-        self._open.append(use)
-        inputs: list[torch.Tensor] = []
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        graph_follows = False
+        try:
+            self._engine.before_forward(self._unit)
+            # A recomputation of a use whose backward pass is under way is part of that use.
+            use = Use(self._unit) if torch.is_grad_enabled() and not self._unit.running else None
+            args, kwargs = self._enter(use, args, kwargs)
+            output = call(*args, **kwargs)
+            graph_follows = use is not None and self._leave(use, output)
+            return output
+        finally:  # the modules must get their ShardTensors back, also after an exception
+            self._engine.after_forward(self._unit, graph_follows)
+
+    def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients."""
+        watched: list[torch.Tensor] = []
 
         def enter(tensor: torch.Tensor) -> torch.Tensor:
             if self._compute_dtype is not None and tensor.is_floating_point():
@@ -50,26 +71,25 @@ class _Forward:
             if use is None or not tensor.requires_grad:
                 return tensor
             # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
-            inputs.append(tensor.view_as(tensor))
-            return inputs[-1]
+            watched.append(tensor.view_as(tensor))
+            return watched[-1]
 
         args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
         if use is not None:
-            use.inputs = len(inputs)
-            for tensor in inputs:
+            use.inputs = len(watched)
+            for tensor in watched:
                 tensor.register_hook(partial(self._engine.left_for_input, use))
         return args, kwargs
 
-    def after(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        use = self._open.pop() if self._open else None
+    def _leave(self, use: Use, output: Any) -> bool:
+        """Watch the outputs for the first gradient that reaches them; whether one can."""
         outputs = [t for t in _tensors(output) if t.requires_grad]
-        if use is not None and outputs:
-            # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
-            for tensor in outputs:
-                tensor.register_hook(partial(self._engine.reached_output, use))
-        elif use is not None:
+        # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
+        for tensor in outputs:
+            tensor.register_hook(partial(self._engine.reached_output, use))
+        if not outputs:
             self._unit.uses.discard(use)
-        self._engine.after_forward(self._unit, graph_follows=use is not None and bool(outputs))
+        return bool(outputs)
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:

@@ -17,17 +17,35 @@ from towpath.errors import ShardError
 def materialised(places: Iterable[ParameterPlace], device: torch.device) -> Generator[None]:
     """Inside, the parameters of `places` that have no values yet have those that their modules give them."""
     absent = [p for p in places if p.parameter.device.type == "meta"]
+    owners = {id(p.owners[0][0]): p.owners[0][0] for p in absent}
+    # A module initialises all its parameters at once: those that are another bucket's go to memory that is dropped.
+    before = [(module, dict(_parameters(module))) for p in absent for module, _ in p.owners]
+    for module in owners.values():
+        for attribute, parameter in _parameters(module).items():
+            if parameter is not None:
+                _parameters(module)[attribute] = _empty(parameter, device)
     for place in absent:
-        values = nn.Parameter(torch.empty_like(place.parameter, device=device), place.parameter.requires_grad)
-        _assign(place, values)
-    for place in absent:
-        for module, attribute in place.owners[:1]:
-            _initialiser(module, f"parameter {attribute!r}", place.names[0])()
+        values = _empty(place.parameter, device)
+        for module, attribute in place.owners:
+            _parameters(module)[attribute] = values
     try:
+        for place in absent:
+            module, attribute = place.owners[0]
+            if owners.pop(id(module), None) is not None:
+                _initialiser(module, f"parameter {attribute!r}", place.names[0])()
         yield
     finally:
-        for place in absent:
-            _assign(place, place.parameter)
+        for module, parameters in before:
+            _parameters(module).update(parameters)
+
+
+def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    return nn.Parameter(values, parameter.requires_grad)
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
 
 
 def materialise_buffers(model: nn.Module, device: torch.device) -> None:
@@ -38,11 +56,6 @@ def materialise_buffers(model: nn.Module, device: torch.device) -> None:
             setattr(module, name, torch.empty_like(module.get_buffer(name), device=device))
         if absent:
             _initialiser(module, f"buffer {absent[0]!r}", f"{path}.{absent[0]}")()
-
-
-def _assign(place: ParameterPlace, parameter: nn.Parameter) -> None:
-    for module, attribute in place.owners:
-        module._parameters[attribute] = parameter  # pyright: ignore[reportPrivateUsage]
 
 
 def _initialiser(module: nn.Module, what: str, name: str) -> Callable[[], Any]:

@@ -91,6 +91,6 @@ class Line:
         mine = ranks[self.members.position]
         others = ", ".join(str(r) for r in ranks if r != mine)
         return (
-            f"rank {mine}: {self.transfer} failed. One of its peers (rank {others}) has died, hangs, left the step or "
-            f"lost its link; see what that rank says. The backend said: {error}"
+            f"rank {mine}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, one of its "
+            f"peers (rank {others}) has died, hangs, is at another step or has lost its link: see what that rank says."
         )

@@ -271,6 +271,7 @@ class Unit:
         self.slot: Slot | None = None  # where the whole weights live, shared in turns; none where they are always whole
         self.home: Slot | None = None  # the slot to return to after unshard()
         self.pinned = False  # held whole by unshard()
+        self.forwards = self.backwards = 0  # passes through it since the last whole backward pass
         self.holds = -1  # the version of the weights that are whole now, or are being gathered
         self.ahead = False  # gathered before anything needs it
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()  # graphs that may come back for a backward pass
@@ -308,6 +309,7 @@ class Unit:
     def gradient_needs(self) -> Needs:
         return _sizes((b for b in self.trainable if b.reduces), of_gradients=True)
 
+    @torch.inference_mode(False)
     def live_in(self, slot: Slot) -> None:
         self.slot = slot
         buckets = [b for b in self.buckets if not b.whole]
@@ -331,8 +333,15 @@ class Unit:
             self.live_in(pool.add(self.needs))
         self.slot.user = self
 
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass through this unit is under way."""
+        return any(use.running for use in self.uses)
+
     def release(self) -> None:
+        """Nothing computes with the weights any more."""
         self.ahead = False
+        self.show(whole=self.pinned)
         if self.slot is not None and not self.pinned:
             if self.slot.user is self:
                 self.slot.user = None
