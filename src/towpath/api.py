@@ -54,8 +54,7 @@ def shard(
         topology = detect_topology(groups)
     try:
         resolved = _resolve(strategy, topology, groups.world)
-        if isinstance(model, ShardedModule):
-            raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
+        _check_class(model)
         layouts = lay_out(model, units)
         check_exchangeable(layouts)
         lines = [f"strategy {resolved.to_toml()}", f"{precision}", *describe(layouts)]
@@ -101,6 +100,11 @@ class ShardedModule(nn.Module):
         """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
         return self.towpath_engine.no_sync()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also drops what the micro-steps since the last boundary have accumulated."""
+        self.towpath_engine.discard()
+        super().zero_grad(set_to_none)
+
     def unshard(self) -> None:
         """Make all parameters whole, on every rank, until `reshard()`."""
         self.towpath_engine.unshard()
@@ -110,11 +114,18 @@ class ShardedModule(nn.Module):
         self.towpath_engine.reshard()
 
 
-def _become_sharded(model: nn.Module, engine: Engine) -> None:
-    cls = type(model)
-    taken = [n for n in ("no_sync", "unshard", "reshard") if hasattr(cls, n)]
+def _check_class(model: nn.Module) -> None:
+    if isinstance(model, ShardedModule):
+        raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
+    taken = [n for n in ("no_sync", "unshard", "reshard") if hasattr(model, n)]
     if taken:
-        raise ShardError(f"{cls.__name__} has methods named {', '.join(taken)} of its own, which shard() would hide.")
+        raise ShardError(
+            f"{type(model).__name__} has {', '.join(taken)} of its own, which shard() would hide. Do not wrap the "
+            "model (DistributedDataParallel, FSDP) before shard()."
+        )
+
+
+def _become_sharded(model: nn.Module, engine: Engine) -> None:
     become(model, ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
     weakref.finalize(model, engine.wiring.close).atexit = False
@@ -130,6 +141,9 @@ def _engine(model: nn.Module) -> Engine:
 def full_parameters(model: nn.Module) -> Generator[None]:
     """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept."""
     engine = _engine(model)
+    if engine.root.pinned:  # inside another such context, which ends it
+        yield
+        return
     engine.unshard()
     try:
         yield
@@ -149,6 +163,7 @@ def schedule(
         raise StrategyError(f"schedule: expected a Strategy, as towpath.strategy() makes it; got {strategy!r}.")
     if isinstance(model_or_numels, ShardedModule):
         specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
+        precision = precision or model_or_numels.towpath_engine.precision
     elif isinstance(model_or_numels, nn.Module):
         specs = tuple(u.spec for u in lay_out(model_or_numels, units))
     else:

@@ -443,7 +443,6 @@ def _shard_different_buffers() -> None:
     assert [*model.state_dict()] == [*Buffered(0).state_dict()]
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="gloo's broadcast passes over a buffer's gaps (build.py)")
 def test_a_buffer_with_gaps_in_memory_is_the_first_ranks(world: Worlds) -> None:
     assert world(4).run(_shard_buffer_with_gaps) == [0.0] * 4
 
@@ -720,11 +719,6 @@ def _meta_model(blocks: int = 3) -> nn.Module:
         return Chain([MetaBlock() for _ in range(blocks)]).double()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="reset_parameters() for a parameter draws the buffer anew (initialise.py)",
-)
 def test_a_random_buffer_from_the_meta_device_is_the_first_ranks(world: Worlds) -> None:
     tables = world(4).run(_random_table)
     assert all(table == tables[0] for table in tables)

@@ -36,6 +36,7 @@ class Scratch:
         self._device = device
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
 
+    @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,6 +67,10 @@ def check_exchangeable(layouts: list[UnitLayout]) -> None:
                 "parameters. Call shard() before the first step, or make a new optimizer afterwards."
             )
     for place in places:
+        for module, _ in place.owners:
+            if isinstance(module, nn.RNNBase):
+                # Weak references, by which it would notice new weights; `Unit.show` tells it of them.
+                module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
@@ -76,6 +81,8 @@ def _in_use(parameter: nn.Parameter) -> str | None:
         return "has a gradient already: call zero_grad() before shard()."
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return "has hooks, which would not see whole gradients: register them after shard(), on the optimizer."
+    if weakref.getweakrefs(parameter):
+        return "is weakly referenced, and cannot be exchanged in place: drop what refers to it before shard()."
     if parameter._use_count() > 1:  # pyright: ignore[reportAttributeAccessIssue]
         return "is part of a live autograd graph: delete the loss and outputs of earlier forward passes before shard()."
     return None
@@ -101,10 +108,12 @@ def build(
     peers = _peers(strategy, groups)
     writes = WriteMark()
     materialise_buffers(model, wiring.device)
-    for buffer in model.buffers():
-        groups.broadcast(buffer.data)
     units = [_unit(layout, strategy, precision, wiring, peers, writes) for layout in layouts]
-    engine = Engine(strategy, units, wiring, writes)
+    for buffer in model.buffers():  # after the parameters: a module may draw both anew
+        values = buffer.detach().contiguous()
+        groups.broadcast(values)
+        buffer.data.copy_(values)
+    engine = Engine(strategy, precision, units, wiring, writes)
     attach(engine, torch_dtype(precision.params) if precision.params else None)
     return engine
 

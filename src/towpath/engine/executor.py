@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,7 +23,8 @@ from towpath.engine.shard_tensor import WriteMark
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Bucket, Unit, Use
 from towpath.engine.wiring import Wiring
-from towpath.errors import StepError
+from towpath.errors import ShardError, StepError
+from towpath.spec.precision import Precision
 from towpath.spec.schedule import backward_order, usage_transfers
 from towpath.spec.strategy import Kind, Strategy
 
@@ -36,8 +38,10 @@ def in_backward() -> bool:
 
 
 class Engine:
-    def __init__(self, strategy: Strategy, units: list[Unit], wiring: Wiring, writes: WriteMark) -> None:
-        self.strategy, self.units, self.wiring = strategy, units, wiring
+    def __init__(
+        self, strategy: Strategy, precision: Precision, units: list[Unit], wiring: Wiring, writes: WriteMark
+    ) -> None:
+        self.strategy, self.precision, self.units, self.wiring = strategy, precision, units, wiring
         self._writes, self._published = writes, writes.version
         self.root = units[0]
         self._world = strategy.topology.world
@@ -73,8 +77,10 @@ class Engine:
 
     def before_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
+        unit.check_parameters()
         if not recomputing:
-            unit.forwards += 1
+            # A reentrant checkpoint runs its forward without a graph, and comes back for it all the same.
+            unit.forwards += torch.is_grad_enabled() or unit.module.training
             if self._running_backward:
                 self._abandon()
             self._publish()
@@ -132,7 +138,8 @@ class Engine:
         unit = use.unit
         use.running, use.done = False, True
         unit.backwards += 1
-        if unit.backwards >= unit.forwards and all(u.done for u in unit.uses):
+        # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.
+        if unit.backwards >= unit.forwards:
             self._finish(unit)
         elif not unit.running:
             unit.release()
@@ -152,11 +159,7 @@ class Engine:
                 f"{unit.name!r} had begun. Use checkpoint(..., use_reentrant=False), which computes each once."
             )
         unit.begin_gradients(self.gradients)
-        if bucket.arrive(index, grad):
-            unit.missing -= 1
-        if unit.missing == 0 and unit.forwards <= 1 and sum(not u.done for u in unit.uses) <= 1:
-            _close(unit)
-            self._finish(unit)
+        bucket.arrive(index, grad)
 
     def _begin_pass(self) -> None:
         """A forward or backward pass starts: what was gathered ahead in the one before and not used is let go."""
@@ -232,7 +235,12 @@ class Engine:
         self.wiring.micro_step = 0 if self._boundary else self.wiring.micro_step + 1
         for unit in self.units:
             unit.collecting = unit.finished = unit.launched = False
-            unit.missing, unit.forwards, unit.backwards = unit.trainable_count, 0, 0
+            unit.forwards = unit.backwards = 0
+
+    def discard(self) -> None:
+        """Drop the gradients of the micro-steps since the last boundary."""
+        if self.wiring.micro_step:
+            self._abandon()
 
     def _abandon(self) -> None:
         """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""
@@ -242,6 +250,7 @@ class Engine:
         self._rest()
         self.wiring.micro_step = 0
         for unit in self.units:
+            _close(unit)
             unit.release()
             unit.gradients = None
             for bucket in unit.trainable:
@@ -289,12 +298,19 @@ class Engine:
                 continue
             unit.pinned = False
             unit.show(whole=False)
-            with torch.no_grad():
-                for bucket in unit.buckets:
-                    bucket.write_back()
+            if unit.holds == unit.version:  # else the optimizer has stepped meanwhile, and what is whole is old
+                with torch.no_grad():
+                    for bucket in unit.buckets:
+                        bucket.write_back()
             if unit.slot is not None and unit.home is not None:
                 unit.release()
                 unit.live_in(unit.home)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ShardError(
+            "a sharded model cannot be copied: its process groups are its own. Build and shard another. For averaged "
+            "weights keep [p.detach().clone() for p in model.parameters()] and use torch._foreach_lerp_ on that list."
+        )
 
     def memory_bytes(self) -> dict[str, int]:
         total = {"weight slots": self.weights.nbytes, "gradient slots": self.gradients.nbytes}

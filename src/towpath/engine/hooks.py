@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from towpath.engine.executor import Engine
 from towpath.engine.unit import Bucket, Unit, Use
@@ -64,8 +63,16 @@ class _Forward:
     def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs in the dtype that computes; and where a graph follows, watched for their gradients."""
         watched: list[torch.Tensor] = []
+        inside: list[torch.Tensor] = []
 
-        def enter(tensor: torch.Tensor) -> torch.Tensor:
+        def enter(value: Any) -> Any:
+            if type(value) is tuple:
+                return tuple(enter(v) for v in value)
+            if not isinstance(value, torch.Tensor):
+                # Lists, dicts and the like are the caller's, and may be there to be changed: they stay as they are.
+                inside.extend(t for t in _tensors(value) if t.requires_grad)
+                return value
+            tensor = value
             if self._compute_dtype is not None and tensor.is_floating_point():
                 tensor = tensor.to(self._compute_dtype)
             if use is None or not tensor.requires_grad:
@@ -74,8 +81,10 @@ class _Forward:
             watched.append(tensor.view_as(tensor))
             return watched[-1]
 
-        args, kwargs = tree_map_only(torch.Tensor, enter, (args, kwargs))
+        args, kwargs = enter(args), {name: enter(value) for name, value in kwargs.items()}
         if use is not None:
+            use.entered = [id(t) for t in (*watched, *inside)]
+            watched = watched or inside
             use.inputs = len(watched)
             for tensor in watched:
                 tensor.register_hook(partial(self._engine.left_for_input, use))
@@ -83,7 +92,8 @@ class _Forward:
 
     def _leave(self, use: Use, output: Any) -> bool:
         """Watch the outputs for the first gradient that reaches them; whether one can."""
-        outputs = [t for t in _tensors(output) if t.requires_grad]
+        outputs = [t for t in _tensors(output) if t.requires_grad and id(t) not in use.entered]
+        use.entered.clear()
         # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
         for tensor in outputs:
             tensor.register_hook(partial(self._engine.reached_output, use))

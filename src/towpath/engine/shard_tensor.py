@@ -109,6 +109,31 @@ class ShardTensor(torch.Tensor):
             whole[start:end].copy_(piece[: end - start])
         return whole.view(where.shape)
 
+    @property
+    def data(self) -> ShardTensor:
+        """An alias outside autograd; writes through it are noticed."""
+        return self.detach()  # pyright: ignore[reportReturnType]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The values of `value`, whole or a matching slice. Dtype and device stay: they are the buffers'."""
+        if value.dtype != self.dtype or value.device != self.device:
+            raise ShardTensorError(
+                f"got {value.dtype} on {value.device} for a parameter of {self.dtype} on {self.device}: a sharded "
+                "model cannot be cast or moved. Do it before shard(); precision= sets what computes and travels."
+            )
+        with torch.no_grad():
+            self.copy_(value)
+
+    def register_hook(self, hook: Any) -> NoReturn:
+        raise ShardTensorError(
+            "hooks on a sharded parameter would never run: its gradient appears at the boundary, complete. Read or "
+            "change .grad after backward() instead."
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        self.register_hook(hook)
+
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().numpy() on every rank.")
 
@@ -282,6 +307,17 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     return target
 
 
+def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """index_put_ by a mask of the same parameter, as in grad[mask] = 0."""
+    target, indices = args[0], args[1]
+    if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
+        _refuse(func, args, kwargs)
+    mask, value = (_local_of(func, v, target.span) for v in (indices[0], args[2]))
+    func(target.local, [mask], value, *args[3:])
+    _mark_written(func, args, kwargs)
+    return target
+
+
 def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """linalg_vector_norm(x, ord=2, dim=None, ...) and norm(x, p=2), of the whole tensor."""
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
@@ -353,6 +389,7 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
 _SPECIAL: dict[Any, Handler] = {
     aten.detach: _detach,
     aten.copy_: _copy,
+    aten.index_put_: _put,
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
     aten._foreach_norm: _foreach_norm,

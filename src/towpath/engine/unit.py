@@ -67,7 +67,6 @@ class Bucket:
         self._mean: torch.Tensor | None = None
         self._arriving: list[torch.Tensor] = []
         self._arrived: set[int] = set()  # since the memory that gradients arrive in was last cleared
-        self._seen: set[int] = set()  # in this micro-step
         self._lent: list[weakref.ref[torch.Tensor]] = []
         if self.whole:
             self.place(self.shard)
@@ -167,7 +166,6 @@ class Bucket:
         else:
             self._arrived.clear()
             self._clear_padding(buffer)
-        self._seen.clear()
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
             self._arriving = [
                 buffer[p.offset : p.offset + p.parameter.numel()].view(p.parameter.shape) for p in self.layout.places
@@ -180,19 +178,16 @@ class Bucket:
             if start < end:
                 buffer[start:end].zero_()
 
-    def arrive(self, index: int, grad: torch.Tensor) -> bool:
-        """Take over the gradient of one parameter; whether it is its first of this micro-step."""
+    def arrive(self, index: int, grad: torch.Tensor) -> None:
+        """Take over the gradient of one parameter."""
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if index in self._arrived:
             self._arriving[index].add_(grad)
         else:
             self._arriving[index].copy_(grad)
-        first = index not in self._seen
         self._arrived.add(index)
-        self._seen.add(index)
         self.used[index] = True
-        return first
 
     def fill_missing(self) -> None:
         """What got no gradient on this rank adds zero to the sum."""
@@ -274,11 +269,11 @@ class Unit:
         self.forwards = self.backwards = 0  # passes through it since the last whole backward pass
         self.holds = -1  # the version of the weights that are whole now, or are being gathered
         self.ahead = False  # gathered before anything needs it
+        self._sealed = False
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()  # graphs that may come back for a backward pass
         self.published: Handle | None = None
         self.ready: Handle | None = None  # of the gather
         self.gradients: Slot | None = None
-        self.missing = self.trainable_count = sum(len(b.used) for b in self.trainable)
         self.collecting = self.finished = self.launched = False  # in this backward pass
         self._wiring = wiring
         self._entries = [
@@ -287,6 +282,9 @@ class Unit:
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for module, attribute in place.owners
         ]
+        owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
+        # These keep a list of their weights besides, and compute with that.
+        self._recurrent = [m for m in owners.values() if isinstance(m, nn.RNNBase)]
 
     @property
     def version(self) -> int:
@@ -297,6 +295,29 @@ class Unit:
         """Let the modules' parameters be the whole views, or the ShardTensors again."""
         for parameters, attribute, view, parameter in self._entries:
             parameters[attribute] = view if whole else parameter
+        for module in self._recurrent:
+            names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
+            module._flat_weights = [module._parameters.get(n) for n in names]  # pyright: ignore
+
+    def check_parameters(self) -> None:
+        """Before a forward: refuse what was done to the modules' parameters behind the engine's back."""
+        for parameters, attribute, view, parameter in self._entries:
+            found = parameters.get(attribute)
+            if found is not parameter and found is not view:
+                raise StepError(
+                    f"parameter {attribute!r} of unit {self.name or 'root'!r} was replaced by another tensor after "
+                    "shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without assign=True."
+                )
+            if parameter.requires_grad != view.requires_grad:
+                self._follow(attribute, view, parameter)
+
+    def _follow(self, attribute: str, view: nn.Parameter, parameter: nn.Parameter) -> None:
+        if not any(view is v for b in self.trainable for v in b.views):
+            raise StepError(
+                f"parameter {attribute!r} of unit {self.name or 'root'!r} was frozen at shard() and has no gradient "
+                "buffers. Call requires_grad_() before shard(); what trains then may be frozen and thawed later."
+            )
+        view.requires_grad_(parameter.requires_grad)
 
     # Where the whole weights live -----------------------------------------------------------------------------------
 
@@ -343,9 +364,23 @@ class Unit:
         self.ahead = False
         self.show(whole=self.pinned)
         if self.slot is not None and not self.pinned:
+            self._seal(True)
+        if self.slot is not None and not self.pinned:
             if self.slot.user is self:
                 self.slot.user = None
             self.holds = -1
+
+    def _seal(self, sealed: bool) -> None:
+        """Let autograd refuse to compute with the views while their memory may hold another unit's weights.
+
+        It compares the version of what it saved: raised here, and put back when the weights are whole again. Only a
+        tensor that left the unit by a way Towpath cannot watch (an attribute, say) meets the raised one.
+        """
+        if sealed != self._sealed:
+            self._sealed = sealed
+            views = tuple(v for b in self.buckets for v in b.views)
+            versions = tuple(v._version + (1 if sealed else -1) for v in views)
+            torch._C._autograd._unsafe_set_version_counter(views, versions)  # pyright: ignore
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
@@ -372,6 +407,7 @@ class Unit:
     def wait(self) -> None:
         if self.ready is not None:
             self.ready.wait()
+        self._seal(False)
 
     def _gather(self, kind: Kind, pool: SlotPool, keep_copy: bool) -> None:
         if self.holds != self.version:
@@ -438,12 +474,13 @@ class Unit:
 class Use:
     """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
 
-    __slots__ = ("__weakref__", "done", "inputs", "left", "running", "unit", "version")
+    __slots__ = ("__weakref__", "done", "entered", "inputs", "left", "running", "unit", "version")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.version = unit.version
         self.running = self.done = False
+        self.entered: list[int] = []  # ids of its inputs, while its forward runs
         self.inputs = self.left = 0  # how many inputs want gradients, and how many have got them in this pass
         unit.uses.add(self)
 

@@ -1,0 +1,306 @@
+"""What could be wrong in silence is right, or an error: each test is something a user did to break it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.twin import Twin
+from towpath.errors import ShardError, ShardTensorError, StepError
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 1)
+LABELS = pytest.mark.parametrize("label", ["zero3", "zero1"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.b(torch.tanh(self.a(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _batch(rank: int, micro: int, step: int) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step)).double()
+
+
+def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return model(_batch(rank, micro, step)).square().mean()
+
+
+def _twin(label: str, build: Callable[[], nn.Module] = Net, loss: Any = _loss) -> Twin:
+    return Twin(build, loss, label, SHAPE)
+
+
+def _refused(error: type[Exception], action: Callable[[], Any], words: str) -> None:
+    with pytest.raises(error, match=words):
+        action()
+
+
+# --- parameters written, replaced, frozen, hooked --------------------------------------------------------------------
+
+
+@LABELS
+def test_assigning_data_writes_the_values(world: Worlds, label: str) -> None:
+    world(2).run(_assign_data, label)
+
+
+def _assign_data(label: str) -> None:
+    twin = _twin(label)
+    for model in (twin.plain, twin.sharded):
+        for p in model.parameters():
+            p.data = p.data * 0.5
+    twin.train(2)
+    twin.check_parameters()
+
+
+@LABELS
+def test_a_replaced_parameter_is_refused_at_the_next_forward(world: Worlds, label: str) -> None:
+    world(2).run(_replace, label)
+
+
+def _replace(label: str) -> None:
+    twin = _twin(label)
+    whole = {name: p.detach() for name, p in twin.plain.named_parameters()}
+    batch = _batch(0, 0, 0)
+    words = "was replaced by another tensor"
+    _refused(StepError, lambda: torch.func.functional_call(twin.sharded, whole, batch), words)
+    twin.sharded.load_state_dict(whole, assign=True)
+    _refused(StepError, lambda: twin.sharded(batch), words)
+
+
+@LABELS
+def test_freezing_after_shard_is_followed_and_thawing_what_was_frozen_refused(world: Worlds, label: str) -> None:
+    world(2).run(_freeze, label)
+
+
+def _freeze(label: str) -> None:
+    twin = _twin(label)
+    for step, frozen in enumerate((False, True, False)):
+        for model in (twin.plain, twin.sharded):
+            model.blocks[1].a.requires_grad_(not frozen)  # type: ignore[union-attr]
+        twin.backward(step)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+    model = Net()
+    model.first.requires_grad_(False)
+    towpath.shard(model, label, topology=SHAPE)
+    model.first.requires_grad_(True)
+    _refused(StepError, lambda: model(torch.randn(3, 6)), "was frozen at shard")
+
+
+def test_casts_hooks_and_copies_after_shard_are_refused_with_a_way_out(world: Worlds) -> None:
+    world(2).run(_refuse_all)
+
+
+def _refuse_all() -> None:
+    import copy
+
+    twin = _twin("zero3")
+    parameter = next(twin.sharded.parameters())
+    _refused(ShardTensorError, twin.sharded.float, "cannot be cast or moved. Do it before shard")
+    _refused(ShardTensorError, lambda: parameter.register_hook(print), "would never run")
+    _refused(ShardError, lambda: copy.deepcopy(twin.sharded), "_foreach_lerp_")
+
+
+# --- the whole parameters --------------------------------------------------------------------------------------------
+
+
+@LABELS
+def test_a_step_inside_full_parameters_is_kept_and_contexts_nest(world: Worlds, label: str) -> None:
+    world(2).run(_step_inside, label)
+
+
+def _step_inside(label: str) -> None:
+    twin = _twin(label)
+    twin.backward()
+    with towpath.full_parameters(twin.sharded):
+        twin.step()
+    twin.check_parameters()
+    with towpath.full_parameters(twin.sharded):
+        with towpath.full_parameters(twin.sharded):
+            pass
+        for p in twin.sharded.parameters():
+            p.data.mul_(0.5)
+    for p in twin.plain.parameters():
+        p.data.mul_(0.5)
+    twin.check_parameters()
+    twin.train(2)
+    twin.check_parameters()
+
+
+# --- what units do with their inputs and outputs ---------------------------------------------------------------------
+
+
+class Collecting(Block):
+    """Adds to a list of its caller's."""
+
+    def forward(self, x: Tensor, extra: list[Tensor] | None = None) -> Tensor:  # type: ignore[override]
+        x = super().forward(x)
+        if extra is not None:
+            extra.append(x.square().mean())
+        return x
+
+
+def _collected_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    extra: list[Tensor] = []
+    return model(_batch(rank, micro, step), extra).square().mean() + torch.stack(extra).sum()
+
+
+class CollectingNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Collecting)
+
+    def forward(self, x: Tensor, extra: list[Tensor]) -> Tensor:  # type: ignore[override]
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, extra)
+        return x
+
+
+@LABELS
+def test_a_list_that_units_add_to_is_the_callers(world: Worlds, label: str) -> None:
+    world(2).run(_train, label, CollectingNet, _collected_loss)
+
+
+def _train(label: str, build: Callable[[], nn.Module], loss: Any) -> None:
+    twin = _twin(label, build, loss)
+    twin.train(3, micro_steps=2)
+    twin.check_parameters()
+
+
+class Skipping(Block):
+    """Returns its very input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.shape[0] == 3 else super().forward(x)
+
+
+@LABELS
+def test_a_unit_may_return_its_input_unchanged(world: Worlds, label: str) -> None:
+    world(2).run(_train_skipping, label)
+
+
+def _train_skipping(label: str) -> None:
+    _train(label, lambda: Net(Skipping), _loss)
+
+
+class Leaking(Block):
+    """Leaves a tensor where nobody watches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.aside = self.b(torch.tanh(self.a(out))).square().mean()
+        return out
+
+
+def test_a_tensor_that_left_a_unit_unwatched_never_meets_other_weights(world: Worlds) -> None:
+    world(2).run(_leak)
+
+
+def _leak() -> None:
+    model: Any = towpath.shard(Net(Leaking), "zero3", topology=SHAPE)
+    loss = model(torch.randn(3, 6)).square().mean() + sum(b.aside for b in model.blocks)
+    _refused(RuntimeError, loss.backward, "modified by an inplace operation")
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 6, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x[None])[0][0]
+
+
+@LABELS
+def test_recurrent_modules_compute_with_the_weights_of_the_moment(world: Worlds, label: str) -> None:
+    world(2).run(_train_recurrent, label)
+
+
+def _train_recurrent(label: str) -> None:
+    _train(label, lambda: Net(Recurrent), _loss)
+
+
+# --- loops -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_rank_keeps_alive_changes_nothing(world: Worlds) -> None:
+    """A rank that logs outputs keeps their graph: the order of its transfers must be the others' all the same."""
+    world(2).run(_keep_graphs, timeout=40)
+
+
+def _keep_graphs() -> None:
+    twin = _twin("zero3", lambda: Net(depth=6))
+    kept: list[Tensor] = []
+    for step in range(4):
+        output = twin.sharded(_batch(dist.get_rank(), 7, step))
+        if dist.get_rank() == 0:
+            kept.append(output)
+        del output
+        twin.backward(step)
+        twin.step()
+    twin.check_parameters()
+
+
+@LABELS
+def test_an_exception_in_a_backward_pass_drops_what_was_accumulated(world: Worlds, label: str) -> None:
+    world(2).run(_explode, label)
+
+
+class _Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise FloatingPointError("boom")
+
+
+def _explode(label: str) -> None:
+    twin = _twin(label)
+    loss = _Bomb.apply(twin.sharded(_batch(0, 0, 0))).square().mean()
+    with pytest.raises(FloatingPointError, match="boom"):
+        loss.backward()
+    twin.train(2, micro_steps=2)  # with the failed loss still at hand, as in a loop
+    twin.check_parameters()
+    del loss
+
+
+@LABELS
+def test_zero_grad_of_the_model_drops_the_micro_steps_so_far(world: Worlds, label: str) -> None:
+    world(2).run(_drop, label)
+
+
+def _drop(label: str) -> None:
+    twin = _twin(label)
+    with twin.sharded.no_sync():
+        (100 * _loss(twin.sharded, dist.get_rank(), 5, 5)).backward()
+    twin.sharded.zero_grad()
+    twin.train(2)
+    twin.check_parameters()
