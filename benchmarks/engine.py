@@ -25,11 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import gpt
-
 import towpath
 from towpath import lab
 

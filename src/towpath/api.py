@@ -1,4 +1,4 @@
-"""What a user calls. The way from here to a collective: shard → engine.build → executor → unit → collective."""
+"""What a user calls. From here to a collective: shard → engine.build → executor → unit → bucket → collective."""
 
 from __future__ import annotations
 

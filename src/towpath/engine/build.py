@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from towpath.engine.bucket import Bucket, torch_dtype
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import materialise_buffers, materialised
 from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, device_of
 from towpath.engine.shard_tensor import Peers, WriteMark
-from towpath.engine.unit import Bucket, Unit, torch_dtype
+from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.spec.precision import Precision

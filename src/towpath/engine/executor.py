@@ -18,10 +18,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotPool
 from towpath.engine.shard_tensor import WriteMark
 from towpath.engine.streams import Handle
-from towpath.engine.unit import Bucket, Unit, Use
+from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError, StepError
 from towpath.spec.precision import Precision

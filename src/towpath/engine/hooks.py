@@ -11,8 +11,9 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
-from towpath.engine.unit import Bucket, Unit, Use
+from towpath.engine.unit import Unit, Use
 
 
 def attach(engine: Engine, compute_dtype: torch.dtype | None) -> None:

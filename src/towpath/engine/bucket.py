@@ -1,0 +1,256 @@
+"""One flat buffer of a unit on one rank, and what the transfers read and write there.
+
+A bucket holds the parameters of one dtype, all trainable or all frozen. Its memory is 1-D and contiguous:
+
+    full    numel          compute dtype   whole weights, in a slot that units take turns in; = shard where P is 1×1
+    shard   numel / P      compute dtype   this rank's slice of the weights
+    master  numel / OS     own dtype       what the optimizer writes: a view of shard, or a copy in mixed precision
+    copy    numel / hpZ    compute dtype   what backward gathers from, where the strategy keeps one
+    grads   numel / G      reduce dtype    the sum of the gradients of the micro-steps so far
+
+The OS slice lies inside the G slice, and that inside the P slice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from towpath.engine.layout import BucketLayout, ParameterPlace
+from towpath.engine.shard_tensor import Peers, ShardTensor, Span, WriteMark
+from towpath.engine.wiring import Wiring
+from towpath.errors import StepError
+from towpath.spec.routes import Op
+from towpath.spec.schedule import BucketPlan
+from towpath.spec.strategy import Kind
+from towpath.spec.transitions import Cut
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+class Bucket:
+    def __init__(
+        self,
+        layout: BucketLayout,
+        plan: BucketPlan,
+        values: torch.Tensor,
+        wiring: Wiring,
+        peers: Peers,
+        writes: WriteMark,
+    ) -> None:
+        """`values`: the whole flat buffer in the parameters' own dtype, alike on every rank."""
+        self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
+        self.trainable = plan.spec.trainable
+        self.lines = {kind: wiring.lines(plan.transfers[kind]) for kind in plan.transfers}
+        self.mark = WriteMark(writes)
+        self.published = 0
+        compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
+        kept = self._slice(values, plan.params)
+        self.shard = kept.to(compute, copy=kept.numel() < values.numel())
+        master = self._slice(values, plan.optimizer)
+        self.master = master.to(own, copy=True) if plan.has_master else self.own_slice(self.shard, plan.params)
+        self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
+        self.copied = -1  # the version of the weights that the copy holds
+        self.whole = plan.params.count == 1
+        self.full = self.shard if self.whole else self._empty(0, compute)
+        self.views = [nn.Parameter(self._empty(0, compute), p.parameter.requires_grad) for p in layout.places]
+        for place in layout.places:
+            self._exchange(place, peers)
+        self.grads: torch.Tensor | None = None  # made with the first gradient
+        self.grads_filled = False
+        self.used = [False] * len(layout.places)  # by this rank, since the last boundary
+        self._mean: torch.Tensor | None = None
+        self._arriving: list[torch.Tensor] = []
+        self._arrived: set[int] = set()  # since the memory that gradients arrive in was last cleared
+        self._lent: list[weakref.ref[torch.Tensor]] = []
+        if self.whole:
+            self.place(self.shard)
+
+    def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def _slice(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+        return whole.view(cut.count, -1)[cut.slots[self.rank]]
+
+    def own_slice(self, outer: torch.Tensor, cut: Cut, inner: Cut | None = None) -> torch.Tensor:
+        """The part of `outer`, this rank's slice of `cut`, that is its slice of `inner` (default: the optimizer's)."""
+        inner = inner or self.plan.optimizer
+        ratio = inner.count // cut.count
+        return outer.view(ratio, -1)[inner.slots[self.rank] % ratio]
+
+    def _exchange(self, place: ParameterPlace, peers: Peers) -> None:
+        """The user's parameter becomes a ShardTensor, and stays the same object: optimizers keep hold of it."""
+        parameter, cut = place.parameter, self.plan.optimizer
+        where = Span(parameter.shape, place.offset, self.plan.numel // cut.count, cut.slots[self.rank], peers)
+        start, end = where.in_cut()
+        attributes = dict(vars(parameter))
+        shard = nn.Parameter(ShardTensor(self.master[start:end], where, self.mark), parameter.requires_grad)
+        shard.mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
+        torch.utils.swap_tensors(parameter, shard)
+        vars(parameter).update(attributes)
+
+    # Weights ------------------------------------------------------------------------------------------------------
+
+    def place(self, full: torch.Tensor) -> None:
+        """Let the whole weights live in `full`; the modules' views follow."""
+        self.full = full
+        for view, place in zip(self.views, self.layout.places, strict=True):
+            numel = place.parameter.numel()
+            # Through .data the view has a version counter of its own: a gather is no in-place change to autograd.
+            view.data = full[place.offset : place.offset + numel].view(place.parameter.shape)
+
+    @property
+    def dirty(self) -> bool:
+        return self.published != self.mark.version
+
+    @property
+    def publishes(self) -> bool:
+        """Whether a write to the parameters has to travel, or to be cast, before the weights are whole again."""
+        return self.plan.has_master or bool(self.lines[Kind.PUBLISH])
+
+    def publish(self) -> None:
+        mine = self.own_slice(self.shard, self.plan.params)
+        if self.plan.has_master:
+            mine.copy_(self.master)
+        for line in self.lines[Kind.PUBLISH]:
+            line.run(self.shard, mine)
+
+    def gather(self, kind: Kind, keep_copy: bool) -> None:
+        source = self.shard
+        if kind is Kind.BACKWARD_GATHER and self.copy is not None:
+            source = self.copy
+        if not self.lines[kind] and source is not self.full:
+            self.full.copy_(source)  # a backward copy that is whole
+        for line in self.lines[kind]:
+            line.run(self.full, source)
+        if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
+            self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
+
+    def write_back(self) -> None:
+        """After the user has changed the whole weights: take over this rank's slices."""
+        self.shard.copy_(self._slice(self.full, self.plan.params))
+        if self.plan.has_master:
+            mine = self._slice(self.full, self.plan.optimizer)
+            # What the user left alone keeps the master's full precision.
+            self.master.copy_(torch.where(mine == self.master.to(mine.dtype), self.master, mine.to(self.master.dtype)))
+        self.mark.written()
+
+    # Gradients ----------------------------------------------------------------------------------------------------
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients travel every micro-step; else they are summed where they lie."""
+        return bool(self.lines[Kind.REDUCE])
+
+    def reclaim(self) -> None:
+        """Before the G shard is written anew: whoever still holds a view of it, lent as `.grad`, gets a copy."""
+        for reference in self._lent:
+            tensor = reference()
+            if tensor is not None:
+                tensor.data = tensor.clone()
+        self._lent.clear()
+
+    def begin(self, buffer: torch.Tensor | None) -> None:
+        """Gradients of this micro-step arrive in `buffer`; without one, in the G shard itself."""
+        if self.grads is None:
+            self.grads = self._empty(self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.reduce_dtype))
+            self.grads.zero_()  # the padding between parameters is never written, and must not be noise
+        self.reclaim()
+        if buffer is None:
+            buffer = self.grads
+        else:
+            self._arrived.clear()
+            self._clear_padding(buffer)
+        if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
+            self._arriving = [
+                buffer[p.offset : p.offset + p.parameter.numel()].view(p.parameter.shape) for p in self.layout.places
+            ]
+
+    def _clear_padding(self, buffer: torch.Tensor) -> None:
+        ends = [*(p.offset for p in self.layout.places[1:]), self.plan.numel]
+        for place, end in zip(self.layout.places, ends, strict=True):
+            start = place.offset + place.parameter.numel()
+            if start < end:
+                buffer[start:end].zero_()
+
+    def arrive(self, index: int, grad: torch.Tensor) -> None:
+        """Take over the gradient of one parameter."""
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()
+        if index in self._arrived:
+            self._arriving[index].add_(grad)
+        else:
+            self._arriving[index].copy_(grad)
+        self._arrived.add(index)
+        self.used[index] = True
+
+    def fill_missing(self) -> None:
+        """What got no gradient on this rank adds zero to the sum."""
+        for index in range(len(self.used)):
+            if index not in self._arrived:
+                self._arriving[index].zero_()
+                self._arrived.add(index)
+
+    def reduce(self, buffer: torch.Tensor) -> None:
+        assert self.grads is not None
+        mine = self._slice(buffer, self.plan.grads)
+        for line in self.lines[Kind.REDUCE]:
+            line.run(buffer, mine)
+        if self.grads_filled:
+            self.grads.add_(mine)
+        else:
+            self.grads.copy_(mine)
+        self.grads_filled = True
+
+    def sync(self, world: int) -> None:
+        """The sum over all ranks, in this rank's OS slice of the G shard; divided once, it is the mean."""
+        assert self.grads is not None
+        mine = self.own_slice(self.grads, self.plan.grads)
+        for line in self.lines[Kind.SYNC]:
+            line.run(self.grads if line.transfer.move.op is Op.REDUCE_SCATTER else mine, mine)
+        if world > 1:
+            mine.div_(world)
+        if not self.plan.grad_is_view:
+            if self._mean is None:
+                self._mean = torch.empty_like(self.master)
+            self._mean.copy_(mine)
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Add the mean gradients to `.grad` of every parameter that some rank used, and begin anew."""
+        assert self.grads is not None
+        mean = self._mean if self._mean is not None else self.own_slice(self.grads, self.plan.grads)
+        for place, is_used in zip(self.layout.places, used, strict=True):
+            parameter = place.parameter
+            assert isinstance(parameter, ShardTensor)
+            if not is_used:
+                continue
+            start, end = parameter.span.in_cut()
+            local = mean[start:end]
+            if parameter.grad is None:
+                parameter.grad = ShardTensor(local, parameter.span)
+                self._lent.append(weakref.ref(local))
+            elif isinstance(parameter.grad, ShardTensor):
+                parameter.grad.local.add_(local)
+            else:
+                raise StepError(f"{place.names[0]}.grad was replaced by a plain tensor; set it to None, or zero it.")
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was accumulated."""
+        self.grads_filled = False
+        self._arrived.clear()
+        self.used = [False] * len(self.used)
+
+    def memory_bytes(self) -> dict[str, int]:
+        return {
+            "params": self.shard.nbytes,
+            "master": self.master.nbytes if self.plan.has_master else 0,
+            "backward_params": self.copy.nbytes if self.copy is not None else 0,
+            "grads": self.grads.nbytes if self.grads is not None else 0,
+            "grad": self._mean.nbytes if self._mean is not None else 0,
+        }
