@@ -121,6 +121,8 @@ def _compare_memory(precision: towpath.Precision) -> None:
         found = towpath.stats(model).memory_bytes
         for kind, expected in towpath.schedule(strategy, model, 1, precision).memory_bytes().items():
             assert found[kind] == expected, (label, kind)
+        for kind, expected in towpath.schedule(strategy, model, 1, precision).buffer_bytes().items():
+            assert found[kind] == expected, (label, kind)
         # Two fp32 states for each element that this rank's optimizer owns; the padding between has none.
         owned = sum(p.to_local().numel() for p in model.parameters())
         assert found["optimizer"] == 2 * 4 * owned, label

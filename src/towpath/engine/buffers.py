@@ -12,8 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from towpath.engine.streams import Handle
-
-Needs = dict[torch.dtype, int]
+from towpath.spec.schedule import Needs, largest
 
 
 class Slot:
@@ -21,7 +20,7 @@ class Slot:
 
     @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def __init__(self, needs: Needs, device: torch.device) -> None:
-        self.buffers = {dtype: torch.empty(numel, dtype=dtype, device=device) for dtype, numel in needs.items()}
+        self.buffers = {d: torch.empty(n, dtype=getattr(torch, d), device=device) for d, n in needs.items()}
         self.user: object = None
         self.busy: Handle | None = None  # a transfer that still reads it
 
@@ -35,7 +34,7 @@ class SlotPool:
 
     def __init__(self, needs: Iterable[Needs], ways: int, device: torch.device) -> None:
         self._device = device
-        self._needs = _largest(needs)
+        self._needs = largest(needs)
         self.slots = [Slot(self._needs, device) for _ in range(ways)] if self._needs else []
         self.grown = 0
 
@@ -57,11 +56,3 @@ class SlotPool:
     @property
     def nbytes(self) -> int:
         return sum(s.nbytes for s in self.slots)
-
-
-def _largest(needs: Iterable[Needs]) -> Needs:
-    largest: Needs = {}
-    for need in needs:
-        for dtype, numel in need.items():
-            largest[dtype] = max(numel, largest.get(dtype, 0))
-    return largest

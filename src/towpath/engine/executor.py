@@ -26,11 +26,8 @@ from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError, StepError
 from towpath.spec.precision import Precision
-from towpath.spec.schedule import backward_order, usage_transfers
+from towpath.spec.schedule import UNITS_IN_FLIGHT, backward_order, usage_transfers
 from towpath.spec.strategy import Kind, Strategy
-
-# How many units may be whole at once: the one that computes, and the one that is gathered meanwhile.
-UNITS_IN_FLIGHT = 2
 
 
 def in_backward() -> bool:
@@ -64,14 +61,14 @@ class Engine:
         """Neighbours in forward order live in different slots; the root, whole throughout, in one of its own."""
         device = self.wiring.device
         others = self.units[1:]
-        weights = SlotPool((u.needs for u in others), min(UNITS_IN_FLIGHT, len(others)), device)
+        weights = SlotPool((u.plan.weight_needs for u in others), min(UNITS_IN_FLIGHT, len(others)), device)
         for i, unit in enumerate(others):
-            if unit.needs:
+            if unit.plan.weight_needs:
                 unit.live_in(weights.slots[i % UNITS_IN_FLIGHT])
-        if self.root.needs:
-            self.root.live_in(weights.add(self.root.needs))
+        if self.root.plan.weight_needs:
+            self.root.live_in(weights.add(self.root.plan.weight_needs))
         weights.grown = 0
-        gradients = SlotPool((u.gradient_needs for u in self.units), UNITS_IN_FLIGHT, device)
+        gradients = SlotPool((u.plan.gradient_needs for u in self.units), UNITS_IN_FLIGHT, device)
         return weights, gradients
 
     # Forward --------------------------------------------------------------------------------------------------------
@@ -278,7 +275,7 @@ class Engine:
             if unit.slot is not None:
                 self._refuse_if_in_use(unit)
                 unit.release()
-                unit.home, pool = unit.slot, SlotPool([unit.needs], 1, self.wiring.device)
+                unit.home, pool = unit.slot, SlotPool([unit.plan.weight_needs], 1, self.wiring.device)
                 unit.live_in(pool.slots[0])
             unit.gather(Kind.GATHER, self.weights, keep_copy=False)
             unit.wait()

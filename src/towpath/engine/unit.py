@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
-from towpath.engine.bucket import Bucket, torch_dtype
-from towpath.engine.buffers import Needs, Slot, SlotPool
+from towpath.engine.bucket import Bucket
+from towpath.engine.buffers import Slot, SlotPool
 from towpath.engine.layout import UnitLayout
 from towpath.engine.streams import Handle
 from towpath.engine.wiring import Wiring
@@ -83,15 +83,6 @@ class Unit:
 
     # Where the whole weights live -----------------------------------------------------------------------------------
 
-    @property
-    def needs(self) -> Needs:
-        """What a slot must hold: nothing where the weights are always whole."""
-        return _sizes(b for b in self.buckets if not b.whole)
-
-    @property
-    def gradient_needs(self) -> Needs:
-        return _sizes((b for b in self.trainable if b.reduces), of_gradients=True)
-
     @torch.inference_mode(False)
     def live_in(self, slot: Slot) -> None:
         self.slot = slot
@@ -113,7 +104,7 @@ class Unit:
                     "memory it shares, is still in use: the units ran in an order never seen before. "
                     "Pass units= to shard() so that units which run at the same time form one."
                 )
-            self.live_in(pool.add(self.needs))
+            self.live_in(pool.add(self.plan.weight_needs))
         self.slot.user = self
 
     @property
@@ -247,20 +238,12 @@ class Use:
         unit.uses.add(self)
 
 
-def _sizes(buckets: Iterable[Bucket], of_gradients: bool = False) -> Needs:
-    needs: Needs = {}
-    for bucket in buckets:
-        dtype = torch_dtype(bucket.plan.reduce_dtype if of_gradients else bucket.plan.compute_dtype)
-        needs[dtype] = needs.get(dtype, 0) + bucket.plan.numel
-    return needs
-
-
 def _divide(buckets: Sequence[Bucket], slot: Slot, of_gradients: bool = False) -> list[torch.Tensor]:
     """The slot's buffers, dealt out to the buckets."""
-    used: dict[torch.dtype, int] = {}
+    used: dict[str, int] = {}
     out: list[torch.Tensor] = []
     for bucket in buckets:
-        dtype = torch_dtype(bucket.plan.reduce_dtype if of_gradients else bucket.plan.compute_dtype)
+        dtype = bucket.plan.reduce_dtype if of_gradients else bucket.plan.compute_dtype
         start = used.get(dtype, 0)
         used[dtype] = start + bucket.plan.numel
         out.append(slot.buffers[dtype][start : used[dtype]])

@@ -14,7 +14,7 @@ from typing import TypeVar
 from towpath.errors import StrategyError
 from towpath.spec.formats import item_bytes
 from towpath.spec.precision import Precision
-from towpath.spec.routes import sends
+from towpath.spec.routes import Op, sends
 from towpath.spec.strategy import Kind, Strategy
 from towpath.spec.transitions import Cut, Move, everyone
 from towpath.spec.units import BucketSpec, UnitSpec
@@ -22,6 +22,11 @@ from towpath.spec.wire import Wire
 from towpath.topology.cluster import Topology
 
 T = TypeVar("T")
+
+# How many units may be whole at once, beside the root: the one that computes, and the one that is gathered meanwhile.
+UNITS_IN_FLIGHT = 2
+
+Needs = dict[str, int]  # elements by dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +128,32 @@ class UnitPlan:
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
 
+    @property
+    def weight_needs(self) -> Needs:
+        """What the unit's whole weights take up while they are gathered; nothing where they are always whole."""
+        return _sum_by_dtype((b.compute_dtype, b.numel) for b in self.buckets if b.transfers[Kind.GATHER])
+
+    @property
+    def gradient_needs(self) -> Needs:
+        """What a micro-step's gradients take up until they are reduced; nothing where they are summed in place."""
+        return _sum_by_dtype((b.reduce_dtype, b.numel) for b in self.buckets if b.transfers[Kind.REDUCE])
+
+
+def _sum_by_dtype(sizes: Iterable[tuple[str, int]]) -> Needs:
+    needs: Needs = {}
+    for dtype, numel in sizes:
+        needs[dtype] = needs.get(dtype, 0) + numel
+    return needs
+
+
+def largest(needs: Iterable[Needs]) -> Needs:
+    """What is enough for each of them, one at a time."""
+    enough: Needs = {}
+    for need in needs:
+        for dtype, numel in need.items():
+            enough[dtype] = max(numel, enough.get(dtype, 0))
+    return enough
+
 
 def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitPlan:
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision) for bucket in unit.buckets))
@@ -198,6 +229,24 @@ class Schedule:
                 total.update(bucket.memory_bytes())
         return dict(total)
 
+    def buffer_bytes(self) -> dict[str, int]:
+        """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
+        root = [p for p in self.plans if p.spec.kept]
+        others = [p for p in self.plans if not p.spec.kept]
+        ways = min(UNITS_IN_FLIGHT, len(others))
+        weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
+        # A reduction adds what arrives, slice by slice; each lane has room for the largest slice of its transfers.
+        slices: dict[tuple[str, str], int] = {}
+        for transfer in self.transfers:
+            if transfer.move.op is Op.REDUCE_SCATTER:
+                lane = (transfer.kind.value, transfer.dtype)
+                slices[lane] = max(slices.get(lane, 0), transfer.elements // transfer.move.members)
+        return {
+            "weight slots": weights,
+            "gradient slots": UNITS_IN_FLIGHT * _bytes(largest(p.gradient_needs for p in self.plans)),
+            "wire": sum(numel * item_bytes(dtype) for (_, dtype), numel in slices.items()),
+        }
+
     def __str__(self) -> str:
         """One line per kind of transfer."""
         lines = [f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"]
@@ -209,6 +258,10 @@ class Schedule:
                 lines.append(f"  {kind.value:<16} {len(mine):>6} {intra:>16,} {inter:>16,}")
         total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
         return "\n".join([*lines, f"  {'total':<16} {total}"])
+
+
+def _bytes(needs: Needs) -> int:
+    return sum(numel * item_bytes(dtype) for dtype, numel in needs.items())
 
 
 def schedule(
