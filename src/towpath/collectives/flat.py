@@ -11,6 +11,17 @@ import torch.distributed as dist
 from towpath.collectives.collective import Collective, Members
 
 
+def all_gather_single(region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """By the name that this PyTorch has for it: the older one warns from 2.13 on."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    getattr(dist, name)(region, shard, group=group)
+
+
+def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist.ProcessGroup) -> None:
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(dist, name)(shard, region, group=group)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllGather(Collective):
@@ -18,7 +29,7 @@ class FlatAllGather(Collective):
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         if self.members.group.in_order:
-            dist.all_gather_single(region, shard, group=self.members.process_group)
+            all_gather_single(region, shard, self.members.process_group)
         else:
             slices = self.members.slices(region)
             dist.all_gather([slices[s] for s in self.members.group.slots], shard, group=self.members.process_group)
@@ -31,7 +42,7 @@ class FlatReduceScatter(Collective):
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         if self.members.group.in_order:
-            dist.reduce_scatter_single(shard, region, group=self.members.process_group)
+            reduce_scatter_single(shard, region, self.members.process_group)
         else:
             slices = self.members.slices(region)
             dist.reduce_scatter(shard, [slices[s] for s in self.members.group.slots], group=self.members.process_group)

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 
+from towpath.collectives.flat import all_gather_single
 from towpath.engine.partial import NO_TORCH_FUNCTION, Partial, Peers
 from towpath.errors import ShardTensorError
 
@@ -103,7 +104,7 @@ class ShardTensor(torch.Tensor):
         padded = local.new_zeros(longest)
         padded[: local.numel()].copy_(local)
         gathered = local.new_empty(len(bounds) * longest)
-        dist.all_gather_single(gathered, padded, group=where.peers.group)
+        all_gather_single(gathered, padded, where.peers.group)
         whole = local.new_empty(where.shape.numel())
         for (start, end), piece in zip(bounds, gathered.view(len(bounds), longest), strict=True):
             whole[start:end].copy_(piece[: end - start])
