@@ -9,6 +9,7 @@ here. Where this machine allows no namespaces, the ranks run on its plain loopba
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -47,7 +48,7 @@ class Outcome:
     scheduled_bytes: int
 
 
-def train(rank: int, world: int, strategy: str, steps: int) -> Outcome:
+def train(rank: int, world: int, strategy: str, steps: int, counted: bool) -> Outcome:
     """What every rank does: the ten lines that a training script needs, and a clock around them."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -55,11 +56,11 @@ def train(rank: int, world: int, strategy: str, steps: int) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     data = gpt.batches(rank, BATCH, LENGTH)
     losses: list[float] = []
-    began, before = 0.0, lab.link_counters()
+    began, before = 0.0, 0
     for step in range(steps + 1):
         if step == 1:  # the first step warms up
             dist.barrier()
-            before = lab.link_counters()
+            before = sent_over_the_cable() if counted else 0
             dist.barrier()  # nobody goes on before all have read
             began = time.perf_counter()
         total = torch.zeros(())
@@ -75,10 +76,14 @@ def train(rank: int, world: int, strategy: str, steps: int) -> Outcome:
         losses.append(total.item() / world)
     seconds = (time.perf_counter() - began) / steps
     dist.barrier()
-    sent = (lab.link_counters() - before).sent_bytes / steps
+    sent = (sent_over_the_cable() - before) / steps if counted else 0.0
     schedule = towpath.schedule(towpath.strategy(strategy, TOPOLOGY), model, MICRO_STEPS)
     memory = sum(towpath.stats(model).memory_bytes.values())
     return Outcome(losses, seconds, memory, sent, schedule.cable_bytes(TOPOLOGY.node_of(rank)))
+
+
+def sent_over_the_cable() -> int:
+    return lab.link_counters().sent_bytes
 
 
 def main() -> None:
@@ -104,9 +109,10 @@ def main() -> None:
         table.add_column("strategy")
         for column in ("step time", "MB between nodes", "as scheduled", "MB of memory a rank", "final loss"):
             table.add_column(column, justify="right")
+        counted = cluster is not None
         for strategy in STRATEGIES:
             console.print(f"  {strategy} …")
-            table.add_row(strategy, *cells(launch(train, strategy, options.steps), counted=cluster is not None))
+            table.add_row(strategy, *cells(launch(train, strategy, options.steps, counted), counted))
     console.print(table)
     console.print(
         "Time and bytes of one optimizer step. Bytes: what left a node over its cable, as the kernel counted them, and "
@@ -128,6 +134,7 @@ def cells(outcomes: list[Outcome], counted: bool) -> list[str]:
 
 def on_loopback(fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Every rank as a process on this machine, without a lab."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_rank, (folder, fn, args), nprocs=TOPOLOGY.world)
         return [torch.load(Path(folder, str(r)), weights_only=False) for r in range(TOPOLOGY.world)]
