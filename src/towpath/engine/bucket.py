@@ -77,9 +77,9 @@ class Bucket:
     def _slice(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
         return whole.view(cut.count, -1)[cut.slots[self.rank]]
 
-    def own_slice(self, outer: torch.Tensor, cut: Cut, inner: Cut | None = None) -> torch.Tensor:
-        """The part of `outer`, this rank's slice of `cut`, that is its slice of `inner` (default: the optimizer's)."""
-        inner = inner or self.plan.optimizer
+    def own_slice(self, outer: torch.Tensor, cut: Cut) -> torch.Tensor:
+        """The part of `outer`, this rank's slice of `cut`, that is its OS slice."""
+        inner = self.plan.optimizer
         ratio = inner.count // cut.count
         return outer.view(ratio, -1)[inner.slots[self.rank] % ratio]
 

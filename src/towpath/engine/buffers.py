@@ -46,6 +46,9 @@ class SlotPool:
             slot.busy.wait()
             slot.busy = None
         slot.user = user
+        # Last in line: of several that are still being read, the next one waits for the oldest transfer.
+        self.slots.remove(slot)
+        self.slots.append(slot)
         return slot
 
     def add(self, needs: Needs) -> Slot:

@@ -89,6 +89,8 @@ class Unit:
         buckets = [b for b in self.buckets if not b.whole]
         for bucket, buffer in zip(buckets, _divide(buckets, slot), strict=True):
             bucket.place(buffer)
+        # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
+        self._raise_versions(2)
 
     def take_slot(self, pool: SlotPool) -> None:
         """Become the user of the slot; where another unit is whole in it, move to a new one of this unit's own."""
@@ -118,7 +120,6 @@ class Unit:
         self.show(whole=self.pinned)
         if self.slot is not None and not self.pinned:
             self._seal(True)
-        if self.slot is not None and not self.pinned:
             if self.slot.user is self:
                 self.slot.user = None
             self.holds = -1
@@ -131,9 +132,12 @@ class Unit:
         """
         if sealed != self._sealed:
             self._sealed = sealed
-            views = tuple(v for b in self.buckets for v in b.views)
-            versions = tuple(v._version + (1 if sealed else -1) for v in views)
-            torch._C._autograd._unsafe_set_version_counter(views, versions)  # pyright: ignore
+            self._raise_versions(1 if sealed else -1)
+
+    def _raise_versions(self, by: int) -> None:
+        views = tuple(v for b in self.buckets for v in b.views)
+        versions = tuple(v._version + by for v in views)
+        torch._C._autograd._unsafe_set_version_counter(views, versions)  # pyright: ignore
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
