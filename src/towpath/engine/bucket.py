@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from towpath.engine.layout import BucketLayout, ParameterPlace
-from towpath.engine.shard_tensor import Peers, ShardTensor, Span, WriteMark
+from towpath.engine.partial import Peers
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.span import Span, WriteMark
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
 from towpath.spec.routes import Op

@@ -18,7 +18,8 @@ from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import materialise_buffers, materialised
 from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, device_of
-from towpath.engine.shard_tensor import Peers, WriteMark
+from towpath.engine.partial import Peers
+from towpath.engine.span import WriteMark
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError

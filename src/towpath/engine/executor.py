@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotPool
-from towpath.engine.shard_tensor import WriteMark
+from towpath.engine.span import WriteMark
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring

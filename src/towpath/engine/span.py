@@ -1,0 +1,50 @@
+"""Which elements of a parameter a rank holds, and whether they were written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from towpath.engine.partial import Peers
+
+
+class WriteMark:
+    """Counts the writes to the parameters of one bucket; shared by every alias of them. `model` counts them all."""
+
+    __slots__ = ("model", "version")
+
+    def __init__(self, model: WriteMark | None = None) -> None:
+        self.version = 0
+        self.model = model
+
+    def written(self) -> None:
+        self.version += 1
+        if self.model is not None:
+            self.model.version += 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Span:
+    """Which elements of a tensor each rank holds: the part of it that lies in the rank's cut of the flat buffer.
+
+    Compared by identity: two ShardTensors match element by element only if they carry the same Span.
+    """
+
+    shape: torch.Size
+    offset: int  # of the tensor in the flat buffer
+    cut: int  # length of a slice of the flat buffer
+    slot: int  # which slice of the flat buffer this rank holds
+    peers: Peers
+
+    def bounds(self, slot: int | None = None) -> tuple[int, int]:
+        """The elements [start, end) of the flattened tensor that the holder of `slot` has."""
+        low = (self.slot if slot is None else slot) * self.cut - self.offset
+        numel = self.shape.numel()
+        return min(max(low, 0), numel), min(max(low + self.cut, 0), numel)
+
+    def in_cut(self) -> tuple[int, int]:
+        """The same elements, as positions in this rank's cut."""
+        start, end = self.bounds()
+        base = self.slot * self.cut - self.offset
+        return (start - base, end - base) if end > start else (0, 0)
