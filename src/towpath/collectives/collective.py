@@ -35,12 +35,14 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self.made = 0
 
     @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+            self.made += 1
         return buffer[:numel]
 
     @property
