@@ -173,11 +173,18 @@ def schedule(
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's."""
+    """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's.
+
+    `buffers_made`: how many buffers the engine has allocated; none after the second step of a training loop.
+    `seconds_host`: what its bookkeeping took on the thread that trains, around every unit's forward and backward; the
+    seconds that this thread waited for transfers are `seconds_exposed`.
+    """
 
     transfers: tuple[TransferStats, ...]
     last_step: tuple[Transfer, ...]
     memory_bytes: dict[str, int]
+    buffers_made: int
+    seconds_host: float
 
     @property
     def inter_bytes(self) -> int:
@@ -201,7 +208,9 @@ class Stats:
                 f"{sum(t.inter_bytes for t in mine):>15,} {sum(t.seconds_in_flight for t in mine):>9.3f}s "
                 f"{sum(t.seconds_exposed for t in mine):>9.3f}s"
             )
-        lines.append("memory: " + ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v))
+        memory = ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v)
+        lines.append(f"memory: {memory} bytes, in {self.buffers_made} buffers")
+        lines.append(f"the engine itself: {self.seconds_host:.3f}s on the thread that trains")
         return "\n".join(lines)
 
 
@@ -210,7 +219,8 @@ def stats(model: nn.Module) -> Stats:
     engine = _engine(model)
     memory = engine.memory_bytes()
     memory["optimizer"] = _optimizer_bytes(engine)
-    return Stats(tuple(engine.wiring.record.totals()), engine.wiring.record.last_step, memory)
+    record = engine.wiring.record
+    return Stats(tuple(record.totals()), record.last_step, memory, engine.buffers_made, record.host.seconds)
 
 
 def _optimizer_bytes(engine: Engine) -> int:

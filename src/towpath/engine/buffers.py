@@ -1,4 +1,4 @@
-"""Memory that units take turns in. Sized once; what is allocated later is counted.
+"""Memory that units take turns in. Sized once; every slot that is made is counted.
 
 Autograd keeps views of the weights a forward gathered, so a unit's backward gather must land in the very same
 memory: each unit keeps one slot. Units that are whole at the same time must not share one, so neighbours do not;
@@ -36,7 +36,7 @@ class SlotPool:
         self._device = device
         self._needs = largest(needs)
         self.slots = [Slot(self._needs, device) for _ in range(ways)] if self._needs else []
-        self.grown = 0
+        self.made = len(self.slots)
 
     def take(self, user: object) -> Slot:
         """A slot nobody uses: an idle one, else one whose last transfer is waited for, else a new one."""
@@ -52,9 +52,14 @@ class SlotPool:
         return slot
 
     def add(self, needs: Needs) -> Slot:
-        self.grown += 1
-        self.slots.append(Slot(needs, self._device))
+        """A new slot, to be taken in turns from now on."""
+        self.slots.append(self.apart(needs))
         return self.slots[-1]
+
+    def apart(self, needs: Needs) -> Slot:
+        """A new slot that takes no part in the turns, and is the caller's to keep."""
+        self.made += 1
+        return Slot(needs, self._device)
 
     @property
     def nbytes(self) -> int:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotPool
+from towpath.engine.record import on_host
 from towpath.engine.span import WriteMark
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
@@ -40,6 +41,7 @@ class Engine:
         self, strategy: Strategy, precision: Precision, units: list[Unit], wiring: Wiring, writes: WriteMark
     ) -> None:
         self.strategy, self.precision, self.units, self.wiring = strategy, precision, units, wiring
+        self.host = wiring.record.host
         self._writes, self._published = writes, writes.version
         self.root = units[0]
         self._world = strategy.topology.world
@@ -67,12 +69,12 @@ class Engine:
                 unit.live_in(weights.slots[i % UNITS_IN_FLIGHT])
         if self.root.plan.weight_needs:
             self.root.live_in(weights.add(self.root.plan.weight_needs))
-        weights.grown = 0
         gradients = SlotPool((u.plan.gradient_needs for u in self.units), UNITS_IN_FLIGHT, device)
         return weights, gradients
 
     # Forward --------------------------------------------------------------------------------------------------------
 
+    @on_host
     def before_forward(self, unit: Unit) -> None:
         recomputing = in_backward()
         unit.check_parameters()
@@ -99,6 +101,7 @@ class Engine:
             following[unit].gather_ahead(kind, self.weights, keep_copy)
         unit.wait()
 
+    @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         unit.show(whole=unit.pinned or unit.running)
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
@@ -113,6 +116,7 @@ class Engine:
 
     # Backward -------------------------------------------------------------------------------------------------------
 
+    @on_host
     def reached_output(self, use: Use, _: torch.Tensor) -> None:
         """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
         if use.running:
@@ -128,6 +132,7 @@ class Engine:
         self._gather(unit, Kind.BACKWARD_GATHER)
         unit.show(whole=True)  # for what is recomputed inside the unit
 
+    @on_host
     def left_for_input(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
         use.left += 1
@@ -142,6 +147,7 @@ class Engine:
         elif not unit.running:
             unit.release()
 
+    @on_host
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Autograd has accumulated the whole gradient of one parameter."""
         self._begin_backward()
@@ -157,7 +163,7 @@ class Engine:
                 f"{unit.name!r} had begun. Use checkpoint(..., use_reentrant=False), which computes each once."
             )
         unit.begin_gradients(self.gradients)
-        bucket.arrive(index, grad)
+        self.host.leave_out(bucket.arrive, index, grad)
 
     def _begin_pass(self) -> None:
         """A forward or backward pass starts: what was gathered ahead in the one before and not used is let go."""
@@ -189,6 +195,7 @@ class Engine:
             if synced is not None:
                 self._synced.append(synced)
 
+    @on_host
     def _end_backward(self) -> None:
         with torch.no_grad():
             for unit in self.units:
@@ -275,8 +282,8 @@ class Engine:
             if unit.slot is not None:
                 self._refuse_if_in_use(unit)
                 unit.release()
-                unit.home, pool = unit.slot, SlotPool([unit.plan.weight_needs], 1, self.wiring.device)
-                unit.live_in(pool.slots[0])
+                unit.home = unit.slot
+                unit.live_in(self.weights.apart(unit.plan.weight_needs))
             unit.gather(Kind.GATHER, self.weights, keep_copy=False)
             unit.wait()
             unit.pinned = True
@@ -318,6 +325,12 @@ class Engine:
                 for kind, nbytes in bucket.memory_bytes().items():
                     total[kind] = total.get(kind, 0) + nbytes
         return total
+
+    @property
+    def buffers_made(self) -> int:
+        """How many buffers were allocated so far: slots, wire buffers, and what every bucket keeps."""
+        kept = sum(nbytes > 0 for u in self.units for b in u.buckets for nbytes in b.memory_bytes().values())
+        return self.weights.made + self.gradients.made + self.wiring.buffers_made + kept
 
 
 def _close(unit: Unit) -> None:

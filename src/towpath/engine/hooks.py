@@ -54,9 +54,11 @@ class _Forward:
             self._engine.before_forward(self._unit)
             # A recomputation of a use whose backward pass is under way is part of that use.
             use = Use(self._unit) if torch.is_grad_enabled() and not self._unit.running else None
-            args, kwargs = self._enter(use, args, kwargs)
+            with self._engine.host:
+                args, kwargs = self._enter(use, args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = use is not None and self._leave(use, output)
+            with self._engine.host:
+                graph_follows = use is not None and self._leave(use, output)
             return output
         finally:  # the modules must get their ShardTensors back, also after an exception
             self._engine.after_forward(self._unit, graph_follows)

@@ -1,4 +1,4 @@
-"""What was executed: every transfer, in order, with its bytes and seconds."""
+"""What was executed: every transfer, in order, with its bytes and seconds; and what the engine itself took."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -27,10 +29,65 @@ class TransferStats:
     seconds_exposed: float
 
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class HostClock:
+    """Seconds of the thread that trains which go to the engine's own bookkeeping.
+
+    `with clock:` around what the engine does there; waiting for transfers, which is counted as exposed, and work on
+    tensors, which is the computation's, are taken off again.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._running = False
+        self._began = 0.0
+
+    def __enter__(self) -> None:
+        self._running = True
+        self._began = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._began
+        self._running = False
+
+    def take_off(self, seconds: float) -> None:
+        if self._running:  # what a user's call waits for was never added
+            self.seconds -= seconds
+
+    def leave_out(self, work: Callable[Arguments, None], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        """Work on tensors that the engine does."""
+        began = time.perf_counter()
+        work(*args, **kwargs)
+        self.take_off(time.perf_counter() - began)
+
+
+class HasHost(Protocol):
+    host: HostClock
+
+
+Self = TypeVar("Self", bound=HasHost)
+Method = Callable[Concatenate[Self, Arguments], Result]
+
+
+def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, Result]:
+    """A method that PyTorch calls on the thread that trains: its seconds go to `self.host`."""
+
+    @wraps(method)
+    def timed(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with self.host:
+            return method(self, *args, **kwargs)
+
+    return timed
+
+
 class Record:
     """The transfers of the running step and of the last whole one, and totals since the start."""
 
     def __init__(self) -> None:
+        self.host = HostClock()
         self._lock = threading.Lock()  # lanes are threads
         self._step: list[Transfer] = []
         self.last_step: tuple[Transfer, ...] = ()
@@ -55,6 +112,7 @@ class Record:
         """What to tell the seconds that the computation waited for these transfers: they are shared out evenly."""
 
         def tell(seconds: float) -> None:
+            self.host.take_off(seconds)
             with self._lock:
                 for transfer in transfers:
                     self._exposed[transfer] += seconds / len(transfers)

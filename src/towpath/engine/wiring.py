@@ -57,11 +57,15 @@ class Wiring:
         lane = LANES[kind]
         if lane not in self._lanes:
             self._lanes[lane] = make_lane(lane, self.device)
-        return self._lanes[lane].submit(job, after, self.record.exposed_by(transfers) if transfers else None)
+        return self._lanes[lane].submit(job, after, self.record.exposed_by(transfers))
 
     @property
     def scratch_bytes(self) -> int:
         return sum(s.nbytes for s in self._scratch.values())
+
+    @property
+    def buffers_made(self) -> int:
+        return sum(s.made for s in self._scratch.values())
 
     def close(self) -> None:
         """When the model is gone: end the lanes. Its process groups stay: to end one is itself a collective."""
