@@ -1,0 +1,116 @@
+"""The steady state: from the third step on, a step allocates no buffer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import towpath
+from tests.ranks.models import MODELS, TiedGPT
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+LABELS = ["ddp", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig"]
+MIXED = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
+
+
+class Checkpointed(TiedGPT):
+    """Four blocks, so that units take turns in their slots; the middle ones are recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if i in (1, 2) else block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize(
+    ("micro_steps", "precision"),
+    [(1, towpath.Precision()), (3, towpath.Precision()), (2, MIXED)],
+    ids=["one micro-step", "three micro-steps", "bf16 with fp32 masters"],
+)
+def test_after_the_second_step_no_buffer_is_made(world: Worlds, micro_steps: int, precision: towpath.Precision) -> None:
+    world(SHAPE.world).run(_count_buffers, micro_steps, precision)
+
+
+def _count_buffers(micro_steps: int, precision: towpath.Precision) -> None:
+    for label in LABELS:
+        # Gradients that are kept and zeroed are as steady as those that are dropped.
+        for build, drop_gradients in ((lambda: TiedGPT(layers=4), False), (Checkpointed, True)):
+            model: Any = towpath.shard(build(), strategy_of(label, SHAPE), precision=precision)
+            train = partial(_train, model, torch.optim.AdamW(model.parameters()), 2, micro_steps, drop_gradients)
+            train()
+            after_two = towpath.stats(model).buffers_made
+            with _engine_allocations() as allocations:
+                train()
+                _evaluate(model)
+                train()
+            assert towpath.stats(model).buffers_made == after_two, label
+            # And, so as not to ask the engine about itself: what it asked PyTorch for.
+            assert not allocations, (label, allocations)
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int, micro_steps: int, drop_gradients: bool) -> None:
+    for step in range(steps):
+        for micro in range(micro_steps):
+            with nullcontext() if micro == micro_steps - 1 else model.no_sync():
+                _loss(model, micro, step).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=drop_gradients)
+
+
+def _evaluate(model: nn.Module) -> None:
+    model.eval()
+    with torch.no_grad():
+        _loss(model, 0, 0)
+    with torch.inference_mode():
+        _loss(model, 0, 0)
+    model.train()
+
+
+def _loss(model: nn.Module, micro: int, step: int) -> Tensor:
+    entry = MODELS["gpt"]
+    return entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32))
+
+
+@contextmanager
+def _engine_allocations() -> Iterator[list[str]]:
+    """The lines of the engine and its collectives that make a tensor with memory of its own."""
+    owners = {torch: ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "cat"), Tensor: ("clone",)}
+    originals = {(owner, name): getattr(owner, name) for owner, names in owners.items() for name in names}
+    made: list[str] = []
+
+    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            module = caller.f_globals["__name__"]
+            # The norm of clipping is made of numbers, one for each parameter: no buffers.
+            if module.startswith(("towpath.engine", "towpath.collectives")) and not module.endswith(".partial"):
+                made.append(f"{module}:{caller.f_lineno}")
+            return original(*args, **kwargs)
+
+        return call
+
+    for (owner, name), original in originals.items():
+        setattr(owner, name, noting(original))
+    try:
+        yield made
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
