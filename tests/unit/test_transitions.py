@@ -23,31 +23,26 @@ CASES = [(t, p) for t in TOPOLOGIES for p in placements(t)]
 Contents = dict[tuple[int, int], frozenset[int]]  # (rank, finest slice) → whose contributions it holds
 
 
-def run(move: Move, route: str, finest: int, offsets: list[int], contents: Contents) -> None:
-    """Execute one move on every group, message by message, as the route's plan says."""
+def run(move: Move, route: str, topology: Topology, finest: int, offsets: list[int], contents: Contents) -> None:
+    """Execute one move on every group, message by message, as the route's plan says. All parts of a slice go alike."""
     for group in move.groups:
-        members = len(group.ranks)
-        size = finest // move.regions // members
-        plan = list(sends(move.op, route, group))
-        adding = {Op.ALL_GATHER: 0, Op.REDUCE_SCATTER: members - 1, Op.ALL_REDUCE: members - 1}[move.op]
-        for step in sorted({s.step for s in plan}):
-            now = [s for s in plan if s.step == step]
-            sent = [
-                [
-                    contents[group.ranks[s.source], offsets[group.ranks[s.source]] + s.slot * size + k]
-                    for k in range(size)
-                ]
-                for s in now
-            ]
-            for message, values in zip(now, sent, strict=True):
-                target = group.ranks[message.target]
-                for k, value in enumerate(values):
-                    key = (target, offsets[target] + message.slot * size + k)
-                    if step < adding:
-                        assert not contents[key] & value, "a contribution would be counted twice"
-                        contents[key] = contents[key] | value
-                    else:
-                        contents[key] = value
+        size = finest // move.regions // len(group.ranks)
+        plan = [s for s in sends(move.op, route, group, list(map(topology.node_of, group.ranks))) if s.part == 0]
+        # What is posted in a step leaves as it is then; it arrives before the step in which it is due.
+        order = sorted([(s.step, 1, i) for i, s in enumerate(plan)] + [(s.until, 0, i) for i, s in enumerate(plan)])
+        sent: dict[int, list[frozenset[int]]] = {}
+        for _, posted, i in order:
+            s = plan[i]
+            source, target = (
+                [(rank, offsets[rank] + s.slot * size + k) for k in range(size)]
+                for rank in (group.ranks[s.source], group.ranks[s.target])
+            )
+            if posted:
+                sent[i] = [contents[key] for key in source]
+                continue
+            for key, value in zip(target, sent[i], strict=True):
+                assert not s.adds or not contents[key] & value, "a contribution would be counted twice"
+                contents[key] = contents[key] | value if s.adds else value
 
 
 def offsets(cut: Cut, finest: int) -> list[int]:
@@ -65,10 +60,10 @@ def test_gradients_reach_every_owner_once_and_weights_come_back_whole(
     everything = frozenset(range(world))
     gradients: Contents = {(rank, k): frozenset([rank]) for rank in range(world) for k in range(finest)}
     for move in moves.reduce:
-        run(move, route, finest, [0] * world, gradients)
+        run(move, route, topology, finest, [0] * world, gradients)
     for move in moves.sync:
         within = moves.grads if move.op is Op.REDUCE_SCATTER else moves.optimizer
-        run(move, route, finest, offsets(within, finest), gradients)
+        run(move, route, topology, finest, offsets(within, finest), gradients)
     size = finest // moves.optimizer.count
     for rank in range(world):
         start = moves.optimizer.slots[rank] * size
@@ -81,9 +76,9 @@ def test_gradients_reach_every_owner_once_and_weights_come_back_whole(
         for k in range(finest)
     }
     for move in moves.publish:
-        run(move, route, finest, offsets(moves.params, finest), weights)
+        run(move, route, topology, finest, offsets(moves.params, finest), weights)
     for move in moves.gather:
-        run(move, route, finest, [0] * world, weights)
+        run(move, route, topology, finest, [0] * world, weights)
     assert all(weights[rank, k] == {k} for rank in range(world) for k in range(finest))
 
 

@@ -8,25 +8,60 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from towpath.spec.routes import Group
+from towpath.spec.routes import Grid, Group, Op, bounds
+from towpath.spec.schedule import Transfer
 
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The group a collective runs in, and this rank's position in it."""
+    """The group a collective runs in, this rank's position in it, and the node that each member lives on.
+
+    `between_nodes` has the same ranks: where a backend runs a group's messages one after the other, those that cross
+    take this one, so that they overlap with those that do not. It may be `process_group` itself.
+    """
 
     process_group: dist.ProcessGroup
+    between_nodes: dist.ProcessGroup
     group: Group
     position: int
+    nodes: tuple[int, ...]
 
     @property
     def slot(self) -> int:
         """The slice of the region that this rank holds."""
         return self.group.slots[self.position]
 
-    def slices(self, region: torch.Tensor) -> list[torch.Tensor]:
-        """The region's slices, by slot; equal ones, but for an all-reduce of a length that does not divide."""
-        return list(region.tensor_split(len(self.group.ranks)))
+    @property
+    def rank(self) -> int:
+        return self.group.ranks[self.position]
+
+    @property
+    def grid(self) -> Grid:
+        return Grid.of(self.nodes)
+
+    def crosses(self, peer: int) -> bool:
+        """Whether messages to the member at position `peer` leave the node, and have a group of their own for it."""
+        return self.between_nodes is not self.process_group and self.nodes[peer] != self.nodes[self.position]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a collective is made for: it runs on regions of `elements` elements of `dtype`, and on no others."""
+
+    op: Op
+    route: str
+    elements: int
+    dtype: torch.dtype
+    label: str  # for messages to the user
+
+    @staticmethod
+    def of(transfer: Transfer) -> Binding:
+        dtype = getattr(torch, transfer.dtype)
+        return Binding(transfer.move.op, transfer.wire.route, transfer.elements, dtype, str(transfer))
+
+    def own_slice(self, region: torch.Tensor, members: Members) -> torch.Tensor:
+        start, end = bounds(self.elements, len(members.group.ranks), members.slot)
+        return region[start:end]
 
 
 class Scratch:

@@ -31,7 +31,7 @@ class FlatAllGather(Collective):
         if self.members.group.in_order:
             all_gather_single(region, shard, self.members.process_group)
         else:
-            slices = self.members.slices(region)
+            slices = region.chunk(len(self.members.group.ranks))
             dist.all_gather([slices[s] for s in self.members.group.slots], shard, group=self.members.process_group)
 
 
@@ -44,7 +44,7 @@ class FlatReduceScatter(Collective):
         if self.members.group.in_order:
             reduce_scatter_single(shard, region, self.members.process_group)
         else:
-            slices = self.members.slices(region)
+            slices = region.chunk(len(self.members.group.ranks))
             dist.reduce_scatter(shard, [slices[s] for s in self.members.group.slots], group=self.members.process_group)
 
 

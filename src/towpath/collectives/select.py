@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from towpath.collectives.collective import Collective, Members, Scratch
+from dataclasses import replace
+
+from towpath.collectives.all_to_all import AllToAllReduceScatter
+from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.flat import FlatAllGather, FlatAllReduce, FlatMaximum, FlatReduceScatter
-from towpath.collectives.ring import Ring
-from towpath.spec.routes import Op
+from towpath.collectives.in_turn import ReduceThenGather
+from towpath.collectives.verified import Verified
+from towpath.collectives.walk import Walk
+from towpath.spec.routes import Op, hops_of, travelled
 from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
 
@@ -13,12 +18,28 @@ _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.
 
 
 def select(transfer: Transfer, members: Members, backend: str, scratch: Scratch) -> Collective:
-    if transfer.kind is Kind.USAGE:
-        return FlatMaximum(members)
-    op = transfer.move.op
-    # gloo's own reduce-scatter is an all-reduce inside and sends twice the bytes; and its gather into slices that
-    # do not lie in rank order goes through a whole copy of the region.
-    better = op is Op.REDUCE_SCATTER or not members.group.in_order
-    if transfer.wire.route == "ring" or (backend == "gloo" and better):
-        return Ring(op, members, scratch)
-    return _FLAT[op](members)
+    binding = Binding.of(transfer)
+    chosen = FlatMaximum(members) if transfer.kind is Kind.USAGE else bind(binding, members, backend, scratch)
+    return Verified(chosen, binding, members)
+
+
+def bind(binding: Binding, members: Members, backend: str, scratch: Scratch) -> Collective:
+    """The collective for a binding, without the comparison of bindings that `Verified` adds."""
+    op, route = binding.op, travelled(binding.route, members.grid)
+    if route == "flat" and not _better_walked(binding, members, backend):
+        return _FLAT[op](members)
+    if not hops_of(route, members.grid) or op is Op.ALL_GATHER:
+        return Walk(route, binding, members, scratch)
+    reduce = AllToAllReduceScatter(route, binding, members, scratch)
+    if op is Op.REDUCE_SCATTER:
+        return reduce
+    return ReduceThenGather(binding, members, reduce, Walk(route, replace(binding, op=Op.ALL_GATHER), members, scratch))
+
+
+def _better_walked(binding: Binding, members: Members, backend: str) -> bool:
+    """The backends' own need equal slices. And gloo's reduce-scatter is an all-reduce inside and sends twice the bytes;
+    its gather into slices that do not lie in rank order goes through a whole copy of the region."""
+    if binding.op is Op.ALL_REDUCE:
+        return False
+    uneven = binding.elements % len(members.group.ranks) != 0
+    return uneven or (backend == "gloo" and (binding.op is Op.REDUCE_SCATTER or not members.group.in_order))

@@ -12,6 +12,9 @@ _ITEM_BYTES = {
     "uint8": 1,
 }
 
+# Their sums are taken in float32: a narrow sum loses what is small against it.
+NARROW = ("bfloat16", "float16")
+
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 

@@ -1,14 +1,25 @@
-"""What each route sends, message by message: who, to whom, which slice. `collectives/` executes these plans.
+"""What each route sends, message by message: who, to whom, which part of which slice. `collectives/` executes it.
 
 A collective works on a *region* of a flat buffer that its group shares. The region has one slice per member;
 `slots[i]` is the slice of member i. Members are listed in the order a ring visits them: node by node.
+
+    flat, ring      each member passes on what it received last, round the group
+    hierarchical    round the members of equal place in their nodes; then, whole, among those of a node (MiCS 3.3)
+    ho-ring         both at once: while one item crosses, the node shares out the one that came before (PaRO 3.3)
+    one-hop         everyone sends each slice straight to everyone who lacks it
+    two-hop         straight to those of equal place in the other nodes; from there straight to all of the node
+
+Only gathers are laid out by hand. In a gather every member receives each foreign part exactly once, and before it
+passes it on; so the same messages turned back in time, each adding what it brings, form the trees of a reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil, prod
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -17,7 +28,13 @@ class Op(StrEnum):
     ALL_REDUCE = "all-reduce"
 
 
-ROUTES = ("flat", "ring")
+# A node shares out the last part alone, when nothing crosses any more: the more parts, the shorter that is. With more
+# members a node a part meets more receivers at a time, and is smaller in turn, so that they need no more memory.
+HO_RING_PARTS = 4
+# The hop inside the nodes of one part runs beside the hop between nodes of another (ZeRO++ 4.1.2, pipelining).
+TWO_HOP_PARTS = 4
+# How many steps an item of the HO-Ring has: two are under way at a time, so that no link waits for the next one.
+_HO_RING_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +49,244 @@ class Group:
         return self.slots == tuple(range(len(self.ranks)))
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """In step `step`, member `source` sends slice `slot` of the region to member `target` (positions in the group)."""
+class Piece(NamedTuple):
+    """Part `part` of `parts` of slice `slot`."""
+
+    slot: int
+    part: int
+    parts: int
+
+
+class Send(NamedTuple):
+    """Member `source` sends a piece of the region to member `target` (positions in the group).
+
+    It is posted in step `step`, when all that is due by then is complete, and is complete itself before step `until`.
+    `adds`: the target adds it to what it has, else it takes its place.
+    """
 
     step: int
+    until: int
     source: int
     target: int
     slot: int
+    part: int = 0
+    parts: int = 1
+    adds: bool = False
+
+    @property
+    def piece(self) -> Piece:
+        return Piece(self.slot, self.part, self.parts)
 
 
-def sends(op: Op, route: str, group: Group) -> Iterator[Send]:
-    """Every message of one collective. Flat and ring send alike: a backend's own are rings where links are slow."""
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Where the members of a group live: `nodes` × `width`; member j·width + m is the m-th of the j-th node."""
+
+    nodes: int
+    width: int
+
+    @staticmethod
+    def of(nodes: Sequence[int]) -> Grid:
+        """From the node of each member."""
+        rows = len(set(nodes))
+        width = len(nodes) // rows
+        runs = [set(nodes[i : i + width]) for i in range(0, len(nodes), width)]
+        assert len(runs) == rows and all(len(run) == 1 for run in runs), f"not node by node, or uneven: {nodes}"
+        return Grid(rows, width)
+
+    @property
+    def plain(self) -> bool:
+        """One node, or one member a node: there is one kind of link only, and every route costs what a ring does."""
+        return self.nodes == 1 or self.width == 1
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        return [(j, m) for j in range(self.nodes) for m in range(self.width)]
+
+    def at(self, node: int, place: int) -> int:
+        return node % self.nodes * self.width + place % self.width
+
+
+def travelled(route: str, grid: Grid) -> str:
+    """The route that is taken: on a plain grid none is better than the backend's own collectives."""
     assert route in ROUTES, route
+    return "flat" if grid.plain and route != "ring" else route
+
+
+def sends(op: Op, route: str, group: Group, nodes: Sequence[int]) -> Iterator[Send]:
+    """Every message of one collective, in the order of its steps. `nodes`: where each member lives."""
+    grid = Grid.of(nodes)
+    gather = sorted(_GATHERS[travelled(route, grid)](group.slots, grid), key=lambda s: s.step)
     if op is Op.ALL_GATHER:
-        yield from _ring_gather(group, first_step=0)
-    elif op is Op.REDUCE_SCATTER:
-        yield from _ring_reduce(group)
-    else:
-        yield from _ring_reduce(group)
-        yield from _ring_gather(group, first_step=len(group.ranks) - 1)
+        return iter(gather)
+    steps = max((s.until for s in gather), default=0)
+    reduction = [_turned_back(s, steps) for s in reversed(gather)]
+    reduction.sort(key=lambda s: s.step)
+    return iter(reduction if op is Op.REDUCE_SCATTER else [*reduction, *(_later(s, steps) for s in gather)])
 
 
-def _ring_gather(group: Group, first_step: int) -> Iterator[Send]:
-    """Each member passes on what it received last; after p−1 steps all hold all."""
-    members = len(group.ranks)
+def _turned_back(s: Send, steps: int) -> Send:
+    return Send(steps - s.until, steps - s.step, s.target, s.source, s.slot, s.part, s.parts, adds=True)
+
+
+def _later(s: Send, steps: int) -> Send:
+    return Send(s.step + steps, s.until + steps, s.source, s.target, s.slot, s.part, s.parts)
+
+
+def _ring(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+    members = len(slots)
     for step in range(members - 1):
         for i in range(members):
-            yield Send(first_step + step, i, (i + 1) % members, group.slots[(i - step) % members])
+            yield Send(step, step + 1, i, (i + 1) % members, slots[(i - step) % members])
 
 
-def _ring_reduce(group: Group) -> Iterator[Send]:
-    """The sum for member d starts at d+1 and goes once round; each adds its own and passes it on."""
-    members = len(group.ranks)
-    for step in range(members - 1):
-        for i in range(members):
-            yield Send(step, i, (i + 1) % members, group.slots[(i - 1 - step) % members])
+def _hierarchical(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+    for step in range(grid.nodes - 1):
+        for j, m in grid.places:
+            yield Send(step, step + 1, grid.at(j, m), grid.at(j + 1, m), slots[grid.at(j - step, m)])
+    # The gathers of all bundles in one: in each step a member hands its own to another member of its node.
+    for turn in range(1, grid.width):
+        step = grid.nodes - 2 + turn
+        for j, m in grid.places:
+            for origin in range(grid.nodes):
+                yield Send(step, step + 1, grid.at(j, m), grid.at(j, m + turn), slots[grid.at(origin, m)])
+
+
+def _ho_ring(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+    """Item k, part k % parts of what is k // parts nodes from home, crosses from step k on; then its node shares it."""
+    parts, within = max(HO_RING_PARTS, grid.width), _HO_RING_STEPS
+    for k in range((grid.nodes - 1) * parts):
+        hop, part = divmod(k, parts)
+        for j, m in grid.places:
+            crossing = slots[grid.at(j - hop, m)]
+            yield Send(k, k + within, grid.at(j, m), grid.at(j + 1, m), crossing, part, parts)
+            arrived, step = slots[grid.at(j - 1 - hop, m)], k + within
+            yield from _share_out(step, step + within, (j, m), grid, arrived, part, parts)
+    for part in range(parts):
+        step = part * (grid.nodes - 1)  # evenly spread: the links inside have the same to do in every step
+        for j, m in grid.places:
+            yield from _share_out(step, step + within, (j, m), grid, slots[grid.at(j, m)], part, parts)
+
+
+def _two_hop(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+    parts = TWO_HOP_PARTS
+    for part in range(parts):
+        for j, m in grid.places:
+            for other in range(1, grid.nodes):
+                mine = slots[grid.at(j, m)]
+                yield Send(part, part + 1, grid.at(j, m), grid.at(j + other, m), mine, part, parts)
+            for origin in range(grid.nodes):
+                yield from _share_out(part + 1, part + 2, (j, m), grid, slots[grid.at(origin, m)], part, parts)
+
+
+def _share_out(
+    step: int, until: int, home: tuple[int, int], grid: Grid, slot: int, part: int, parts: int
+) -> Iterator[Send]:
+    j, m = home
+    for other in range(1, grid.width):
+        yield Send(step, until, grid.at(j, m), grid.at(j, m + other), slot, part, parts)
+
+
+def _one_hop(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+    for i in range(len(slots)):
+        for other in range(1, len(slots)):
+            yield Send(0, 1, i, (i + other) % len(slots), slots[i])
+
+
+# A backend's own collectives are rings where links are slow.
+_GATHERS: dict[str, Callable[[Sequence[int], Grid], Iterator[Send]]] = {
+    "flat": _ring,
+    "ring": _ring,
+    "hierarchical": _hierarchical,
+    "ho-ring": _ho_ring,
+    "one-hop": _one_hop,
+    "two-hop": _two_hop,
+}
+ROUTES = tuple(_GATHERS)
+
+
+def bounds(elements: int, pieces: int, index: int) -> tuple[int, int]:
+    """Where piece `index` lies when `elements` are cut as evenly as can be; the first ones are longer by one."""
+    short, longer = divmod(elements, pieces)
+    start = index * short + min(index, longer)
+    return start, start + short + (index < longer)
+
+
+def piece_bounds(elements: int, members: int, piece: Piece) -> tuple[int, int]:
+    """Where a piece lies in a region of `elements`."""
+    start, end = bounds(elements, members, piece.slot)
+    first, last = bounds(end - start, piece.parts, piece.part)
+    return start + first, start + last
+
+
+def cells_of(receives: Sequence[Send]) -> list[int]:
+    """A cell of the wire buffer for each message that is added, in the order of steps; free again when it is due."""
+    due: list[int] = []  # by cell
+    cells: list[int] = []
+    for receive in receives:
+        cell = next((c for c, until in enumerate(due) if until <= receive.step), len(due))
+        due[cell : cell + 1] = [receive.until]
+        cells.append(cell)
+    return cells
+
+
+def cell_elements(elements: int, members: int, parts: int) -> int:
+    """The largest part of a slice: what a cell of the wire buffer has room for."""
+    return ceil(ceil(elements / members) / parts)
+
+
+def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
+    """With how many members each hop of an all-to-all exchanges, itself among them; () for the other routes."""
+    return {"one-hop": (grid.nodes * grid.width,), "two-hop": (grid.width, grid.nodes)}.get(route, ())
+
+
+def wire_elements(op: Op, route: str, group: Group, nodes: Sequence[int], elements: int) -> tuple[int, int]:
+    """The wire buffer a member needs to reduce a region: elements of its dtype, and of the dtype that sums them."""
+    grid = Grid.of(nodes)
+    route, members = travelled(route, grid), len(group.ranks)
+    if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
+        return 0, 0
+    if hops := hops_of(route, grid):
+        layout = AllToAll(hops, elements)
+        return layout.wire_elements, layout.sum_elements
+    received = [s for s in sends(op, route, group, nodes) if s.target == 0 and s.adds]
+    cells = max(cells_of(received), default=-1) + 1
+    return cells * cell_elements(elements, members, received[0].parts if received else 1), 0
+
+
+@dataclass(frozen=True, slots=True)
+class AllToAll:
+    """The buffers of a reduction in hops: in each hop a member exchanges with `hops[i]` of them, and sums."""
+
+    hops: tuple[int, ...]
+    elements: int
+
+    @property
+    def stages(self) -> int:
+        return TWO_HOP_PARTS if len(self.hops) > 1 else 1
+
+    @property
+    def sets(self) -> int:
+        """Stages whose buffers are in use at a time."""
+        return min(2, self.stages)
+
+    @property
+    def cell(self) -> int:
+        return cell_elements(self.elements, prod(self.hops), self.stages)
+
+    def sent(self, hop: int) -> int:
+        """Elements at most that a stage brings to a hop: what goes to each of its members, this one included."""
+        return prod(self.hops[hop:]) * self.cell
+
+    def received(self, hop: int) -> int:
+        """From each other member as much as it keeps for itself."""
+        return self.sent(hop) // self.hops[hop] * (self.hops[hop] - 1)
+
+    @property
+    def wire_elements(self) -> int:
+        return self.sets * sum(self.sent(h) + self.received(h) for h in range(len(self.hops)))
+
+    @property
+    def sum_elements(self) -> int:
+        """Sums of a dtype too narrow to sum in."""
+        return self.sent(0) // self.hops[0]

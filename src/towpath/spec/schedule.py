@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 from towpath.errors import StrategyError
-from towpath.spec.formats import item_bytes
+from towpath.spec.formats import NARROW, item_bytes
 from towpath.spec.precision import Precision
-from towpath.spec.routes import Op, sends
+from towpath.spec.routes import Piece, piece_bounds, sends, wire_elements
 from towpath.spec.strategy import Kind, Strategy
 from towpath.spec.transitions import Cut, Move, everyone
 from towpath.spec.units import BucketSpec, UnitSpec
@@ -44,23 +44,34 @@ class Transfer:
     micro_step: int = 0
 
     @property
-    def message_bytes(self) -> float:
-        """One message: one member's slice of the region."""
-        return self.elements * item_bytes(self.dtype) / self.move.members
-
-    @property
     def inter_bytes(self) -> int:
         """Sent between nodes, all ranks together."""
-        return round(sum(_messages(self.move, self.wire, self.topology)[1]) * self.message_bytes)
+        return sum(map(self.cable_bytes, range(self.topology.nodes)))
 
     @property
     def intra_bytes(self) -> int:
         """Sent inside nodes, all ranks together."""
-        return round(_messages(self.move, self.wire, self.topology)[0] * self.message_bytes)
+        return self._bytes(_messages(self.move, self.wire, self.topology)[0])
 
     def cable_bytes(self, node: int) -> int:
         """Sent by `node` over its cable."""
-        return round(_messages(self.move, self.wire, self.topology)[1][node] * self.message_bytes)
+        return self._bytes(_messages(self.move, self.wire, self.topology)[1][node])
+
+    def _bytes(self, messages: tuple[tuple[Piece, int], ...]) -> int:
+        lengths = ((piece_bounds(self.elements, self.move.members, piece), count) for piece, count in messages)
+        return item_bytes(self.dtype) * sum((end - start) * count for (start, end), count in lengths)
+
+    @property
+    def wire_needs(self) -> Needs:
+        """What one rank needs to receive in, beside the region."""
+        if self.kind is Kind.USAGE:
+            return {}
+        group = self.move.groups[0]
+        nodes = tuple(map(self.topology.node_of, group.ranks))
+        own, sums = wire_elements(self.move.op, self.wire.route, group, nodes, self.elements)
+        if self.dtype not in NARROW:
+            return {self.dtype: own}
+        return {self.dtype: own, "float32": sums}
 
     def __str__(self) -> str:
         where = f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
@@ -68,17 +79,18 @@ class Transfer:
 
 
 @lru_cache(maxsize=4096)
-def _messages(move: Move, wire: Wire, topology: Topology) -> tuple[int, tuple[int, ...]]:
-    """How many messages stay inside nodes, and how many leave each node."""
-    intra, leaving = 0, [0] * topology.nodes
+def _messages(
+    move: Move, wire: Wire, topology: Topology
+) -> tuple[tuple[tuple[Piece, int], ...], tuple[tuple[tuple[Piece, int], ...], ...]]:
+    """How many messages carry each piece of a region: inside nodes, and out of each node."""
+    intra: Counter[Piece] = Counter()
+    leaving: list[Counter[Piece]] = [Counter() for _ in range(topology.nodes)]
     for group in move.groups:
-        for send in sends(move.op, wire.route, group):
-            source, target = (topology.node_of(group.ranks[i]) for i in (send.source, send.target))
-            if source == target:
-                intra += 1
-            else:
-                leaving[source] += 1
-    return intra, tuple(leaving)
+        nodes = tuple(map(topology.node_of, group.ranks))
+        for send in sends(move.op, wire.route, group, nodes):
+            crosses = nodes[send.source] != nodes[send.target]
+            (leaving[nodes[send.source]] if crosses else intra)[send.piece] += 1
+    return tuple(intra.items()), tuple(tuple(counts.items()) for counts in leaving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,16 +247,16 @@ class Schedule:
         others = [p for p in self.plans if not p.spec.kept]
         ways = min(UNITS_IN_FLIGHT, len(others))
         weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
-        # A reduction adds what arrives, slice by slice; each lane has room for the largest slice of its transfers.
-        slices: dict[tuple[str, str], int] = {}
+        # A reduction adds what arrives; each lane has room for what the largest of its transfers needs.
+        wires: dict[tuple[str, str], int] = {}
         for transfer in self.transfers:
-            if transfer.move.op is Op.REDUCE_SCATTER:
-                lane = (transfer.kind.value, transfer.dtype)
-                slices[lane] = max(slices.get(lane, 0), transfer.elements // transfer.move.members)
+            for dtype, numel in transfer.wire_needs.items():
+                lane = (transfer.kind.value, dtype)
+                wires[lane] = max(wires.get(lane, 0), numel)
         return {
             "weight slots": weights,
             "gradient slots": UNITS_IN_FLIGHT * _bytes(largest(p.gradient_needs for p in self.plans)),
-            "wire": sum(numel * item_bytes(dtype) for (_, dtype), numel in slices.items()),
+            "wire": sum(numel * item_bytes(dtype) for (_, dtype), numel in wires.items()),
         }
 
     def __str__(self) -> str:

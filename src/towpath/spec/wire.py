@@ -10,7 +10,7 @@ from towpath.spec.routes import ROUTES
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """`route`: 'flat' (the backend's own collective) or 'ring' (ours, over point-to-point messages)."""
+    """`route`: 'flat' is the backend's own collective, the others are ours (`spec/routes.py` lists them)."""
 
     route: str = "flat"
 

@@ -1,0 +1,24 @@
+"""An all-reduce made of two collectives: a reduce-scatter, and a gather of what it left in every member's slice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from towpath.collectives.collective import Binding, Collective, Members
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReduceThenGather(Collective):
+    binding: Binding
+    members: Members
+    reduce: Collective
+    gather: Collective
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        mine = self.binding.own_slice(region, self.members)
+        self.reduce.run(region, mine)
+        self.gather.run(region, mine)

@@ -1,0 +1,91 @@
+"""Checks, before anything travels, that all members mean the same collective: what they would exchange has to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from towpath.collectives.collective import Binding, Collective, Members
+from towpath.collectives.flat import all_gather_single
+from towpath.errors import MismatchError, StepError
+from towpath.spec.routes import Op, bounds, sends
+
+_SIGNATURE_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    op: Op
+    route: str
+    elements: int
+    dtype: str
+
+    @staticmethod
+    def of(binding: Binding) -> _Signature:
+        return _Signature(binding.op, binding.route, binding.elements, str(binding.dtype).removeprefix("torch."))
+
+    def encoded(self) -> bytes:
+        return f"{self.op.value} {self.route} {self.elements} {self.dtype}".encode().ljust(_SIGNATURE_BYTES)
+
+    @staticmethod
+    def decoded(text: bytes) -> _Signature:
+        op, route, elements, dtype = text.decode().split()
+        return _Signature(Op(op), route, int(elements), dtype)
+
+    def __str__(self) -> str:
+        return f"{self.op.value} by {self.route} of {self.elements} elements of {self.dtype}"
+
+
+@final
+class Verified(Collective):
+    """Runs `inner` on tensors that fit its binding; the first run begins by comparing bindings with the members."""
+
+    def __init__(self, inner: Collective, binding: Binding, members: Members) -> None:
+        self._inner, self._binding, self._members = inner, binding, members
+        self._compared = False
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        self._check(region, shard)
+        if not self._compared:
+            self._compare(region.device)
+            self._compared = True
+        self._inner.run(region, shard)
+
+    def _check(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        bound = self._binding
+        wanted = [("region", region, bound.elements)]
+        if bound.op is not Op.ALL_REDUCE:
+            start, end = bounds(bound.elements, len(self._members.group.ranks), self._members.slot)
+            wanted.append(("shard", shard, end - start))
+        for name, tensor, elements in wanted:
+            if tensor.numel() != elements or tensor.dtype != bound.dtype or not tensor.is_contiguous():
+                raise StepError(
+                    f"rank {self._members.rank}: {bound.label} by {bound.route}: got a {name} of {tensor.numel()} "
+                    f"elements of {tensor.dtype}, expected {elements} of {bound.dtype}, contiguous. A collective "
+                    "carries what it was made for; make another for other tensors."
+                )
+
+    def _compare(self, device: torch.device) -> None:
+        mine, members = _Signature.of(self._binding).encoded(), self._members
+        ours = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+        everyones = torch.empty(len(members.group.ranks) * _SIGNATURE_BYTES, dtype=torch.uint8, device=device)
+        all_gather_single(everyones, ours, members.process_group)
+        texts = bytes(everyones.tolist())
+        each = [texts[i : i + _SIGNATURE_BYTES] for i in range(0, len(texts), _SIGNATURE_BYTES)]
+        if any(text != mine for text in each):
+            raise MismatchError(self._difference([_Signature.decoded(text) for text in each]))
+
+    def _difference(self, each: list[_Signature]) -> str:
+        """Alike on every member: the first message of the first member's plan whose two ends disagree."""
+        ranks, plan = self._members.group.ranks, each[0]
+        messages = sends(plan.op, plan.route, self._members.group, self._members.nodes)
+        met = next(s for s in messages if each[s.source] != each[s.target])
+        source, target = sorted((met.source, met.target))
+        return (
+            f"rank {self._members.rank}: {self._binding.label}: its ranks do not mean the same collective. In step "
+            f"{met.step} of {plan.op.value} by {plan.route}, rank {ranks[source]} and rank {ranks[target]} would "
+            f"exchange what does not fit: rank {ranks[source]} has {each[source]}, rank {ranks[target]} has "
+            f"{each[target]}. Give every rank the same strategy, model and precision."
+        )
