@@ -56,7 +56,7 @@ def shard(
         resolved = _resolve(strategy, topology, groups.world)
         _check_class(model)
         layouts = lay_out(model, units)
-        check_exchangeable(layouts)
+        check_exchangeable(layouts, groups)
         lines = [f"strategy {resolved.to_toml()}", f"{precision}", *describe(layouts)]
         agree(groups, lines, None)
     except TowpathError as error:

@@ -19,9 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput
@@ -620,7 +626,6 @@ class ParallelModel(nn.Module):
 PARALLEL = (*((label, Topology(2, 1)) for label in ("zero3", "hpz", "paro-iig", "zero1")), ("mics:2x1", Topology(1, 2)))
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="shard() refuses DTensor parameters (issue 10, item 3)")
 @pytest.mark.parametrize("label, topology", PARALLEL, ids=[label for label, _ in PARALLEL])
 def test_a_tensor_parallel_model_trains_exactly_and_clips_by_the_norm_over_both_meshes(
     world: Worlds, label: str, topology: Topology
@@ -628,20 +633,51 @@ def test_a_tensor_parallel_model_trains_exactly_and_clips_by_the_norm_over_both_
     world(4).run(_train_tensor_parallel, label, topology)
 
 
+SPLIT_MATRICES = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+# The norm's parameters are the same on every rank of the mesh, and their gradients come as partial sums.
+SPLIT_ROWS_TOO = {
+    "norm": SequenceParallel(sequence_dim=0),
+    "mlp.0": ColwiseParallel(input_layouts=Shard(0)),
+    "mlp.2": RowwiseParallel(output_layouts=Shard(0), use_local_output=False),
+    "": PrepareModuleInputOutput(
+        input_layouts=Replicate(),
+        desired_input_layouts=Shard(0),
+        output_layouts=Shard(0),
+        desired_output_layouts=Replicate(),
+    ),
+}
+
+
+def _mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def _tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: dict[str, Any]) -> nn.Module:
+    for block in model.get_submodule("blocks").children():
+        parallelize_module(block, mesh["tp"], plan)
+    return model
+
+
+def _rows(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(_noise(rank, 0, step, 4, WIDTH)).square().mean()
+
+
 def _train_tensor_parallel(label: str, topology: Topology) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    _check_tensor_parallel(label, topology, SPLIT_MATRICES)
+
+
+def _check_tensor_parallel(label: str, topology: Topology, plan: dict[str, Any], optimizer_first: bool = False) -> None:
+    mesh = _mesh()
     torch.manual_seed(7)
     plain = ParallelModel().double()
-    model = copy.deepcopy(plain)
-    for block in model.blocks:
-        plan = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
-        parallelize_module(block, mesh["tp"], plan)
+    model = _tensor_parallel(copy.deepcopy(plain), mesh, plan)
+    before = optimizer_for(model) if optimizer_first else None
     towpath.shard(model, strategy_of(label, topology), topology=topology, group=mesh["dp"].get_group())
-    optimizers = [optimizer_for(model), optimizer_for(plain)]
+    optimizers = [before or optimizer_for(model), optimizer_for(plain)]
     for step in range(3):
-        _loss(model, mesh["dp"].get_local_rank(), 0, step).backward()
+        _rows(model, mesh["dp"].get_local_rank(), step).backward()
         for rank in range(2):
-            (_loss(plain, rank, 0, step) / 2).backward()
+            (_rows(plain, rank, step) / 2).backward()
         found = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         # float64, sums in another order; each split matrix counts in full, and what is not split counts once.
@@ -652,13 +688,71 @@ def _train_tensor_parallel(label: str, topology: Topology) -> None:
             optimizer.zero_grad()
     for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert found.shape == expected.shape, name
-        assert (_whole(found) - expected).abs().max() <= TOLERANCE, name
+        assert (found.full_tensor() - expected).abs().max() <= TOLERANCE, name
+        for statistic in (lambda t: t.norm(), lambda t: t.sum(), lambda t: t.norm(float("inf")), lambda t: t.max()):
+            assert abs(float(statistic(found.detach()) - statistic(expected.detach()))) <= TOLERANCE, name
 
 
-def _whole(tensor: Any) -> Tensor:
-    """From the data-parallel ranks, and where it is split between them, from the tensor-parallel ones."""
-    tensor = tensor.full_tensor()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+def test_parameters_replicated_on_the_tensor_parallel_mesh_train_exactly_and_count_once(world: Worlds) -> None:
+    world(4).run(_check_tensor_parallel, "zero3", Topology(2, 1), SPLIT_ROWS_TOO)
+
+
+def test_an_optimizer_made_before_a_tensor_parallel_model_is_sharded_stays_valid(world: Worlds) -> None:
+    world(4).run(_check_tensor_parallel, "zero3", Topology(2, 1), SPLIT_MATRICES, True)
+
+
+def test_whole_values_are_loaded_into_split_parameters(world: Worlds) -> None:
+    world(4).run(_load_into_tensor_parallel)
+
+
+def _load_into_tensor_parallel() -> None:
+    mesh = _mesh()
+    torch.manual_seed(7)
+    other = ParallelModel()
+    model = _tensor_parallel(ParallelModel(), mesh, SPLIT_ROWS_TOO)
+    towpath.shard(model, "zero3", topology=Topology(2, 1), group=mesh["dp"].get_group())
+    model.load_state_dict(other.state_dict())
+    for (name, found), expected in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), expected), name
+    with towpath.full_parameters(model):
+        for found, expected in zip(model.parameters(), other.parameters(), strict=True):
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            assert torch.equal(whole, expected)
+
+
+def test_a_tensor_parallel_model_from_the_meta_device_is_the_one_built_at_once(world: Worlds) -> None:
+    world(4).run(_tensor_parallel_from_meta)
+
+
+def _tensor_parallel_from_meta() -> None:
+    mesh = _mesh()
+    plan = {"": ColwiseParallel()}
+    with torch.device("meta"):
+        model = nn.Module()
+        model.blocks = nn.ModuleList(DeterministicMatrix() for _ in range(2))
+    _tensor_parallel(model, mesh, plan)
+    towpath.shard(model, "zero3", topology=Topology(2, 1), group=mesh["dp"].get_group())
+    for found in model.parameters():
+        assert torch.equal(found.full_tensor(), torch.full((2 * WIDTH, WIDTH), 0.5))
+
+
+class DeterministicMatrix(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2 * WIDTH, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, 0.5)
+
+
+def test_a_mesh_that_is_data_parallel_too_is_refused(world: Worlds) -> None:
+    world(4).run(_refuse_overlapping_meshes)
+
+
+def _refuse_overlapping_meshes() -> None:
+    mesh = _mesh()
+    model = _tensor_parallel(ParallelModel(), mesh, SPLIT_MATRICES)
+    with pytest.raises(errors.ShardError, match=r"Pass group=, the data-parallel process group"):
+        towpath.shard(model, "zero3", topology=SHAPE)  # all four ranks, as if nothing were split
 
 
 # --- meta-device construction ----------------------------------------------------------------------------------------

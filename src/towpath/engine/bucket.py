@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from towpath.engine.layout import BucketLayout, ParameterPlace
+from towpath.engine.parallel import Mesh
 from towpath.engine.partial import Peers
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.span import Span, WriteMark
@@ -43,6 +44,7 @@ class Bucket:
         values: torch.Tensor,
         wiring: Wiring,
         peers: Peers,
+        mesh: Mesh,
         writes: WriteMark,
     ) -> None:
         """`values`: the whole flat buffer in the parameters' own dtype, alike on every rank."""
@@ -60,9 +62,9 @@ class Bucket:
         self.copied = -1  # the version of the weights that the copy holds
         self.whole = plan.params.count == 1
         self.full = self.shard if self.whole else self._empty(0, compute)
-        self.views = [nn.Parameter(self._empty(0, compute), p.parameter.requires_grad) for p in layout.places]
+        self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
-            self._exchange(place, peers)
+            self._exchange(place, peers, mesh)
         self.grads: torch.Tensor | None = None  # made with the first gradient
         self.grads_filled = False
         self.used = [False] * len(layout.places)  # by this rank, since the last boundary
@@ -85,16 +87,40 @@ class Bucket:
         ratio = inner.count // cut.count
         return outer.view(ratio, -1)[inner.slots[self.rank] % ratio]
 
-    def _exchange(self, place: ParameterPlace, peers: Peers) -> None:
-        """The user's parameter becomes a ShardTensor, and stays the same object: optimizers keep hold of it."""
+    def _view(self, place: ParameterPlace, dtype: torch.dtype) -> nn.Parameter:
+        """What the modules compute with: whole, as far as this rank's part of a DTensor is."""
+        trains = place.parameter.requires_grad
+        if place.parallel is None:
+            return nn.Parameter(self._empty(0, dtype), trains)
+        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory; `place` gives it some
+        return nn.Parameter(place.parallel.wrap(nowhere), trains)
+
+    def _exchange(self, place: ParameterPlace, peers: Peers, mesh: Mesh) -> None:
+        """The user's parameter becomes a ShardTensor, and stays the same object: optimizers keep hold of it.
+
+        But for a DTensor, whose class has slots: the modules get another object, and `build` tells the optimizers.
+        """
         parameter, cut = place.parameter, self.plan.optimizer
-        where = Span(parameter.shape, place.offset, self.plan.numel // cut.count, cut.slots[self.rank], peers)
+        where = Span(
+            place.shape,
+            place.offset,
+            self.plan.numel // cut.count,
+            cut.slots[self.rank],
+            peers,
+            place.parallel,
+            mesh.counts(place.parallel),
+        )
         start, end = where.in_cut()
         attributes = dict(vars(parameter))
         shard = nn.Parameter(ShardTensor(self.master[start:end], where, self.mark), parameter.requires_grad)
         shard.mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
-        torch.utils.swap_tensors(parameter, shard)
-        vars(parameter).update(attributes)
+        if place.parallel is None:
+            torch.utils.swap_tensors(parameter, shard)
+        else:
+            place.parameter = shard
+            for module, attribute in place.owners:
+                module._parameters[attribute] = shard  # pyright: ignore[reportPrivateUsage]
+        vars(place.parameter).update(attributes)
 
     # Weights ------------------------------------------------------------------------------------------------------
 
@@ -102,9 +128,11 @@ class Bucket:
         """Let the whole weights live in `full`; the modules' views follow."""
         self.full = full
         for view, place in zip(self.views, self.layout.places, strict=True):
-            numel = place.parameter.numel()
             # Through .data the view has a version counter of its own: a gather is no in-place change to autograd.
-            view.data = full[place.offset : place.offset + numel].view(place.parameter.shape)
+            if place.parallel is None:
+                view.data = place.of(full)
+            else:
+                view._local_tensor = place.of(full).data  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def dirty(self) -> bool:
@@ -169,19 +197,20 @@ class Bucket:
             self._arrived.clear()
             self._clear_padding(buffer)
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
-            self._arriving = [
-                buffer[p.offset : p.offset + p.parameter.numel()].view(p.parameter.shape) for p in self.layout.places
-            ]
+            self._arriving = [place.of(buffer) for place in self.layout.places]
 
     def _clear_padding(self, buffer: torch.Tensor) -> None:
         ends = [*(p.offset for p in self.layout.places[1:]), self.plan.numel]
         for place, end in zip(self.layout.places, ends, strict=True):
-            start = place.offset + place.parameter.numel()
+            start = place.offset + place.numel
             if start < end:
                 buffer[start:end].zero_()
 
     def arrive(self, index: int, grad: torch.Tensor) -> None:
         """Take over the gradient of one parameter."""
+        parallel = self.layout.places[index].parallel
+        if parallel is not None:
+            grad = parallel.part_of_gradient(grad)
         if grad.layout is not torch.strided:
             grad = grad.to_dense()
         if index in self._arrived:

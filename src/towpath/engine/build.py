@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import materialise_buffers, materialised
 from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, device_of
+from towpath.engine.parallel import Mesh, local_part, mesh_of
 from towpath.engine.partial import Peers
 from towpath.engine.span import WriteMark
 from towpath.engine.unit import Unit
@@ -57,9 +59,10 @@ def _difference(lines: list[list[str]]) -> str:
     raise AssertionError("equal lists cannot differ")
 
 
-def check_exchangeable(layouts: list[UnitLayout]) -> None:
+def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
     """Refuse, before anything is touched, what could not be exchanged in place."""
-    places = [p for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    places = _places(layouts)
+    _check_mesh(places, groups)
     parameters = {id(p.parameter): p.names[0] for p in places}
     for optimizer in optimizers_of(p.parameter for p in places):
         stepped = next((p for p in optimizer.state if id(p) in parameters), None)
@@ -76,6 +79,18 @@ def check_exchangeable(layouts: list[UnitLayout]) -> None:
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
+
+
+def _check_mesh(places: list[ParameterPlace], groups: Groups) -> None:
+    for place in places:
+        over = place.parallel.ranks if place.parallel is not None else []
+        both = sorted(set(over) & set(groups.members))
+        if len(both) > 1:
+            raise ShardError(
+                f"{place.names[0]} is a DTensor over the ranks {over}, of which {both} are data-parallel too. Pass "
+                "group=, the data-parallel process group, as mesh['dp'].get_group() gives it. A model that another "
+                "library has sharded (FSDP) cannot be sharded again."
+            )
 
 
 def _in_use(parameter: nn.Parameter) -> str | None:
@@ -107,10 +122,12 @@ def build(
     model: nn.Module, strategy: Strategy, layouts: list[UnitLayout], precision: Precision, groups: Groups
 ) -> Engine:
     wiring = Wiring(groups, device_of(layouts))
-    peers = _peers(strategy, groups)
+    mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
+    peers = _peers(strategy, groups, mesh)
     writes = WriteMark()
     materialise_buffers(model, wiring.device)
-    units = [_unit(layout, strategy, precision, wiring, peers, writes) for layout in layouts]
+    with _optimizers_told(layouts):
+        units = [_unit(layout, strategy, precision, wiring, peers, mesh, writes) for layout in layouts]
     for buffer in model.buffers():  # after the parameters: a module may draw both anew
         values = buffer.detach().contiguous()
         groups.broadcast(values)
@@ -120,14 +137,36 @@ def build(
     return engine
 
 
+@contextmanager
+def _optimizers_told(layouts: list[UnitLayout]) -> Generator[None]:
+    """Optimizers that hold a DTensor get the ShardTensor that takes its place inside; all else keeps its identity."""
+    before = [(p.parameter, p) for p in _places(layouts) if p.parallel is not None]
+    optimizers = list(optimizers_of(parameter for parameter, _ in before)) if before else []
+    yield
+    exchanged = {id(parameter): place.parameter for parameter, place in before}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [exchanged.get(id(p), p) for p in group["params"]]
+
+
+def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:
+    return [p for unit in layouts for bucket in unit.buckets for p in bucket.places]
+
+
 def _unit(
-    layout: UnitLayout, strategy: Strategy, precision: Precision, wiring: Wiring, peers: Peers, writes: WriteMark
+    layout: UnitLayout,
+    strategy: Strategy,
+    precision: Precision,
+    wiring: Wiring,
+    peers: Peers,
+    mesh: Mesh,
+    writes: WriteMark,
 ) -> Unit:
     plan = plan_unit(strategy, layout.spec, precision)
     buckets: list[Bucket] = []
     for bucket, bucket_plan in zip(layout.buckets, plan.buckets, strict=True):
         values = _flat_values(bucket, bucket_plan, wiring)
-        buckets.append(Bucket(bucket, bucket_plan, values, wiring, peers, writes))
+        buckets.append(Bucket(bucket, bucket_plan, values, wiring, peers, mesh, writes))
     return Unit(layout, plan, buckets, wiring)
 
 
@@ -137,20 +176,16 @@ def _flat_values(bucket: BucketLayout, plan: BucketPlan, wiring: Wiring) -> torc
     with torch.no_grad(), materialised(bucket.places, wiring.device):
         for place in bucket.places:
             module, attribute = place.owners[0]
-            _room(flat, place).copy_(module.get_parameter(attribute))
+            place.of(flat).copy_(local_part(module.get_parameter(attribute)))
     wiring.groups.broadcast(flat)
     return flat
 
 
-def _room(flat: torch.Tensor, place: ParameterPlace) -> torch.Tensor:
-    return flat[place.offset : place.offset + place.parameter.numel()].view(place.parameter.shape)
-
-
-def _peers(strategy: Strategy, groups: Groups) -> Peers:
+def _peers(strategy: Strategy, groups: Groups, mesh: Mesh) -> Peers:
     moves = strategy.moves.assemble
     if not moves:
-        return Peers(None, (0,), groups.rank)
+        return Peers(None, (0,), groups.rank, mesh.groups)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
     made: dist.ProcessGroup = groups.of(partition, "control")
-    return Peers(made, group.slots, groups.rank)
+    return Peers(made, group.slots, groups.rank, mesh.groups)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from towpath.engine.layout import ParameterPlace
+from towpath.engine.parallel import local_part, parallel_of
 from towpath.errors import ShardError
 
 
@@ -40,8 +41,9 @@ def materialised(places: Iterable[ParameterPlace], device: torch.device) -> Gene
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    return nn.Parameter(values, parameter.requires_grad)
+    values = torch.empty(local_part(parameter).shape, dtype=parameter.dtype, device=device)
+    parallel = parallel_of(parameter)
+    return nn.Parameter(values if parallel is None else parallel.wrap(values), parameter.requires_grad)
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from towpath.engine.parallel import Parallel, local_part, parallel_of
 from towpath.errors import ShardError
 from towpath.spec.formats import FLOATING, dtype_name
 from towpath.spec.units import BucketSpec, UnitSpec
@@ -22,7 +23,17 @@ class ParameterPlace:
     names: list[str]
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
+    shape: torch.Size  # of this rank's part of it, which is all of it unless it is split over a tensor-parallel mesh
+    parallel: Parallel | None
     offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Where this parameter lies in the whole flat buffer."""
+        return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(slots=True)
@@ -59,7 +70,7 @@ def _unit(name: str, module: nn.Module, places: list[ParameterPlace]) -> UnitLay
     buckets: list[BucketLayout] = []
     for dtype, trainable in keys:
         inside = [p for p in places if (dtype_name(p.parameter.dtype), p.parameter.requires_grad) == (dtype, trainable)]
-        spec = BucketSpec(tuple(p.parameter.numel() for p in inside), dtype, trainable)
+        spec = BucketSpec(tuple(p.numel for p in inside), dtype, trainable)
         for place, offset in zip(inside, spec.offsets, strict=False):
             place.offset = offset
         buckets.append(BucketLayout(spec, inside))
@@ -135,7 +146,10 @@ def _places(model: nn.Module) -> list[ParameterPlace]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, attribute = name.rpartition(".")
         owner = (model.get_submodule(path), attribute)
-        place = found.setdefault(id(parameter), ParameterPlace([], [], parameter))
+        if id(parameter) not in found:
+            parallel = _check_class(name, parameter)
+            found[id(parameter)] = ParameterPlace([], [], parameter, local_part(parameter).shape, parallel)
+        place = found[id(parameter)]
         place.names.append(name)
         if owner not in place.owners:
             place.owners.append(owner)
@@ -144,19 +158,40 @@ def _places(model: nn.Module) -> list[ParameterPlace]:
     return places
 
 
+def _check_class(name: str, parameter: nn.Parameter) -> Parallel | None:
+    parallel = parallel_of(parameter)
+    if type(parameter) is not nn.Parameter and parallel is None:
+        raise ShardError(
+            f"{name} is a {type(parameter).__name__}; shard() takes plain parameters, and DTensors on a "
+            "tensor-parallel mesh. A lazy one needs a forward pass first; a model that is sharded already cannot be "
+            "sharded again."
+        )
+    return parallel
+
+
 def _check(places: list[ParameterPlace]) -> None:
     for place in places:
         parameter, name = place.parameter, place.names[0]
-        if type(parameter) is not nn.Parameter:
-            raise ShardError(
-                f"{name} is a {type(parameter).__name__}; shard() takes plain parameters. A lazy one needs a forward "
-                "pass first; a model that is sharded already cannot be sharded again."
-            )
         if dtype_name(parameter.dtype) not in FLOATING:
             raise ShardError(f"{name} is {parameter.dtype}; parameters may be {', '.join(FLOATING)}.")
+    _check_meshes(places)
     devices = sorted({str(p.parameter.device) for p in places} - {"meta"})
     if len(devices) > 1:
         raise ShardError(f"the model's parameters lie on {', '.join(devices)}; move them to one device before shard().")
+
+
+def _check_meshes(places: list[ParameterPlace]) -> None:
+    split = [p for p in places if p.parallel is not None]
+    for place in split:
+        first, mine = split[0].parallel, place.parallel
+        assert first is not None and mine is not None
+        if mine.mesh != first.mesh:
+            raise ShardError(
+                f"{place.names[0]} is a DTensor on {mine.mesh}, and {split[0].names[0]} on {first.mesh}: shard() takes "
+                "one tensor-parallel mesh for the whole model."
+            )
+        if any(placement.is_partial() for placement in mine.placements):
+            raise ShardError(f"{place.names[0]} is a partial sum, {mine.placements}: redistribute it before shard().")
 
 
 def describe(layouts: list[UnitLayout]) -> Iterator[str]:
@@ -164,7 +199,8 @@ def describe(layouts: list[UnitLayout]) -> Iterator[str]:
     for unit in layouts:
         for bucket in unit.buckets:
             for place in bucket.places:
-                shape = "×".join(map(str, place.parameter.shape)) or "scalar"
+                shape = "×".join(map(str, place.shape)) or "scalar"
+                shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
                 state = "trains" if bucket.spec.trainable else "frozen"
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
 

@@ -22,16 +22,21 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: igno
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Peers:
-    """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them."""
+    """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them.
+
+    `beyond`: on a tensor-parallel mesh, the groups over which what the peers combined is combined once more.
+    """
 
     group: dist.ProcessGroup | None
     slots: tuple[int, ...]
     rank: int
+    beyond: tuple[dist.ProcessGroup, ...] = ()
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """`tensor`, reduced over the peers in place."""
-        if self.group is not None:
-            dist.all_reduce(tensor, op, group=self.group)
+        for group in (self.group, *self.beyond):
+            if group is not None:
+                dist.all_reduce(tensor, op, group=group)
         return tensor
 
 

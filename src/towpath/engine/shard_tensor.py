@@ -41,7 +41,7 @@ class ShardTensor(torch.Tensor):
         requires_grad: bool = False,
     ) -> ShardTensor:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, where.shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, where.whole_shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         made.local, made.span, made.mark = local, where, mark
         return made
@@ -55,6 +55,12 @@ class ShardTensor(torch.Tensor):
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, gathered from the ranks that share it. Every one of them must call this."""
+        whole = self._assembled()
+        parallel = self.span.parallel
+        return whole if parallel is None else parallel.wrap(whole).full_tensor()
+
+    def _assembled(self) -> torch.Tensor:
+        """From the slices of the peers."""
         where = self.span
         local = self.local.detach()
         if where.peers.group is None:
@@ -189,17 +195,18 @@ def _local_of(func: Any, value: Any, where: Span) -> Any:
     if isinstance(value, ShardTensor):
         if value.span is not where:
             raise ShardTensorError(
-                f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and {tuple(where.shape)}, "
-                "hold slices that do not match element by element. Use full_tensor() on both."
+                f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and "
+                f"{tuple(where.whole_shape)}, hold slices that do not match element by element. Use full_tensor() on "
+                "both."
             )
         return value.local
     if isinstance(value, Partial):
         return value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         raise ShardTensorError(
-            f"{func}: a ShardTensor of shape {tuple(where.shape)} met a plain tensor of shape {tuple(value.shape)}, "
-            "which is not sliced alike. If this is an optimizer's state, the optimizer stepped before shard(): make a "
-            "new one. Else copy_() the whole tensor into a ShardTensor, or use full_tensor()."
+            f"{func}: a ShardTensor of shape {tuple(where.whole_shape)} met a plain tensor of shape "
+            f"{tuple(value.shape)}, which is not sliced alike. If this is an optimizer's state, the optimizer stepped "
+            "before shard(): make a new one. Else copy_() the whole tensor into a ShardTensor, or use full_tensor()."
         )
     if isinstance(value, torch.Tensor) and value.dim():
         return value.reshape(())  # it broadcasts over any shape, also over a 1-D slice
@@ -260,6 +267,7 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     whole = isinstance(source, torch.Tensor) and not isinstance(source, (ShardTensor, Partial))
     if whole and source.shape == target.shape:
         start, end = target.span.bounds()
+        source = source if target.span.parallel is None else target.span.parallel.part_of(source)
         source = source.reshape(-1)[start:end]
     else:
         source = _local_of(func, source, target.span)
@@ -284,14 +292,15 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
-    return Partial.norm_of(tensor.local, 2 if order is None else order, tensor.span.peers, kwargs.get("dtype"))
+    local = tensor.span.counted(tensor.local)
+    return Partial.norm_of(local, 2 if order is None else order, tensor.span.peers, kwargs.get("dtype"))
 
 
 def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     return [
-        Partial.norm_of(t.local, order, t.span.peers, dtype)
+        Partial.norm_of(t.span.counted(t.local), order, t.span.peers, dtype)
         if isinstance(t, ShardTensor)
         else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in args[0]
@@ -302,7 +311,7 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 or kwargs.get("dim") is not None:
         _refuse(func, args, kwargs)
-    total = tensor.local.sum(dtype=kwargs.get("dtype"))
+    total = tensor.span.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
     return Partial(total, "sum", tensor.span.peers, total.dtype)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from towpath.engine.parallel import Parallel
 from towpath.engine.partial import Peers
 
 
@@ -31,11 +32,20 @@ class Span:
     Compared by identity: two ShardTensors match element by element only if they carry the same Span.
     """
 
-    shape: torch.Size
+    shape: torch.Size  # of what lies in the flat buffer: the tensor, or its part on a tensor-parallel mesh
     offset: int  # of the tensor in the flat buffer
     cut: int  # length of a slice of the flat buffer
     slot: int  # which slice of the flat buffer this rank holds
     peers: Peers
+    parallel: Parallel | None = None
+    counts: bool = True  # in norms and sums; of what is the same on a whole mesh, only one copy does
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        return self.shape if self.parallel is None else self.parallel.shape
+
+    def counted(self, local: torch.Tensor) -> torch.Tensor:
+        return local if self.counts else local[:0]
 
     def bounds(self, slot: int | None = None) -> tuple[int, int]:
         """The elements [start, end) of the flattened tensor that the holder of `slot` has."""

@@ -36,6 +36,11 @@ class Groups:
     def world(self) -> int:
         return 1 if self._alone else dist.get_world_size(self._parent)
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks of this group, as the whole job counts them."""
+        return [0] if self._alone else dist.get_process_group_ranks(self._parent)
+
     def backend(self, device: torch.device) -> str:
         """The backend that carries tensors of `device`, 'gloo' or 'nccl'."""
         if self._alone:
