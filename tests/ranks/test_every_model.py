@@ -604,6 +604,26 @@ def _ordered_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
     return _loss(model, rank, micro, step)
 
 
+class FixedFeatures(Chain):
+    """Only what follows the first block trains, and in evaluation mode at that, as a fixed backbone runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.blocks[0](self.first(x))
+        for block in list(self.blocks)[1:]:
+            x = block(x)
+        return self.last(x)
+
+
+def test_backward_never_reads_a_copy_that_the_forward_pass_did_not_make(world: Worlds) -> None:
+    """The second block's weights are gathered ahead, while the first computes without a graph: no copy is kept then."""
+    world(4).run(_train, _fixed_features, "hpz")
+
+
+def _fixed_features() -> nn.Module:
+    return FixedFeatures([Block() for _ in range(3)]).eval()
+
+
 # --- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
