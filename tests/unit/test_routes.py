@@ -1,0 +1,227 @@
+"""Every route's plan, carried out with sets of contributors; its bytes, its order, and its time on links of two kinds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+import towpath
+from towpath.spec.routes import ROUTES, Grid, Group, Op, Send, cells_of, piece_bounds, sends, travelled, wire_elements
+from towpath.spec.schedule import Transfer
+from towpath.spec.strategy import Kind
+from towpath.spec.transitions import Move
+from towpath.spec.wire import Wire
+from towpath.topology.cluster import Topology
+
+SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 4), (3, 1), (2, 2), (2, 3), (3, 3), (4, 2), (2, 4), (2, 6))]
+TWO_LEVELS = [t for t in SHAPES if t.nodes > 1 and t.ranks_per_node > 1]
+ORDERS = ("rank order", "local-major")
+
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+orders = pytest.mark.parametrize("order", ORDERS)
+routes = pytest.mark.parametrize("route", ROUTES)
+ops = pytest.mark.parametrize("op", list(Op))
+
+
+def group_of(shape: Topology, order: str) -> Group:
+    ranks = range(shape.world)
+    local_major = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks)
+    return Group(tuple(ranks), tuple(ranks) if order == "rank order" else local_major)
+
+
+def nodes_of(shape: Topology) -> list[int]:
+    return [shape.node_of(r) for r in range(shape.world)]
+
+
+def plan_of(op: Op, route: str, shape: Topology, order: str = "rank order") -> list[Send]:
+    return list(sends(op, route, group_of(shape, order), nodes_of(shape)))
+
+
+Held = dict[tuple[int, int, int], set[int]]  # member, slot, part → whose contributions it holds
+
+
+def carry_out(plan: list[Send], held: Held) -> None:
+    """What is posted leaves as it is then, and must stay so until it is due, when it arrives."""
+    events = sorted([(s.step, 1, i) for i, s in enumerate(plan)] + [(s.until, 0, i) for i, s in enumerate(plan)])
+    sent: dict[int, set[int]] = {}
+    for _, posted, i in events:
+        s = plan[i]
+        source, target = (s.source, s.slot, s.part), (s.target, s.slot, s.part)
+        if posted:
+            sent[i] = set(held[source])
+            assert sent[i], "sent before it is held"
+            continue
+        assert held[source] == sent[i], "changed while it was being sent"
+        if s.adds:
+            assert not held[target] & sent[i], "a contribution would be counted twice"
+            held[target] |= sent[i]
+        else:
+            held[target] = sent[i]
+
+
+@shapes
+@orders
+@routes
+def test_a_gather_brings_every_slice_to_everyone_exactly_once(route: str, order: str, shape: Topology) -> None:
+    group, plan = group_of(shape, order), plan_of(Op.ALL_GATHER, route, shape, order)
+    parts = plan[0].parts if plan else 1
+    held: Held = defaultdict(set)
+    for member, slot in enumerate(group.slots):
+        held.update({(member, slot, part): {member} for part in range(parts)})
+    carry_out(plan, held)
+    for member in range(shape.world):
+        for owner, slot in enumerate(group.slots):
+            assert all(held[member, slot, part] == {owner} for part in range(parts))
+    assert len(plan) == shape.world * (shape.world - 1) * parts
+    assert len({(s.target, s.piece) for s in plan}) == len(plan)
+
+
+@shapes
+@orders
+@routes
+@pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
+def test_a_reduction_counts_every_contribution_exactly_once(op: Op, route: str, order: str, shape: Topology) -> None:
+    group, plan = group_of(shape, order), plan_of(op, route, shape, order)
+    parts, everyone = (plan[0].parts if plan else 1), set(range(shape.world))
+    held: Held = {(m, s, p): {m} for m in everyone for s in everyone for p in range(parts)}
+    carry_out(plan, held)
+    for member in everyone:
+        for slot in everyone if op is Op.ALL_REDUCE else [group.slots[member]]:
+            assert all(held[member, slot, part] == everyone for part in range(parts))
+
+
+@shapes
+@routes
+@ops
+def test_plans_are_in_the_order_of_their_steps_and_every_message_ends(op: Op, route: str, shape: Topology) -> None:
+    plan = plan_of(op, route, shape)
+    assert [s.step for s in plan] == sorted(s.step for s in plan)
+    assert all(0 <= s.step < s.until and s.source != s.target for s in plan)
+    # What one posts between two of its peer's steps, the peer posts too: steps that are empty for one are so for all.
+    by_member = [{s.step for s in plan if m in (s.source, s.target)} for m in range(shape.world)]
+    assert all(steps == by_member[0] for steps in by_member)
+
+
+@shapes
+@orders
+@routes
+@ops
+def test_pieces_cover_a_region_of_any_length(op: Op, route: str, order: str, shape: Topology) -> None:
+    """And the bytes of a transfer are those of its messages, counted one by one."""
+    group, plan, node = group_of(shape, order), plan_of(op, route, shape, order), shape.node_of
+    for elements in (0, 1, 5, 720, 1009):
+        lengths = [end - start for s in plan for start, end in [piece_bounds(elements, shape.world, s.piece)]]
+        assert sum(lengths) == (2 if op is Op.ALL_REDUCE else 1) * (shape.world - 1) * elements
+        covered = sorted(i for p in {s.piece for s in plan} for i in range(*piece_bounds(elements, shape.world, p)))
+        assert covered == (list(range(elements)) if shape.world > 1 else [])
+        transfer = Transfer(Kind.SYNC, "", "", Move(op, 1, (group,)), Wire(route), elements, "float32", shape)
+        crossing = [(node(s.source), n) for s, n in zip(plan, lengths, strict=True) if node(s.source) != node(s.target)]
+        for cable in range(shape.nodes):
+            assert transfer.cable_bytes(cable) == 4 * sum(n for j, n in crossing if j == cable)
+        assert transfer.inter_bytes == 4 * sum(n for _, n in crossing)
+        assert transfer.intra_bytes == 4 * sum(lengths) - transfer.inter_bytes
+
+
+@pytest.mark.parametrize("shape", TWO_LEVELS, ids=str)
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
+def test_each_cable_carries_what_the_route_promises(op: Op, shape: Topology) -> None:
+    """In slices, a node: p − R by the two-level routes, p − 1 by a ring, R(p − R) in one hop."""
+    world, ranks = shape.world, shape.ranks_per_node
+    elements = 144 * world
+    promised = dict.fromkeys(("hierarchical", "ho-ring", "two-hop"), world - ranks)
+    promised |= {"flat": world - 1, "ring": world - 1, "one-hop": ranks * (world - ranks)}
+    for route, slices in promised.items():
+        move = Move(op, 1, (group_of(shape, "rank order"),))
+        transfer = Transfer(Kind.GATHER, "", "", move, Wire(route), elements, "float32", shape)
+        assert {transfer.cable_bytes(node) for node in range(shape.nodes)} == {slices * 144 * 4}
+
+
+@pytest.mark.parametrize("shape", [t for t in SHAPES if t not in TWO_LEVELS], ids=str)
+@routes
+def test_where_there_is_one_kind_of_link_every_route_sends_what_flat_sends(route: str, shape: Topology) -> None:
+    assert travelled(route, Grid.of(nodes_of(shape))) in ("flat", "ring")
+    for op in Op:
+        assert plan_of(op, route, shape) == plan_of(op, "flat", shape)
+
+
+def test_members_that_do_not_form_a_grid_are_our_own_bug() -> None:
+    for nodes in ([0, 0, 1], [0, 1, 0, 1], [0, 1, 1, 0]):
+        with pytest.raises(AssertionError, match="not node by node, or uneven"):
+            Grid.of(nodes)
+
+
+# --- time ------------------------------------------------------------------------------------------------------------
+
+
+def seconds(plan: list[Send], shape: Topology, inter: float, intra: float) -> float:
+    """Of one member of a plan in which all do alike: a slice takes `inter` to cross, `intra` inside the node, and each
+    kind of link carries one message after the other."""
+    mine = [s for s in plan if s.source == 0]
+    free, done = {True: 0.0, False: 0.0}, dict[int, float]()
+    for i, s in enumerate(mine):
+        posted = max((done[k] for k in range(i) if mine[k].until <= s.step), default=0.0)
+        crosses = shape.node_of(s.target) != 0
+        free[crosses] = max(free[crosses], posted) + (inter if crosses else intra) / s.parts
+        done[i] = free[crosses]
+    return max(done.values())
+
+
+@pytest.mark.parametrize("shape", TWO_LEVELS, ids=str)
+@pytest.mark.parametrize("inter", [1, 2, 5, 20])
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
+def test_the_ho_ring_takes_no_longer_than_its_model(op: Op, inter: float, shape: Topology) -> None:
+    """max(g(M−1)·tₐ, (g−1)·tₑ + (M−1)·tₐ), where the second is of a ring that is not cut in parts."""
+    g, width, intra = shape.nodes, shape.ranks_per_node, 1.0
+    model = max(g * (width - 1) * intra, (g - 1) * inter + (width - 1) * intra)
+    assert seconds(plan_of(op, "ho-ring", shape), shape, inter, intra) <= model * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
+def test_two_nodes_of_four_behind_cables_of_a_sixteenth_take_what_the_algorithms_say(op: Op) -> None:
+    """In cable times, of one slice over the cable that a node's ranks share: flat 7, ho-ring 4 + 3·4/16/4."""
+    shape, inter, intra = Topology(2, 4), 4.0, 4 / 16
+    taken = {route: seconds(plan_of(op, route, shape), shape, inter, intra) for route in ("hierarchical", "ho-ring")}
+    assert taken["ho-ring"] == pytest.approx(4 + 3 * 4 / 16 / 4)
+    assert taken["hierarchical"] == pytest.approx(4 + 2 * 3 * 4 / 16)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@shapes
+@orders
+@routes
+def test_no_cell_of_the_wire_buffer_is_used_twice_at_a_time(route: str, order: str, shape: Topology) -> None:
+    plan = plan_of(Op.REDUCE_SCATTER, route, shape, order)
+    for member in range(shape.world):
+        received = [s for s in plan if s.target == member]
+        cells = cells_of(received)
+        for i, (first, cell) in enumerate(zip(received, cells, strict=True)):
+            for later, other in zip(received[i + 1 :], cells[i + 1 :], strict=True):
+                assert cell != other or first.until <= later.step
+
+
+def test_wire_buffers_stay_below_the_region_but_for_an_all_to_all() -> None:
+    shape = Topology(2, 8)
+    group, elements = group_of(shape, "rank order"), 16 * 64
+    sizes = {
+        route: wire_elements(Op.REDUCE_SCATTER, route, group, nodes_of(shape), elements)[0] / elements
+        for route in ROUTES
+    }
+    assert sizes["flat"] == sizes["ring"] == 1 / 16
+    assert sizes["hierarchical"] == 2 / 16
+    assert sizes["ho-ring"] <= 1 / 4
+    assert sizes["one-hop"] <= 2
+    assert sizes["two-hop"] <= 1.1
+    assert wire_elements(Op.ALL_GATHER, "ho-ring", group, nodes_of(shape), elements) == (0, 0)
+
+
+# --- strategies ------------------------------------------------------------------------------------------------------
+
+
+@routes
+def test_a_strategy_takes_any_route_and_survives_toml(route: str) -> None:
+    strategy = towpath.strategy("zero3", Topology(2, 2), route=route)
+    assert towpath.Strategy.from_toml(strategy.to_toml()) == strategy
+    assert f"({route})" in str(strategy)
