@@ -38,34 +38,17 @@ class _Signature:
         return f"{self.op.value} by {self.route} of {self.elements} elements of {self.dtype}"
 
 
-@final
-class Verified(Collective):
-    """Runs `inner` on tensors that fit its binding; the first run begins by comparing bindings with the members."""
+class Agreement:
+    """That all members are made for the same: asked of them once, when first needed."""
 
-    def __init__(self, inner: Collective, binding: Binding, members: Members) -> None:
-        self._inner, self._binding, self._members = inner, binding, members
-        self._compared = False
+    def __init__(self, binding: Binding, members: Members) -> None:
+        self._binding, self._members = binding, members
+        self._reached = False
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        self._check(region, shard)
-        if not self._compared:
-            self._compare(region.device)
-            self._compared = True
-        self._inner.run(region, shard)
-
-    def _check(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        bound = self._binding
-        wanted = [("region", region, bound.elements)]
-        if bound.op is not Op.ALL_REDUCE:
-            start, end = bounds(bound.elements, len(self._members.group.ranks), self._members.slot)
-            wanted.append(("shard", shard, end - start))
-        for name, tensor, elements in wanted:
-            if tensor.numel() != elements or tensor.dtype != bound.dtype or not tensor.is_contiguous():
-                raise StepError(
-                    f"rank {self._members.rank}: {bound.label} by {bound.route}: got a {name} of {tensor.numel()} "
-                    f"elements of {tensor.dtype}, expected {elements} of {bound.dtype}, contiguous. A collective "
-                    "carries what it was made for; make another for other tensors."
-                )
+    def ensure(self, device: torch.device) -> None:
+        if not self._reached:
+            self._compare(device)
+            self._reached = True
 
     def _compare(self, device: torch.device) -> None:
         mine, members = _Signature.of(self._binding).encoded(), self._members
@@ -89,3 +72,32 @@ class Verified(Collective):
             f"exchange what does not fit: rank {ranks[source]} has {each[source]}, rank {ranks[target]} has "
             f"{each[target]}. Give every rank the same strategy, model and precision."
         )
+
+
+@final
+class Verified(Collective):
+    """Runs `inner` on tensors that fit its binding, once the members agree on it."""
+
+    def __init__(self, inner: Collective, binding: Binding, members: Members) -> None:
+        self._inner, self._binding, self._members = inner, binding, members
+        self._agreement = Agreement(binding, members)
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        check_fit(self._binding, self._members, region, shard)
+        self._agreement.ensure(region.device)
+        self._inner.run(region, shard)
+
+
+def check_fit(binding: Binding, members: Members, region: torch.Tensor, shard: torch.Tensor) -> None:
+    """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
+    wanted = [("region", region, binding.elements)]
+    if binding.op is not Op.ALL_REDUCE:
+        start, end = bounds(binding.elements, len(members.group.ranks), members.slot)
+        wanted.append(("shard", shard, end - start))
+    for name, tensor, elements in wanted:
+        if tensor.numel() != elements or tensor.dtype != binding.dtype or not tensor.is_contiguous():
+            raise StepError(
+                f"rank {members.rank}: {binding.label} by {binding.route}: got a {name} of {tensor.numel()} elements "
+                f"of {tensor.dtype}, expected {elements} of {binding.dtype}, contiguous. A collective carries what it "
+                "was made for; make another for other tensors."
+            )

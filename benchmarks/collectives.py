@@ -1,0 +1,157 @@
+"""Our routes against the flat one: ratios of the times of one collective, measured A B A B in one run.
+
+    python benchmarks/collectives.py [CASE …] [--rounds 5] [-o benchmarks/results/collectives.json]
+
+Every case raises a lab, binds all contestants on the same ranks, and lets them take turns; a round is one collective of
+each, between barriers. Ratios are of the medians. Absolute seconds mean nothing on a shared machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import towpath
+from towpath import lab
+from towpath.collectives.coalesced import CoalescedAllGather
+from towpath.collectives.collective import Binding, Members, Scratch
+from towpath.collectives.select import bind
+from towpath.spec.routes import Group, Op
+
+MEGABYTES, SMALL_KILOBYTES, SMALL = 64, 256, 16
+WIDE, TALL = towpath.Topology(2, 4), towpath.Topology(4, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The contestants, and the ratios asked of some of them: (ours, theirs) → at most. `intra`: of the loopbacks."""
+
+    name: str
+    op: Op
+    topology: towpath.Topology = WIDE
+    inter: str | None = "100mbit"
+    intra: str | None = None
+    contestants: tuple[str, ...] = ("flat", "hierarchical", "ho-ring")
+    asked: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+FAST = {("hierarchical", "flat"): 0.66, ("ho-ring", "flat"): 0.60}
+SHAPED = {("ho-ring", "flat"): 0.674, ("ho-ring", "hierarchical"): 0.90}
+COALESCED = {("coalesced", "one after another"): 0.40}
+CASES = [
+    Case("gather-2x4", Op.ALL_GATHER, asked=FAST),
+    Case("reduce-2x4", Op.REDUCE_SCATTER, asked=FAST),
+    Case("gather-2x4-shaped", Op.ALL_GATHER, intra="1600mbit", asked=SHAPED),
+    Case("reduce-2x4-shaped", Op.REDUCE_SCATTER, intra="1600mbit", asked=SHAPED),
+    Case("gather-4x2", Op.ALL_GATHER, TALL),
+    Case("reduce-4x2", Op.REDUCE_SCATTER, TALL),
+    Case("gather-4x2-shaped", Op.ALL_GATHER, TALL, intra="1600mbit"),
+    Case("reduce-4x2-shaped", Op.REDUCE_SCATTER, TALL, intra="1600mbit"),
+    Case("coalesced", Op.ALL_GATHER, inter=None, contestants=("coalesced", "one after another"), asked=COALESCED),
+]
+
+
+def members_of(rank: int, topology: towpath.Topology) -> Members:
+    everyone = tuple(range(topology.world))
+    assert dist.group.WORLD is not None
+    nodes = tuple(map(topology.node_of, everyone))
+    return Members(dist.group.WORLD, dist.group.WORLD, Group(everyone, everyone), rank, nodes)
+
+
+def contestant(kind: str, case: Case, members: Members) -> Callable[[], None]:
+    scratch = Scratch(torch.device("cpu"))
+    if kind not in ("coalesced", "one after another"):
+        binding = Binding(case.op, kind, MEGABYTES * 2**20 // 4, torch.float32, kind)
+        collective, region = bind(binding, members, "gloo", scratch), torch.zeros(binding.elements)
+        mine = binding.own_slice(region, members)
+        return lambda: collective.run(region, mine)
+    binding = Binding(case.op, "flat", SMALL_KILOBYTES * 2**10 // 4, torch.float32, kind)
+    regions = [torch.zeros(binding.elements) for _ in range(SMALL)]
+    shards = [binding.own_slice(region, members).clone() for region in regions]
+    if kind == "coalesced":
+        together = CoalescedAllGather([binding] * SMALL, members, "gloo", scratch)
+        return lambda: together.run(regions, shards)
+    single = bind(binding, members, "gloo", scratch)
+
+    def one_after_another() -> None:
+        for region, shard in zip(regions, shards, strict=True):
+            single.run(region, shard)
+
+    return one_after_another
+
+
+def race(rank: int, world: int, case: Case, rounds: int) -> dict[str, list[float]]:
+    """What every rank does: the seconds of each round, by contestant."""
+    torch.set_num_threads(1)
+    members = members_of(rank, case.topology)
+    runners = {kind: contestant(kind, case, members) for kind in case.contestants}
+    seconds: dict[str, list[float]] = {kind: [] for kind in runners}
+    for turn in range(rounds + 1):
+        for kind, collective in runners.items():
+            dist.barrier()
+            began = time.perf_counter()
+            collective()
+            dist.barrier()
+            if turn > 0:  # one of each warms up
+                seconds[kind].append(time.perf_counter() - began)
+    return seconds
+
+
+def run(case: Case, rounds: int) -> dict[str, Any]:
+    with lab.Lab(case.topology, inter=case.inter, intra=case.intra) as cluster:
+        seconds = cluster.call(race, case, rounds, timeout_seconds=1200)[0]
+    medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+    pairs = case.asked or {(kind, case.contestants[0]): None for kind in case.contestants[1:]}
+    return {
+        "case": asdict(case) | {"asked": [[*pair, most] for pair, most in case.asked.items()]},
+        "ratios": [[*pair, round(medians[pair[0]] / medians[pair[1]], 4), most] for pair, most in pairs.items()],
+        "median_seconds": {kind: round(value, 4) for kind, value in medians.items()},
+        "seconds": {kind: [round(s, 4) for s in values] for kind, values in seconds.items()},
+    }
+
+
+def environment() -> dict[str, Any]:
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"which of {', '.join(c.name for c in CASES)} (default: all)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    for case in CASES:
+        if options.cases and case.name not in options.cases:
+            continue
+        result = run(case, options.rounds if case.inter else 10 * options.rounds)
+        results.append(result)
+        print(f"{case.name}  {result['median_seconds']}")
+        for ours, theirs, ratio, most in result["ratios"]:
+            verdict = "" if most is None else f" (asked ≤ {most}: {'met' if ratio <= most else 'MISSED'})"
+            print(f"  {ours} / {theirs}: {ratio:.3f}{verdict}", flush=True)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
