@@ -229,7 +229,9 @@ class Engine:
             for line in self._usage:
                 line.run(self._bitmap, self._bitmap)
 
-        self.wiring.submit(Kind.USAGE, self._usage, job).wait()
+        self.wiring.submit(Kind.USAGE, self._usage, job, after=self._synced).wait()
+        if all(mine):
+            return mine  # so are they anywhere: no need to wait for the device to tell
         return [bool(b) for b in self._bitmap.tolist()]
 
     def _rest(self) -> None:
