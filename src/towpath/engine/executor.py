@@ -223,7 +223,9 @@ class Engine:
         mine = [used for unit in self._order for bucket in unit.trainable for used in bucket.used]
         if not self._usage:
             return mine
-        self._bitmap.copy_(torch.tensor(mine, dtype=torch.uint8))
+        # From pinned memory, so that the host need not wait for the copy to a device.
+        told = torch.tensor(mine, dtype=torch.uint8, pin_memory=self.wiring.device.type == "cuda")
+        self._bitmap.copy_(told, non_blocking=True)
 
         def job() -> None:
             for line in self._usage:

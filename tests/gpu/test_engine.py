@@ -1,0 +1,92 @@
+"""The engine on CUDA: one rank on NCCL, and several ranks that share one GPU. Skipped, and counted, without one."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+import towpath
+from tests.ranks.models import MODELS
+from tests.ranks.reference import optimizer_for
+from tests.ranks.strategies import strategy_of
+from towpath import Topology
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+STEPS, MICRO_STEPS = 3, 2
+LABELS = ("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-iig", "paro-nig", "zero3@hierarchical", "zero3@ho-ring")
+
+
+@pytest.mark.parametrize("precision", [None, towpath.Precision(params=torch.bfloat16, reduce=torch.float32)], ids=str)
+@pytest.mark.parametrize("label", ["ddp", "zero3", "hpz"])
+def test_one_rank_on_nccl_trains_as_the_bare_model(label: str, precision: Any, tmp_path: Path) -> None:
+    _spawn(1, tmp_path, _train, label, Topology(1, 1), precision)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_ranks_that_share_a_gpu_train_as_one_process(label: str, tmp_path: Path) -> None:
+    _spawn(4, tmp_path, _train, label, Topology(2, 2), None)
+
+
+def test_the_host_is_not_held_up_by_a_step(tmp_path: Path) -> None:
+    """A step enqueues its work and returns: nothing in it waits for the device."""
+    _spawn(1, tmp_path, _enqueue_under_sync_debug)
+
+
+def _spawn(world: int, folder: Path, work: Any, *args: Any) -> None:
+    torch.multiprocessing.spawn(_rank, (world, folder / "meeting", work, args), nprocs=world)  # pyright: ignore
+
+
+def _rank(rank: int, world: int, meeting: Path, work: Any, args: tuple[Any, ...]) -> None:
+    # NCCL refuses two ranks on one GPU of one host; as hosts of their own they talk over the loopback.
+    os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=f"file://{meeting}", rank=rank, world_size=world)
+    try:
+        work(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(label: str, topology: Topology, precision: towpath.Precision | None) -> None:
+    entry = MODELS["gpt"]
+    dtype = torch.float64 if precision is None else torch.float32
+    plain, model = (entry.make(dtype).cuda() for _ in range(2))
+    towpath.shard(model, strategy_of(label, topology), topology=topology, precision=precision)
+    optimizers = optimizer_for(plain), optimizer_for(model)
+    for step in range(STEPS):
+        for micro in range(MICRO_STEPS):
+            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
+                (_loss(model, dist.get_rank(), micro, step, dtype) / MICRO_STEPS).backward()
+        for rank in range(topology.world):
+            for micro in range(MICRO_STEPS):
+                (_loss(plain, rank, micro, step, dtype) / (MICRO_STEPS * topology.world)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # In float64 only the order of sums differs; bf16 rounds weights to 8 bits, and the steps are of 2e-3.
+    tolerance = 1e-9 if precision is None else 1e-2
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (found.full_tensor() - expected).abs().max() <= tolerance, name
+
+
+def _loss(model: Any, rank: int, micro: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    entry = MODELS["gpt"]
+    return entry.loss(model, *(t.cuda() for t in entry.micro_batch(rank, micro, step, dtype)))
+
+
+def _enqueue_under_sync_debug() -> None:
+    entry = MODELS["gpt"]
+    model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(1, 1))
+    inputs = [t.cuda() for t in entry.micro_batch(0, 0, 0, torch.float32)]
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        entry.loss(model, *inputs).backward()
+    torch.cuda.set_sync_debug_mode("default")
