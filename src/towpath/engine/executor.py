@@ -75,26 +75,24 @@ class Engine:
     # Forward --------------------------------------------------------------------------------------------------------
 
     @on_host
-    def before_forward(self, unit: Unit) -> None:
+    def before_forward(self, unit: Unit, comes_back: bool) -> None:
         recomputing = in_backward()
         unit.check_parameters()
         if not recomputing:
-            # A reentrant checkpoint runs its forward without a graph, and comes back for it all the same.
-            unit.forwards += torch.is_grad_enabled() or unit.module.training
+            unit.forwards += comes_back
             if self._running_backward:
                 self._abandon()
             self._publish()
             if unit is self.root:
                 self._begin_pass()
-        keep_copy = not recomputing and (torch.is_grad_enabled() or unit.module.training)
-        self._gather(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, keep_copy)
+        self._gather(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
         unit.show(whole=True)
 
     def _gather(self, unit: Unit, kind: Kind, keep_copy: bool = False) -> None:
         """Make the unit whole; meanwhile begin with the one that came next when this one last ran."""
         unit.gather(kind, self.weights, keep_copy)
         following = self._following[kind]
-        if self._previous is not None:
+        if self._previous not in (None, unit):
             following[self._previous] = unit
         self._previous = unit
         if unit in following:
@@ -106,7 +104,7 @@ class Engine:
         unit.show(whole=unit.pinned or unit.running)
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not in_backward() and not (unit.kept and graph_follows):
-            unit.release()
+            unit.rest()
 
     def _publish(self) -> None:
         if self._published != self._writes.version:
@@ -145,7 +143,7 @@ class Engine:
         if unit.backwards >= unit.forwards:
             self._finish(unit)
         elif not unit.running:
-            unit.release()
+            unit.rest()
 
     @on_host
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
@@ -166,10 +164,10 @@ class Engine:
         self.host.leave_out(bucket.arrive, index, grad)
 
     def _begin_pass(self) -> None:
-        """A forward or backward pass starts: what was gathered ahead in the one before and not used is let go."""
+        """A forward or backward pass starts: what is still whole from the one before is let go."""
         self._previous = None
         for unit in self.units:
-            if unit.ahead:
+            if unit.idle:
                 unit.release()
 
     def _begin_backward(self) -> None:

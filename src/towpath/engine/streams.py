@@ -53,7 +53,7 @@ class ThreadLane(Lane):
                     handle.join()
                 job()
 
-        return _ThreadHandle(self._threads.submit(run), exposed)
+        return _ThreadHandle(self._threads.submit(run), after, exposed)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -61,8 +61,11 @@ class ThreadLane(Lane):
 
 @final
 class _ThreadHandle(Handle):
-    def __init__(self, future: Future[None], exposed: Callable[[float], None] | None) -> None:
+    def __init__(
+        self, future: Future[None], after: Sequence[Handle], exposed: Callable[[float], None] | None
+    ) -> None:
         self._future = future
+        self._after = after
         self._exposed = exposed
 
     def join(self) -> None:
@@ -73,6 +76,8 @@ class _ThreadHandle(Handle):
         if self._future.done():
             self._future.result()
             return
+        for handle in self._after:  # first, so that its seconds are told to those whose they are
+            handle.wait()
         start = time.perf_counter()
         try:
             self._future.result()
