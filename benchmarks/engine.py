@@ -1,9 +1,11 @@
-"""The engine against FSDP2 and against the bare module: ratios of step times, measured A B A B in one run.
+"""The engine measured on the lab: against FSDP2 and the bare module, against its own parts, and over many steps.
 
-    python benchmarks/engine.py [CASE …] [--rounds 3] [-o benchmarks/results/engine.json]
+    python benchmarks/engine.py [CASE …] [--rounds 5] [-o benchmarks/results/engine.json]
 
-Every case raises a lab, builds both contestants on the same ranks, and lets them take turns; a round is one optimizer
-step of each, between barriers. The ratio is of the medians. Absolute seconds mean nothing on a shared machine.
+A race builds two contestants on the same ranks and lets them take turns; a round is one optimizer step of each, between
+barriers, and the ratio is of the medians. An overlap case takes turns between a step, the same step with its transfers
+left out, and the same transfers with nothing computed. A steady case makes 200 steps and watches memory. Absolute
+seconds mean nothing on a shared machine. Results go into the file case by case: those not run stay.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import platform
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +34,128 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import gpt
 import towpath
 from towpath import lab
+from towpath.engine.record import Line
+from towpath.spec.strategy import Kind
 
 BATCH, LENGTH = 4, 128
 
 
+SHAPE = towpath.Topology(2, 2)
+
+
 @dataclass(frozen=True, slots=True)
-class Case:
-    """`ours` against `theirs`, and the ratio that is asked of it."""
+class Race:
+    """`ours` against `theirs`: the ratio of their step times is at most `target`."""
 
     name: str
     ours: str
     theirs: str
     target: float
-    topology: towpath.Topology
+    topology: towpath.Topology = SHAPE
     inter: str | None = "200mbit"
     micro_steps: int = 1
 
+    def measure(self, rounds: int) -> dict[str, Any]:
+        with lab.Lab(self.topology, inter=self.inter) as cluster:
+            answers = cluster.call(race, self, rounds, timeout_seconds=1200)
+        seconds = answers[0]["seconds"]
+        ours, theirs = (statistics.median(seconds[kind]) for kind in (self.ours, self.theirs))
+        return {
+            "checks": [Check("step, ours / theirs", ours / theirs, self.target)],
+            "median_seconds": {self.ours: round(ours, 4), self.theirs: round(theirs, 4)},
+            "seconds": rounded(seconds),
+            "host_share": round(max(a["host_share"] for a in answers), 5),
+            "stats": answers[0]["stats"],
+        }
 
-SHAPE = towpath.Topology(2, 2)
-CASES = [
-    Case("zero3-fsdp2", "zero3", "fsdp2", 0.75, SHAPE),
-    Case("mics-hsdp", "mics", "hsdp", 0.85, SHAPE),
-    Case("mics-hsdp-4", "mics", "hsdp", 0.90, SHAPE, micro_steps=4),
-    Case("zero3-fsdp2-unshaped", "zero3", "fsdp2", 1.0, SHAPE, inter=None),
-    Case("one-rank", "zero3", "bare", 1.03, towpath.Topology(1, 1), inter=None),
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """With communication about equal to compute, a step takes at most 1.25 × the larger of the two.
+
+    Compute alone is the same step of the same sharded model on all ranks at once, with every transfer of the schedule
+    left out. Communication alone is every transfer of the schedule, on the engine's own lanes, with nothing computed.
+    The batch is chosen so that both take equally long at the rate `inter`.
+    """
+
+    name: str
+    strategy: str
+    inter: str
+    topology: towpath.Topology = SHAPE
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        with lab.Lab(self.topology, inter=self.inter) as cluster:
+            answers = cluster.call(overlap, self, rounds, timeout_seconds=1200)
+        first = answers[0]
+        step, compute, communication = (statistics.median(first["seconds"][k]) for k in PARTS)
+        exposed = statistics.median(first["exposed_seconds"])
+        return {
+            "checks": [
+                Check("step / the larger of compute and communication", step / max(compute, communication), 1.25),
+                Check("|exposed − (step − compute)| / step", abs(exposed - (step - compute)) / step, 0.05),
+                Check("host seconds / step", max(a["host_share"] for a in answers), 0.02),
+            ],
+            "batch": first["batch"],
+            "communication / compute": round(communication / compute, 4),
+            "median_seconds": {"step": step, "compute": compute, "communication": communication, "exposed": exposed},
+            "seconds": rounded(first["seconds"]),
+            "cpu_seconds_of_all_ranks": {k: round(sum(a["cpu_seconds"][k] for a in answers), 3) for k in PARTS},
+            "exposed_where": first["where"],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Over 200 steps no buffer is made after the second, and resident memory stays what it is after the 20th."""
+
+    name: str
+    strategy: str
+    steps: int = 200
+    topology: towpath.Topology = SHAPE
+    inter: str | None = None
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        with lab.Lab(self.topology, inter=self.inter) as cluster:
+            answers = cluster.call(steady, self, timeout_seconds=1200)
+        return {
+            "checks": [
+                Check("resident memory at the end / after 20 steps", max(a["growth"] for a in answers), 1.01),
+                Check("buffers made after step 2", max(a["made_later"] for a in answers), 0),
+            ],
+            "resident_bytes": [a["resident_bytes"] for a in answers],
+            "host_share": round(max(a["host_share"] for a in answers), 5),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    what: str
+    found: float
+    at_most: float
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.found:.4f} (asked ≤ {self.at_most}: {'met' if self.met else 'MISSED'})"
+
+    @property
+    def met(self) -> bool:
+        return self.found <= self.at_most
+
+
+PARTS = ("step", "compute", "communication")
+CASES: list[Race | Overlap | Steady] = [
+    Race("zero3-fsdp2", "zero3", "fsdp2", 0.75),
+    Race("mics-hsdp", "mics", "hsdp", 0.85),
+    Race("mics-hsdp-4", "mics", "hsdp", 0.90, micro_steps=4),
+    Race("zero3-fsdp2-unshaped", "zero3", "fsdp2", 1.0, inter=None),
+    Race("one-rank", "zero3", "bare", 1.03, topology=towpath.Topology(1, 1), inter=None),
+    Overlap("overlap-zero3", "zero3", "400mbit"),
+    Steady("steady-zero3", "zero3"),
+    Steady("steady-paro-iig", "paro-iig"),
 ]
+
+
+def rounded(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
+    return {kind: [round(s, 4) for s in values] for kind, values in seconds.items()}
 
 
 def model() -> nn.Module:
@@ -87,7 +188,7 @@ def contestant(kind: str, topology: towpath.Topology) -> tuple[Any, Callable[[An
     return towpath.shard(made, kind, topology=topology), lambda model, last: nullcontext() if last else model.no_sync()
 
 
-def race(rank: int, world: int, case: Case, rounds: int) -> dict[str, Any]:
+def race(rank: int, world: int, case: Race, rounds: int) -> dict[str, Any]:
     """What every rank does. Seconds of each step, and what the engine says of its own."""
     torch.set_num_threads(1)
     data = gpt.batches(rank, BATCH, LENGTH)
@@ -97,15 +198,26 @@ def race(rank: int, world: int, case: Case, rounds: int) -> dict[str, Any]:
         models[kind], context = contestant(kind, case.topology)
         runners[kind] = _stepper(models[kind], context, data, case.micro_steps)
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
+    ours = models[case.ours]
     for turn in range(rounds + 2):
+        if turn == 2:  # two steps of each warm up
+            host = towpath.stats(ours).seconds_host
         for kind, step in runners.items():
-            dist.barrier()
-            began = time.perf_counter()
-            step()
-            dist.barrier()
-            if turn >= 2:  # two steps of each warm up
-                seconds[kind].append(time.perf_counter() - began)
-    return {"seconds": seconds, "stats": str(towpath.stats(models[case.ours]))}
+            taken = timed(step)
+            if turn >= 2:
+                seconds[kind].append(taken)
+    stats = towpath.stats(ours)
+    share = (stats.seconds_host - host) / sum(seconds[case.ours])
+    return {"seconds": seconds, "host_share": share, "stats": str(stats)}
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds until the last rank is through, from when all are there."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    dist.barrier()
+    return time.perf_counter() - began
 
 
 def _stepper(model: Any, context: Callable[[Any, bool], Any], data: Any, micro_steps: int) -> Callable[[], None]:
@@ -122,18 +234,109 @@ def _stepper(model: Any, context: Callable[[Any, bool], Any], data: Any, micro_s
     return step
 
 
-def run(case: Case, rounds: int) -> dict[str, Any]:
-    with lab.Lab(case.topology, inter=case.inter) as cluster:
-        answers = cluster.call(race, case, rounds, timeout_seconds=1200)
-    seconds = answers[0]["seconds"]
-    ours, theirs = (statistics.median(seconds[kind]) for kind in (case.ours, case.theirs))
+def overlap(rank: int, world: int, case: Overlap, rounds: int) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    made: Any = towpath.shard(model(), case.strategy, topology=case.topology)
+    alone = partial(communicate, made.towpath_engine)
+    steps = {batch: _stepper(made, _once, gpt.batches(rank, batch, LENGTH), 1) for batch in range(1, 65)}
+    for _ in range(2):
+        steps[BATCH]()
+    batch = _balanced(steps, alone)
+    works = {"step": steps[batch], "compute": partial(without_transfers, steps[batch]), "communication": alone}
+    seconds, cpu = ({part: [] for part in PARTS} for _ in range(2))
+    exposed: list[float] = []
+    host = 0.0
+    where: Counter[str] = Counter()
+    for _ in range(rounds):
+        for part, work in works.items():
+            before, cpu_before = towpath.stats(made), time.process_time()
+            seconds[part].append(timed(work))
+            cpu[part].append(time.process_time() - cpu_before)
+            if part == "step":
+                after = towpath.stats(made)
+                host += after.seconds_host - before.seconds_host
+                exposed.append(after.seconds_exposed - before.seconds_exposed)
+                where.update(_exposed_where(after))
+                where.subtract(_exposed_where(before))
     return {
-        "case": asdict(case),
-        "ratio": round(ours / theirs, 4),
-        "median_seconds": {case.ours: round(ours, 4), case.theirs: round(theirs, 4)},
-        "seconds": {kind: [round(s, 4) for s in values] for kind, values in seconds.items()},
-        "stats": answers[0]["stats"],
+        "batch": batch,
+        "seconds": seconds,
+        "cpu_seconds": {part: statistics.median(values) for part, values in cpu.items()},
+        "exposed_seconds": exposed,
+        "where": {name: round(value / rounds, 4) for name, value in where.most_common() if value > 0.001},
+        "host_share": host / sum(seconds["step"]),
     }
+
+
+def _once(model: Any, last: bool) -> Any:
+    return nullcontext()
+
+
+def _balanced(steps: dict[int, Callable[[], None]], communication: Callable[[], None]) -> int:
+    """The batch whose compute takes as long as the communication; the same on every rank."""
+    wanted = statistics.median(timed(communication) for _ in range(3))
+    short, long = (statistics.median(timed(partial(without_transfers, steps[b])) for _ in range(3)) for b in (4, 8))
+    found = 4 + (wanted - short) / (long - short) * 4
+    chosen = torch.tensor([min(max(round(found), 1), max(steps))])
+    dist.broadcast(chosen, 0)
+    return int(chosen)
+
+
+def _exposed_where(stats: towpath.Stats) -> dict[str, float]:
+    return {f"{t.transfer.kind.value} of {t.transfer.unit or 'root'}": t.seconds_exposed for t in stats.transfers}
+
+
+def without_transfers(step: Callable[[], None]) -> None:
+    """A step that computes with whatever the buffers hold."""
+    run, Line.run = Line.run, lambda self, region, shard: None
+    try:
+        step()
+    finally:
+        Line.run = run
+
+
+def communicate(engine: Any) -> None:
+    """Every transfer of a step in the engine's order, each as soon as its lane and its buffers are free."""
+    backward = [u for u in reversed(engine.units) if not u.kept] + [u for u in engine.units if u.kept]
+    with torch.no_grad():
+        for unit in engine.units:
+            gathered(unit, Kind.GATHER, engine)
+        ready = {unit: gathered(unit, Kind.BACKWARD_GATHER, engine) for unit in backward if not unit.kept}
+        for unit in backward:
+            if unit in ready and ready[unit] is not None:
+                ready[unit].wait()
+            unit.begin_gradients(engine.gradients)
+            engine._synced.append(unit.sync(unit.reduce(), engine._world))
+        engine._abandon()  # waits for the reductions, and forgets the gradients, which were nobody's
+
+
+def gathered(unit: Any, kind: Kind, engine: Any) -> Any:
+    unit.gather(kind, engine.weights, keep_copy=True)
+    unit.release()  # nobody computes with it: the next unit in the same slot may follow
+    return unit.ready
+
+
+def steady(rank: int, world: int, case: Steady) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    made: Any = towpath.shard(gpt.GPT(context=64), case.strategy, topology=case.topology)
+    step = _stepper(made, _once, gpt.batches(rank, 1, 64), 1)
+    resident: list[int] = []
+    for number in range(1, case.steps + 1):
+        step()
+        resident.append(resident_bytes())
+        if number == 2:
+            before, began = towpath.stats(made), time.perf_counter()
+    taken, after = time.perf_counter() - began, towpath.stats(made)
+    return {
+        "growth": max(resident[20:]) / resident[19],
+        "made_later": after.buffers_made - before.buffers_made,
+        "host_share": (after.seconds_host - before.seconds_host) / taken,
+        "resident_bytes": {"step 2": resident[1], "step 20": resident[19], "last": resident[-1]},
+    }
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def environment() -> dict[str, Any]:
@@ -153,18 +356,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    results = []
     for case in CASES:
         if options.cases and case.name not in options.cases:
             continue
-        result = run(case, options.rounds)
-        results.append(result)
-        verdict = "met" if result["ratio"] <= case.target else "MISSED"
-        print(f"{case.name:<22} {result['ratio']:.3f} (asked ≤ {case.target}: {verdict})  {result['median_seconds']}")
-        print(result["stats"], flush=True)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+        found = case.measure(options.rounds)
+        print(case.name)
+        for name, value in found.items():
+            for line in value if name == "checks" else [f"{name}: {value}"]:
+                print(f"  {line}", flush=True)
+        if options.output:
+            found["checks"] = [{**asdict(check), "met": check.met} for check in found["checks"]]
+            keep(options.output, {"case": asdict(case), "environment": environment(), **found})
+
+
+def keep(path: Path, result: dict[str, Any]) -> None:
+    """Put `result` in the file, in the place of an earlier one of the same case."""
+    results = json.loads(path.read_text())["results"] if path.exists() else []
+    others = [r for r in results if r["case"]["name"] != result["case"]["name"]]
+    order = {case.name: i for i, case in enumerate(CASES)}
+    results = sorted([*others, result], key=lambda r: order.get(r["case"]["name"], len(order)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"results": results}, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
