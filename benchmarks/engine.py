@@ -274,9 +274,9 @@ def _once(model: Any, last: bool) -> Any:
 
 def _balanced(steps: dict[int, Callable[[], None]], communication: Callable[[], None]) -> int:
     """The batch whose compute takes as long as the communication; the same on every rank."""
-    wanted = statistics.median(timed(communication) for _ in range(3))
-    short, long = (statistics.median(timed(partial(without_transfers, steps[b])) for _ in range(3)) for b in (4, 8))
-    found = 4 + (wanted - short) / (long - short) * 4
+    wanted = min(timed(communication) for _ in range(3))
+    short, long = (min(timed(partial(without_transfers, steps[b])) for _ in range(3)) for b in (4, 12))
+    found = 4 + (wanted - short) / (long - short) * 8
     chosen = torch.tensor([min(max(round(found), 1), max(steps))])
     dist.broadcast(chosen, 0)
     return int(chosen)
