@@ -8,14 +8,16 @@ from typing import Any
 
 import towpath
 from towpath import Extent, Topology
+from towpath.spec.routes import ROUTES
 
 
 def labels(topology: Topology) -> list[str]:
-    """Every preset; mics inside a node and across nodes; two over the ring route; every legal placement of Lins."""
+    """Every preset; mics inside a node and across nodes; some over each route; every legal placement of Lins."""
     presets = [name for name in towpath.strategies() if name not in ("mics", "lins")]
     groups = {extent_label(g) for g in (Extent(topology.ranks_per_node), _spanning(topology))}
     chains = [f"lins:{'|'.join(map(extent_label, chain))}" for chain in _chains(topology)]
-    return [*presets, *(f"mics:{group}" for group in sorted(groups)), "zero3@ring", "paro-iig@ring", *chains]
+    routed = [f"zero3@{route}" for route in ROUTES if route != "flat"] + ["paro-iig@ring", "ddp@ho-ring", "ddp@two-hop"]
+    return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *chains]
 
 
 def strategy_of(label: str, topology: Topology) -> towpath.Strategy:

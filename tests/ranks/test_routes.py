@@ -1,0 +1,245 @@
+"""Every route on real ranks: gathers to the bit, reductions to the rounding, and errors on every rank concerned.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.server import World
+from towpath.collectives.coalesced import CoalescedAllGather
+from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.select import select
+from towpath.errors import MismatchError, StepError
+from towpath.spec.routes import ROUTES, Group, Op
+from towpath.spec.schedule import Transfer
+from towpath.spec.strategy import Kind
+from towpath.spec.transitions import Move
+from towpath.spec.wire import Wire
+from towpath.topology.cluster import Topology
+
+Worlds = Callable[[int], World]
+
+SHAPES = [Topology(2, 2), Topology(2, 3), Topology(3, 2), Topology(1, 4), Topology(4, 2)]
+TRAVEL = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8", "uint8")
+ADD = ("float64", "float32", "bfloat16", "float16", "int64", "int32")
+
+shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+
+
+def _members(shape: Topology, local_major: bool = False, group: Any = None) -> Members:
+    ranks = tuple(range(shape.world))
+    slots = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks) if local_major else ranks
+    group = group or dist.group.WORLD
+    return Members(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
+
+
+def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Collective:
+    transfer = Transfer(Kind.SYNC, "block", "float", Move(op, 1, (members.group,)), Wire(route), elements, dtype, shape)
+    return select(transfer, members, "gloo", Scratch(torch.device("cpu")))
+
+
+def _draws(seed: int, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, bool, bool, int, int]]:
+    """For each route and dtype: a slot order, whether the shard lies elsewhere, a length, and a seed; alike on all."""
+    draw = random.Random(seed)
+    for route in ROUTES:
+        for dtype in dtypes:
+            elements = draw.choice([draw.randrange(0, 8), draw.randrange(8, 200), draw.randrange(200, 20_000)])
+            yield route, dtype, draw.random() < 0.5, draw.random() < 0.5, elements, draw.randrange(2**30)
+
+
+def _values(elements: int, dtype: str, seed: int) -> torch.Tensor:
+    """Whole numbers, few enough that every sum over the ranks is exact in every dtype."""
+    return torch.randint(0, 12, (elements,), generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+
+
+def _own(region: torch.Tensor, members: Members) -> torch.Tensor:
+    return region.tensor_split(len(members.group.ranks))[members.slot]
+
+
+@shapes
+def test_gathers_bring_every_bit_whatever_the_route_length_dtype_and_order(world: Worlds, shape: Topology) -> None:
+    world(shape.world).run(_gather, shape)
+
+
+def _gather(shape: Topology) -> None:
+    for route, dtype, local_major, apart, elements, values in _draws(shape.nodes, TRAVEL):
+        members = _members(shape, local_major)
+        collective = _collective(Op.ALL_GATHER, route, shape, elements, dtype, members)
+        for turn in range(2):
+            expected = _values(elements, dtype, values + turn)
+            region = torch.full_like(expected, 99)
+            _own(region, members).copy_(_own(expected, members))
+            shard = _own(region, members)
+            if apart:
+                shard = shard.clone()
+                _own(region, members).zero_()
+            collective.run(region, shard)
+            assert torch.equal(region, expected), (route, dtype, local_major, apart, elements)
+
+
+@shapes
+@pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
+def test_reductions_count_everyone_once_whatever_the_route_length_dtype_and_order(
+    world: Worlds, shape: Topology, op: Op
+) -> None:
+    world(shape.world).run(_reduce, shape, op)
+
+
+def _reduce(shape: Topology, op: Op) -> None:
+    rank = dist.get_rank()
+    for route, dtype, local_major, apart, elements, values in _draws(shape.ranks_per_node, ADD):
+        # What every group of the engine has: an all-reduce has no slices that anyone holds.
+        members = _members(shape, local_major and op is Op.REDUCE_SCATTER)
+        collective = _collective(op, route, shape, elements, dtype, members)
+        for turn in range(2):
+            each = [_values(elements, dtype, values + 100 * turn + r) for r in range(shape.world)]
+            region, expected = each[rank].clone(), torch.stack(each).sum(0).to(each[0].dtype)
+            mine = _own(region, members)
+            shard = torch.zeros_like(mine) if apart else mine
+            collective.run(region, shard)
+            case = (route, dtype, local_major, apart, elements)
+            if op is Op.ALL_REDUCE:
+                assert torch.equal(region, expected), case
+            else:
+                assert torch.equal(shard, _own(expected, members)), case
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_differ_from_the_exact_ones_by_rounding_alone(world: Worlds, dtype: str) -> None:
+    world(8).run(_sum_normal, Topology(4, 2), dtype)
+
+
+def _sum_normal(shape: Topology, dtype: str) -> None:
+    torch.manual_seed(0)
+    each = torch.randn(shape.world, 3000).to(getattr(torch, dtype))
+    exact, members = each.double().sum(0), _members(shape)
+    for route in ROUTES:
+        region = each[dist.get_rank()].clone()
+        mine = _own(region, members)
+        _collective(Op.REDUCE_SCATTER, route, shape, region.numel(), dtype, members).run(region, mine)
+        # Each of the additions rounds a partial sum, which is at most the sum of the magnitudes.
+        additions = 2 if route in ("one-hop", "two-hop") and dtype == "bfloat16" else shape.world - 1
+        most = additions * torch.finfo(mine.dtype).eps / 2 * _own(each.double().abs().sum(0), members) * 1.01
+        assert ((mine.double() - _own(exact, members)).abs() <= most).all(), route
+
+
+@shapes
+@pytest.mark.parametrize("local_major", [False, True], ids=["rank order", "local-major"])
+def test_gathers_in_one_message_are_the_gathers_one_by_one(world: Worlds, shape: Topology, local_major: bool) -> None:
+    world(shape.world).run(_coalesced, shape, local_major)
+
+
+def _coalesced(shape: Topology, local_major: bool) -> None:
+    members = _members(shape, local_major)
+    for route in ROUTES:
+        dtypes = ("float32", "bfloat16", "float32", "uint8", "float64")
+        sizes = [shape.world * n for n in (5, 3, 0, 7, 100)]
+        bindings = [Binding(Op.ALL_GATHER, route, n, getattr(torch, d), d) for n, d in zip(sizes, dtypes, strict=True)]
+        together = CoalescedAllGather(bindings, members, "gloo", Scratch(torch.device("cpu")))
+        expected = [_values(n, d, i) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
+        regions = [torch.zeros_like(e) for e in expected]
+        together.run(regions, [_own(e, members).clone() for e in expected])
+        assert all(map(torch.equal, regions, expected)), route
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", ["flat", "hierarchical", "ho-ring", "two-hop"])
+@pytest.mark.parametrize(
+    ("op", "elements", "dtype"),
+    [(Op.ALL_GATHER, 256, "float32"), (Op.ALL_GATHER, 240, "bfloat16"), (Op.REDUCE_SCATTER, 240, "float32")],
+    ids=["a length", "a dtype", "an operation"],
+)
+def test_members_that_mean_different_things_all_learn_which_two_would_have_met(
+    world: Worlds, route: str, op: Op, elements: int, dtype: str
+) -> None:
+    shape = Topology(2, 2)
+    ends = world(4).run(_disagree, shape, route, op, elements, dtype)
+    for rank, text in enumerate(ends):
+        assert text.startswith(f"rank {rank}: sync of block [float]")
+        assert "In step 0 of all-gather by " + route in text
+        assert f"rank 2 has {op.value} by {route} of {elements} elements of {dtype}" in text
+        assert f"has all-gather by {route} of 240 elements of float32" in text
+    assert len({text.partition("In step")[2] for text in ends}) == 1
+
+
+def _disagree(shape: Topology, route: str, op: Op, elements: int, dtype: str) -> str:
+    mine = (op, elements, dtype) if dist.get_rank() == 2 else (Op.ALL_GATHER, 240, "float32")
+    members = _members(shape)
+    region = _values(*mine[1:], 0)
+    with pytest.raises(MismatchError) as caught:
+        _collective(mine[0], route, shape, *mine[1:], members).run(region, _own(region, members))
+    return str(caught.value)
+
+
+def test_members_on_different_routes_all_learn_it(world: Worlds) -> None:
+    for text in world(4).run(_take_different_routes, Topology(2, 2)):
+        assert "rank 1 has all-gather by ho-ring of 240 elements of float32" in text
+
+
+def _take_different_routes(shape: Topology) -> str:
+    members, region = _members(shape), torch.zeros(240)
+    route = "ho-ring" if dist.get_rank() == 1 else "hierarchical"
+    with pytest.raises(MismatchError) as caught:
+        _collective(Op.ALL_GATHER, route, shape, 240, "float32", members).run(region, _own(region, members))
+    return str(caught.value)
+
+
+def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once(world: Worlds) -> None:
+    world(4).run(_misfit, Topology(2, 2))
+
+
+def _misfit(shape: Topology) -> None:
+    members = _members(shape)
+    collective = _collective(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
+    good = torch.zeros(240)
+    for region, shard, words in (
+        (torch.zeros(239), good[:60], "got a region of 239 elements of torch.float32, expected 240"),
+        (good.double(), good[:60], "got a region of 240 elements of torch.float64, expected 240 of torch.float32"),
+        (good, good[:61], "got a shard of 61 elements of torch.float32, expected 60"),
+        (torch.zeros(480)[::2], good[:60], "contiguous"),
+    ):
+        with pytest.raises(StepError, match=words):
+            collective.run(region, shard)
+
+
+@pytest.mark.parametrize(
+    ("op", "route"),
+    [
+        (Op.ALL_GATHER, "ring"),
+        (Op.ALL_GATHER, "hierarchical"),
+        (Op.REDUCE_SCATTER, "ho-ring"),
+        (Op.REDUCE_SCATTER, "two-hop"),
+    ],
+)
+def test_a_message_that_never_comes_is_named_with_its_route_its_step_and_both_ranks(op: Op, route: str) -> None:
+    with World(4) as ranks:
+        ends = ranks.run(_stay_away, Topology(2, 2), route, op)
+    told = [text for text in ends if text is not None]
+    assert len(told) == 3
+    for text in told:
+        assert text.startswith(f"{op.value} by {route}, st"), text
+        assert "the message from rank " in text and " was lost: " in text
+    assert any("rank 3" in text for text in told)
+
+
+def _stay_away(shape: Topology, route: str, op: Op) -> str | None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    members = _members(shape, group=group)
+    collective, region = _collective(op, route, shape, 240, "float32", members), torch.zeros(240)
+    collective.run(region, _own(region, members))
+    if dist.get_rank() == 3:
+        return None
+    with pytest.raises(StepError) as caught:
+        collective.run(region, _own(region, members))
+    return str(caught.value)
