@@ -1,4 +1,4 @@
-"""Every route's plan, carried out with sets of contributors; its bytes, its order, and its time on links of two kinds."""
+"""Every route's plan, carried out with sets of contributors; its bytes, its order, its time on links of two kinds."""
 
 from __future__ import annotations
 

@@ -25,9 +25,11 @@ def test_the_volumes_are_those_of_table_2_of_paro_as_corrected(topology: towpath
     assert inter("zero3", topology, s) == pytest.approx(3 * s * g * (n - 1) / n)
     assert inter("paro-iig", topology, s) == pytest.approx(2 * (g - 1))
     assert inter("mics", topology, s) == pytest.approx(2 * (g - 1))
-    # Over flat routes a global reduction crosses as a flat ring does; hierarchical ones will bring it to s(g−1).
-    assert inter("paro-igg", topology, s) == pytest.approx(s * g * (n - 1) / n + (g - 1))
-    assert inter("paro-nig", topology, s) == pytest.approx((g - 1) + g * (n - 1) / n)
+    assert inter("paro-igg", topology, s) == pytest.approx(s * (g - 1) + (g - 1))
+    assert inter("paro-nig", topology, s) == pytest.approx(2 * (g - 1))
+    # Over flat routes a global reduction or gather crosses as a flat ring does.
+    assert inter("paro-igg", topology, s, route="flat") == pytest.approx(s * g * (n - 1) / n + (g - 1))
+    assert inter("paro-nig", topology, s, route="flat") == pytest.approx((g - 1) + g * (n - 1) / n)
     assert inter("hpz", topology, s) == pytest.approx(2 * s * g * (n - 1) / n)
 
 

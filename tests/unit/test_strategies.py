@@ -4,7 +4,7 @@ import pytest
 
 import towpath
 from towpath.errors import StrategyError, TopologyError
-from towpath.spec.strategy import Strategy
+from towpath.spec.strategy import Kind, Strategy
 
 TOPOLOGY = towpath.Topology(3, 2)
 NONE, NODE, ALL = towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 3)
@@ -35,16 +35,32 @@ def test_there_are_ten_paro_strategies_and_some_have_another_name() -> None:
 
 
 @pytest.mark.parametrize("name", towpath.strategies())
-@pytest.mark.parametrize("route", ["flat", "ring"])
-def test_a_strategy_survives_toml(name: str, route: str) -> None:
+@pytest.mark.parametrize("route", [None, "flat", "ring"])
+def test_a_strategy_survives_toml(name: str, route: str | None) -> None:
     strategy = towpath.strategy(name, TOPOLOGY, route=route)
     assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+def test_only_what_crosses_nodes_with_several_members_in_each_leaves_the_flat_route() -> None:
+    def routes(name: str, **options: object) -> list[str]:
+        made = towpath.strategy(name, TOPOLOGY, **options)
+        return [made.wire(kind).route for kind in list(Kind)[:5]]
+
+    for plain in ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig"):
+        assert routes(plain) == ["flat"] * 5
+    #                             gather  backward    reduce     sync    publish
+    assert routes("paro-igg") == ["flat", "flat", "ho-ring", "flat", "flat"]
+    assert routes("paro-nig") == ["flat", "flat", "flat", "flat", "ho-ring"]
+    assert routes("paro-ggg") == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
+    assert routes("mics", group=ALL) == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
+    assert routes("paro-ggg", route="ring") == ["ring"] * 5
+    assert routes("paro-igg", reduce=towpath.Wire("two-hop"))[2] == "two-hop"
 
 
 def test_a_strategy_prints_as_a_table() -> None:
     text = str(towpath.strategy("paro-nig", TOPOLOGY))
     assert "paro-nig on 3 nodes of 2 ranks" in text
-    assert "all-gather over 6 ranks (flat)" in text
+    assert "all-gather over 6 ranks (ho-ring)" in text
     assert max(map(len, text.splitlines())) <= 100
 
 

@@ -11,11 +11,16 @@ from typing import Any
 
 from towpath.errors import StrategyError
 from towpath.spec.placement import Placement
+from towpath.spec.routes import Grid
 from towpath.spec.strategy import Kind, Strategy
+from towpath.spec.transitions import Move
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Extent, Topology
 
 NONE = Extent(1)
+
+# Where the links inside a node are the faster ones, no lossless route takes less time (benchmarks/collectives.py).
+BEST_ROUTE = "ho-ring"
 
 
 def _ddp(topology: Topology) -> Placement:
@@ -79,6 +84,9 @@ _PLACERS: dict[str, Callable[..., Placement]] = {
 }
 
 
+_PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz")
+
+
 def strategies() -> tuple[str, ...]:
     """Every preset's name."""
     return tuple(sorted(_PLACERS))
@@ -87,15 +95,16 @@ def strategies() -> tuple[str, ...]:
 def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
     """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
 
-    Options: `route=` puts every transfer on one route, `gather=`, `backward_gather=`, `reduce=`, `sync=`,
-    `publish=` take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
+    Options: `route=` puts every transfer on one route (by default ddp, zero1 to zero3 and hpz are flat, the others take
+    the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
+    take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
     """
     placer = _PLACERS.get(name)
     if placer is None:
         close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]
         raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
     wires = {kind.value: options.pop(kind.value) for kind in list(Kind)[:5] if kind.value in options}
-    route = options.pop("route", None)
+    route: str | None = options.pop("route", None)
     known = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
     if unknown := set(options) - set(known):
         raise StrategyError(
@@ -104,6 +113,18 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         )
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
-    if route is not None:
-        made = replace(made, **{kind.value: Wire(route) for kind in list(Kind)[:5]})
-    return replace(made, **wires)
+    routed = {kind.value: Wire(route) for kind in list(Kind)[:5]} if route is not None else _default_wires(made)
+    return replace(made, **(routed | wires))
+
+
+def _default_wires(made: Strategy) -> dict[str, Wire]:
+    """The best route for every kind that crosses nodes with several members in each. The plain strategies (ddp, zero1
+    to zero3, and hpz, which is measured against zero3) stay what everybody knows them as."""
+    if made.name in _PLAIN:
+        return {}
+    topology = made.topology
+
+    def gains(moves: tuple[Move, ...]) -> bool:
+        return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
+
+    return {k.value: Wire(BEST_ROUTE) for k in list(Kind)[:5] if gains(getattr(made.moves, k.value))}
