@@ -61,9 +61,7 @@ class ThreadLane(Lane):
 
 @final
 class _ThreadHandle(Handle):
-    def __init__(
-        self, future: Future[None], after: Sequence[Handle], exposed: Callable[[float], None] | None
-    ) -> None:
+    def __init__(self, future: Future[None], after: Sequence[Handle], exposed: Callable[[float], None] | None) -> None:
         self._future = future
         self._after = after
         self._exposed = exposed
