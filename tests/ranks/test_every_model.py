@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -622,6 +623,68 @@ def test_backward_never_reads_a_copy_that_the_forward_pass_did_not_make(world: W
 
 def _fixed_features() -> nn.Module:
     return FixedFeatures([Block() for _ in range(3)]).eval()
+
+
+# --- small units that travel together --------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A residual block of more parameters than three of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)
+
+
+class Stage(nn.Module):
+    """A block with another's class, so that blocks small and large stand in one list."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _uneven(how: str = "none") -> nn.Module:
+    inner = [Block(), Block(), Block(), Wide(), Block(), Block()]
+    return Chain([Stage(module) for module in inner], CHECKPOINTS.get(how))
+
+
+@labels
+@pytest.mark.parametrize("how", ["none", *CHECKPOINTS])
+def test_small_neighbours_travel_together_and_train_exactly(world: Worlds, label: str, how: str) -> None:
+    world(4).run(_train_uneven, label, how)
+
+
+def _train_uneven(label: str, how: str) -> None:
+    twin = _trained(lambda: _uneven(how), label)
+    units = [u.name for u in twin.sharded.towpath_engine.units]
+    assert units == ["", "blocks.0..blocks.2", "blocks.3", "blocks.4..blocks.5"]
+    steps = towpath.schedule(strategy_of(label, SHAPE), twin.sharded, micro_steps=2)
+    if how == "none":
+        executed = towpath.stats(twin.sharded).last_step
+        assert Counter((t.kind, t.unit) for t in executed) == Counter((t.kind, t.unit) for t in steps.transfers)
+
+
+def test_a_unit_of_several_modules_may_be_left_in_the_middle(world: Worlds) -> None:
+    """The second of its modules runs after another unit has taken the memory, and one of them not at all."""
+    world(4).run(_leave_in_the_middle)
+
+
+def _leave_in_the_middle() -> None:
+    twin = Twin(_uneven, _loss, "zero3", SHAPE)
+    for step, order in enumerate(([0, 3, 1, 4, 2, 5], [0, 1, 2, 3, 4, 5], [5, 0, 3, 4, 2], [2, 4, 3, 3, 0])):
+        for model in (twin.plain, twin.sharded):
+            model.order = order  # pyright: ignore[reportAttributeAccessIssue]
+        twin.backward(step)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
 
 
 # --- tensor parallelism ----------------------------------------------------------------------------------------------

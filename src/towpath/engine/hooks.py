@@ -19,8 +19,9 @@ from towpath.engine.unit import Unit, Use
 def attach(engine: Engine, compute_dtype: torch.dtype | None) -> None:
     """Let `engine` run with the model. `compute_dtype`: what floating inputs of a unit are cast to."""
     for unit in engine.units:
-        become(unit.module, UnitModule)
-        object.__setattr__(unit.module, "towpath_forward", _Forward(engine, unit, compute_dtype))
+        for module in unit.modules:
+            become(module, UnitModule)
+            object.__setattr__(module, "towpath_forward", _Forward(engine, unit, module, compute_dtype))
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
@@ -43,15 +44,16 @@ class UnitModule(nn.Module):
 
 @final
 class _Forward:
-    """Around the forward of one unit."""
+    """Around the forward of one module of a unit."""
 
-    def __init__(self, engine: Engine, unit: Unit, compute_dtype: torch.dtype | None) -> None:
+    def __init__(self, engine: Engine, unit: Unit, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
         self._engine, self._unit, self._compute_dtype = engine, unit, compute_dtype
+        self._module = weakref.ref(module)
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         graph_follows = False
         try:
-            self._engine.before_forward(self._unit)
+            self._engine.before_forward(self._unit, self._comes_back())
             # A recomputation of a use whose backward pass is under way is part of that use.
             use = Use(self._unit) if torch.is_grad_enabled() and not self._unit.running else None
             with self._engine.host:
@@ -62,6 +64,11 @@ class _Forward:
             return output
         finally:  # the modules must get their ShardTensors back, also after an exception
             self._engine.after_forward(self._unit, graph_follows)
+
+    def _comes_back(self) -> bool:
+        """Whether a backward pass may follow. A reentrant checkpoint runs its forward without a graph, yet it does."""
+        module = self._module()
+        return torch.is_grad_enabled() or (module is not None and module.training)
 
     def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs in the dtype that computes; and where a graph follows, watched for their gradients."""

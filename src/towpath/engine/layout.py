@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from towpath.engine.parallel import Parallel, local_part, parallel_of
 from towpath.errors import ShardError
 from towpath.spec.formats import FLOATING, dtype_name
-from towpath.spec.units import BucketSpec, UnitSpec
+from towpath.spec.units import BucketSpec, UnitSpec, together
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
 
@@ -45,26 +46,27 @@ class BucketLayout:
 @dataclass(slots=True)
 class UnitLayout:
     name: str
-    module: nn.Module
+    modules: list[nn.Module]  # more than one where small neighbours travel together
     spec: UnitSpec
     buckets: list[BucketLayout]
 
 
 def lay_out(model: nn.Module, units: UnitChoice | None = None) -> list[UnitLayout]:
     """The root unit first, then the others in the order of registration."""
-    chosen = {"": model, **(_default_units(model) if units is None else _chosen_units(model, units))}
+    inner = _together(_default_units(model)) if units is None else _alone(_chosen_units(model, units))
+    chosen = {"": [model], **inner}
     places = _places(model)
-    homes = {id(module): name for name, module in chosen.items()}
+    homes = {id(module): name for name, modules in chosen.items() for module in modules}
     mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
     inside = _unit_of_modules(model, homes)
     for place in places:
         # A parameter that several units use belongs to the root, which is whole while any of them runs.
         owners = {inside[id(module)] for module, _ in place.owners}
         mine[owners.pop() if len(owners) == 1 else ""].append(place)
-    return [_unit(name, module, mine[name]) for name, module in chosen.items() if mine[name] or name == ""]
+    return [_unit(name, modules, mine[name]) for name, modules in chosen.items() if mine[name] or name == ""]
 
 
-def _unit(name: str, module: nn.Module, places: list[ParameterPlace]) -> UnitLayout:
+def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> UnitLayout:
     """One bucket for each dtype and trainability, so that a LoRA run reduces only what trains."""
     keys = dict.fromkeys((dtype_name(p.parameter.dtype), p.parameter.requires_grad) for p in places)
     buckets: list[BucketLayout] = []
@@ -74,7 +76,7 @@ def _unit(name: str, module: nn.Module, places: list[ParameterPlace]) -> UnitLay
         for place, offset in zip(inside, spec.offsets, strict=False):
             place.offset = offset
         buckets.append(BucketLayout(spec, inside))
-    return UnitLayout(name, module, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
+    return UnitLayout(name, modules, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
@@ -93,6 +95,22 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
 
     visit(model, "")
     return found
+
+
+def _alone(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    return {name: [module] for name, module in units.items()}
+
+
+def _together(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
+    """Small neighbours in one container become one unit."""
+    merged: dict[str, list[nn.Module]] = {}
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in units.items()}
+    for _, names in groupby(units, lambda name: name.rpartition(".")[0]):
+        names = list(names)
+        for batch in together([sizes[name] for name in names]):
+            first, last = names[batch[0]], names[batch[-1]]
+            merged[first if first == last else f"{first}..{last}"] = [units[names[i]] for i in batch]
+    return merged
 
 
 def _chosen_units(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:

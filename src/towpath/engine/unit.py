@@ -22,7 +22,7 @@ class Unit:
     """The buckets of one unit, which are gathered, released and reduced together."""
 
     def __init__(self, layout: UnitLayout, plan: UnitPlan, buckets: list[Bucket], wiring: Wiring) -> None:
-        self.name, self.module, self.plan, self.buckets = layout.name, layout.module, plan, buckets
+        self.name, self.modules, self.plan, self.buckets = layout.name, layout.modules, plan, buckets
         self.kept = plan.spec.kept
         self.trainable = [b for b in buckets if b.trainable]
         self.slot: Slot | None = None  # where the whole weights live, shared in turns; none where they are always whole
@@ -31,6 +31,7 @@ class Unit:
         self.forwards = self.backwards = 0  # passes through it since the last whole backward pass
         self.holds = -1  # the version of the weights that are whole now, or are being gathered
         self.ahead = False  # gathered before anything needs it
+        self.through = False  # whole for as long as nobody wants its slot: another of its modules may come
         self._sealed = False
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()  # graphs that may come back for a backward pass
         self.published: Handle | None = None
@@ -97,8 +98,8 @@ class Unit:
         if self.slot is None:
             return
         other = self.slot.user
-        if isinstance(other, Unit) and other.ahead:
-            other.release()  # it was gathered in vain: the order has changed
+        if isinstance(other, Unit) and other.idle:
+            other.release()  # where it was gathered ahead, in vain: the order has changed
         elif other not in (None, self):
             if any(not use.done for use in self.uses):
                 raise StepError(
@@ -114,9 +115,19 @@ class Unit:
         """Whether a backward pass through this unit is under way."""
         return any(use.running for use in self.uses)
 
+    @property
+    def idle(self) -> bool:
+        """Whole, though nothing computes with it."""
+        return self.ahead or self.through
+
+    def rest(self) -> None:
+        """Nothing computes with the weights now."""
+        self.show(whole=self.pinned)
+        self.through = not self.pinned
+
     def release(self) -> None:
-        """Nothing computes with the weights any more."""
-        self.ahead = False
+        """Let another unit have the slot."""
+        self.ahead = self.through = False
         self.show(whole=self.pinned)
         if self.slot is not None and not self.pinned:
             self._seal(True)
@@ -152,13 +163,18 @@ class Unit:
 
     def gather_ahead(self, kind: Kind, pool: SlotPool, keep_copy: bool) -> None:
         """Begin to make the weights whole, if there is room for them."""
-        if self.slot is not None and self.slot.user is None and self.holds != self.version:
+        if self.slot is None or self.holds == self.version:
+            return
+        other = self.slot.user
+        if isinstance(other, Unit) and other.through:
+            other.release()
+        if self.slot.user is None:
             self._gather(kind, pool, keep_copy)
             self.ahead = True
 
     def gather(self, kind: Kind, pool: SlotPool, keep_copy: bool) -> None:
         """Begin to make the weights whole, unless they are, for use at once; `wait()` before that."""
-        self.ahead = False
+        self.ahead = self.through = False
         self._gather(kind, pool, keep_copy)
 
     def wait(self) -> None:

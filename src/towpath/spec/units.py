@@ -14,6 +14,10 @@ PARAMETER_ALIGNMENT = 16
 SLICE_ALIGNMENT = 32
 
 
+# Elements. In messages of smaller units, starting one takes about as long as the bytes it carries.
+SMALL_UNIT = 1 << 20
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -50,6 +54,24 @@ class UnitSpec:
     name: str
     buckets: tuple[BucketSpec, ...]
     kept: bool = False
+
+
+def together(elements: Sequence[int]) -> list[list[int]]:
+    """Which neighbouring units become one, so that their messages travel together: as many as stay small.
+
+    They fit into the memory that the largest unit needs anyway.
+    """
+    room = min(max(elements, default=0), SMALL_UNIT)
+    batches: list[list[int]] = []
+    filled = room
+    for i, count in enumerate(elements):
+        if filled + count <= room:
+            batches[-1].append(i)
+            filled += count
+        else:
+            batches.append([i])
+            filled = count
+    return batches
 
 
 def units_from_numels(numels: Sequence[int] | Mapping[str, int], dtype: str = "float32") -> tuple[UnitSpec, ...]:
