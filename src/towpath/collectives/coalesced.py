@@ -46,7 +46,7 @@ class CoalescedAllGather:
         self._agreement.ensure(regions[0].device)
         if self._gather is None:
             group = self._members.process_group
-            with dist.distributed_c10d._coalescing_manager(group):
+            with dist.distributed_c10d._coalescing_manager(group):  # pyright: ignore[reportPrivateUsage]
                 for region, shard in zip(regions, shards, strict=True):
                     all_gather_single(region, shard, group)
             return

@@ -47,6 +47,9 @@ class Posted:
 def post(messages: Sequence[Message], members: Members, where: str, crossing: bool) -> Posted:
     """Send and receive; both ends must post what they exchange in the same order. `where`: for errors."""
     group = members.between_nodes if crossing else members.process_group
+    # Receives first: gloo tells a sender that it may begin through the same connection as the data of the other
+    # direction. Behind that data the word comes too late, and the two directions take turns.
+    messages = sorted(messages, key=lambda m: m.leaves)
     batch = [
         dist.P2POp(dist.isend if m.leaves else dist.irecv, m.content, group=group, group_peer=m.peer) for m in messages
     ]
