@@ -1,0 +1,76 @@
+"""What docs/routes.md shows is what the routes are: its pictures and tables are what docs/draw_routes.py makes."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from docs import draw_routes
+from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
+
+from towpath.spec.routes import Op
+from towpath.topology.cluster import Topology
+
+SHAPES = [Topology(2, 2), Topology(2, 3), Topology(2, 4), Topology(2, 8)]
+PAGE = (DOCS / "routes.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", pictures(), ids=lambda path: path.name)
+def test_the_pictures_are_those_of_the_plans(path: Path) -> None:
+    same = path.read_text(encoding="utf-8") == pictures()[path]
+    assert same, f"{path.name} is not what the routes are now: run `python docs/draw_routes.py`"
+    assert f"]({path.name})" in PAGE
+
+
+@pytest.mark.parametrize("name", tables())
+def test_the_tables_are_those_of_the_plans(name: str) -> None:
+    same = tables()[name] in PAGE
+    assert same, f"the table {name!r} of docs/routes.md is old: paste what `python docs/draw_routes.py --table` prints"
+
+
+def test_figures_are_given_only_where_they_were_measured(tmp_path: Path) -> None:
+    assert draw_routes.measured_table(tmp_path / "collectives.json") is None
+    same = ("Not measured yet" in PAGE) == ("measured" not in tables())
+    assert same, (
+        "docs/routes.md must say 'Not measured yet' just as long as benchmarks/results/collectives.json is missing"
+    )
+
+
+@pytest.mark.parametrize("route", DRAWN)
+@pytest.mark.parametrize("shape", [*SHAPES, Topology(3, 3), Topology(4, 2)], ids=str)
+def test_the_formulas_are_those_of_the_plans(shape: Topology, route: str) -> None:
+    formula, nodes, ranks = CARRIED[route], shape.nodes, shape.ranks_per_node
+    slice_bytes = 24 * 4
+    for op, times in ((Op.ALL_GATHER, 1), (Op.REDUCE_SCATTER, 1), (Op.ALL_REDUCE, 2)):
+        transfer = transfer_of(op, route, shape, 24 * shape.world)
+        assert transfer.cable_bytes(0) == times * formula.cable_slices(nodes, ranks) * slice_bytes
+        assert transfer.intra_bytes == nodes * times * formula.inside_slices(nodes, ranks) * slice_bytes
+        # The reader's words say the same.
+        names = {"p": shape.world, "R": ranks}
+        for words, slices in ((formula.cable, formula.cable_slices), (formula.inside, formula.inside_slices)):
+            assert eval(words.replace("−", "-").replace("·", "*"), names) == slices(nodes, ranks)
+
+
+@pytest.mark.parametrize("route", DRAWN)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_simulated_links_carry_every_message_and_never_more_than_their_rate(shape: Topology, route: str) -> None:
+    busy = simulate(plan_of(Op.ALL_GATHER, route, shape), shape)
+    for link in {b.link for b in busy}:
+        mine = list(bars(busy, link))
+        assert all(earlier.end <= later.start for earlier, later in pairwise(mine))
+        formula = CARRIED[route].cable_slices if link.crossing else CARRIED[route].inside_slices
+        assert sum(b.slices for b in mine) == formula(shape.nodes, shape.ranks_per_node)
+
+
+def test_two_nodes_of_four_take_what_the_page_says() -> None:
+    shape = Topology(2, 4)
+    times = {route: taken(simulate(plan_of(Op.ALL_GATHER, route, shape), shape)) for route in DRAWN}
+    assert times == {
+        "ring": 7,
+        "hierarchical": Fraction(11, 2),
+        "ho-ring": 4 + Fraction(3, 16),
+        "two-hop": 4 + Fraction(6, 16),
+        "one-hop": 16,
+    }
