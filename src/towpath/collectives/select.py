@@ -38,8 +38,7 @@ def bind(binding: Binding, members: Members, backend: str, scratch: Scratch) -> 
 
 def _better_walked(binding: Binding, members: Members, backend: str) -> bool:
     """The backends' own need equal slices. And gloo's reduce-scatter is an all-reduce inside and sends twice the bytes;
-    its gather into slices that do not lie in rank order goes through a whole copy of the region."""
+    its gather allocates a copy of the whole region each time, which leaves ever more holes in the heap."""
     if binding.op is Op.ALL_REDUCE:
         return False
-    uneven = binding.elements % len(members.group.ranks) != 0
-    return uneven or (backend == "gloo" and (binding.op is Op.REDUCE_SCATTER or not members.group.in_order))
+    return backend == "gloo" or binding.elements % len(members.group.ranks) != 0
