@@ -36,16 +36,21 @@ class SlotPool:
         self._device = device
         self._needs = largest(needs)
         self.slots = [Slot(self._needs, device) for _ in range(ways)] if self._needs else []
+        self._reserved: dict[object, Slot] = {}
         self.made = len(self.slots)
 
     def take(self, user: object) -> Slot:
         """A slot nobody uses: an idle one, else one whose last transfer is waited for, else a new one."""
-        free = [s for s in self.slots if s.user is None]
-        slot = next((s for s in free if s.busy is None), free[0] if free else self.add(self._needs))
+        slot = self._reserved.get(user) or self._next_in_turn()
         if slot.busy is not None:
             slot.busy.wait()
             slot.busy = None
         slot.user = user
+        return slot
+
+    def _next_in_turn(self) -> Slot:
+        free = [s for s in self.slots if s.user is None]
+        slot = next((s for s in free if s.busy is None), free[0] if free else self.add(self._needs))
         # Last in line: of several that are still being read, the next one waits for the oldest transfer.
         self.slots.remove(slot)
         self.slots.append(slot)
@@ -56,11 +61,20 @@ class SlotPool:
         self.slots.append(self.apart(needs))
         return self.slots[-1]
 
+    def reserve(self, user: object, needs: Needs) -> Slot:
+        """A new slot for one user alone, who would hold one of the others for too long."""
+        self._reserved[user] = slot = self.apart(needs)
+        return slot
+
     def apart(self, needs: Needs) -> Slot:
         """A new slot that takes no part in the turns, and is the caller's to keep."""
         self.made += 1
         return Slot(needs, self._device)
 
     @property
+    def all(self) -> list[Slot]:
+        return [*self.slots, *self._reserved.values()]
+
+    @property
     def nbytes(self) -> int:
-        return sum(s.nbytes for s in self.slots)
+        return sum(s.nbytes for s in self.all)

@@ -60,16 +60,21 @@ class Engine:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
 
     def _pools(self) -> tuple[SlotPool, SlotPool]:
-        """Neighbours in forward order live in different slots; the root, whole throughout, in one of its own."""
+        """Neighbours in forward order live in different slots; the root, whole throughout, in one of its own.
+
+        And its gradients arrive from the first to the last moment of a backward pass.
+        """
         device = self.wiring.device
         others = self.units[1:]
         weights = SlotPool((u.plan.weight_needs for u in others), min(UNITS_IN_FLIGHT, len(others)), device)
         for i, unit in enumerate(others):
             if unit.plan.weight_needs:
                 unit.live_in(weights.slots[i % UNITS_IN_FLIGHT])
+        gradients = SlotPool((u.plan.gradient_needs for u in others), min(UNITS_IN_FLIGHT, len(others)), device)
         if self.root.plan.weight_needs:
-            self.root.live_in(weights.add(self.root.plan.weight_needs))
-        gradients = SlotPool((u.plan.gradient_needs for u in self.units), UNITS_IN_FLIGHT, device)
+            self.root.live_in(weights.reserve(self.root, self.root.plan.weight_needs))
+        if self.root.plan.gradient_needs:
+            gradients.reserve(self.root, self.root.plan.gradient_needs)
         return weights, gradients
 
     # Forward --------------------------------------------------------------------------------------------------------
@@ -105,6 +110,16 @@ class Engine:
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not in_backward() and not (unit.kept and graph_follows):
             unit.rest()
+            if graph_follows and unit not in self._following[Kind.GATHER]:
+                self._expect_backward()
+
+    def _expect_backward(self) -> None:
+        """The last unit is through: begin with the first that backward will need, while the root computes its end."""
+        first = self._following[Kind.BACKWARD_GATHER].get(self.root)
+        if first is not None:
+            if first.idle:
+                first.release()
+            first.gather_ahead(Kind.BACKWARD_GATHER, self.weights, keep_copy=False)
 
     def _publish(self) -> None:
         if self._published != self._writes.version:
@@ -164,10 +179,10 @@ class Engine:
         self.host.leave_out(bucket.arrive, index, grad)
 
     def _begin_pass(self) -> None:
-        """A forward or backward pass starts: what is still whole from the one before is let go."""
+        """A forward or backward pass starts: what the one before used, or gathered in vain, is let go."""
         self._previous = None
         for unit in self.units:
-            if unit.idle:
+            if unit.through or (unit.ahead and not self._running_backward):
                 unit.release()
 
     def _begin_backward(self) -> None:
@@ -251,7 +266,7 @@ class Engine:
 
     def _abandon(self) -> None:
         """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""
-        for handle in (*self._synced, *(s.busy for s in self.gradients.slots)):
+        for handle in (*self._synced, *(s.busy for s in self.gradients.all)):
             if handle is not None:
                 handle.wait()
         self._rest()
@@ -262,7 +277,7 @@ class Engine:
             unit.gradients = None
             for bucket in unit.trainable:
                 bucket.restart()
-        for slot in self.gradients.slots:
+        for slot in self.gradients.all:
             slot.user = None
 
     # What the user calls --------------------------------------------------------------------------------------------

@@ -220,8 +220,13 @@ class Unit:
         if self.gradients is None:
             return None
         slot, self.gradients = self.gradients, None
-        buffers = dict(zip(travelling, _divide(travelling, slot, of_gradients=True), strict=True))
-        slot.busy = self._submit(Kind.REDUCE, travelling, lambda b: b.reduce(buffers[b]))
+
+        def send() -> None:
+            # Divided here, on the lane: what one thread allocates and another frees leaves holes in the heap for good.
+            for bucket, buffer in zip(travelling, _divide(travelling, slot, of_gradients=True), strict=True):
+                bucket.reduce(buffer)
+
+        slot.busy = self._wiring.submit(Kind.REDUCE, [line for b in travelling for line in b.lines[Kind.REDUCE]], send)
         slot.user = None
         return slot.busy
 

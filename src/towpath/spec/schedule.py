@@ -255,7 +255,8 @@ class Schedule:
                 wires[lane] = max(wires.get(lane, 0), numel)
         return {
             "weight slots": weights,
-            "gradient slots": UNITS_IN_FLIGHT * _bytes(largest(p.gradient_needs for p in self.plans)),
+            "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
+            + sum(_bytes(p.gradient_needs) for p in root),
             "wire": sum(numel * item_bytes(dtype) for (_, dtype), numel in wires.items()),
         }
 
