@@ -125,6 +125,7 @@ def _serve_ranks(request: Warm, nodes: Sequence[Space], control: Connection) -> 
                 raise AssertionError(request)
 
     try:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is loaded, not later
         for module in request.preload:
             importlib.import_module(module)
     except BaseException as error:

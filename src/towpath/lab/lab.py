@@ -17,7 +17,7 @@ from typing import Any
 from towpath.errors import LabError
 from towpath.lab import folders
 from towpath.lab.counters import LinkBytes
-from towpath.lab.launch import DEFAULTS, LAUNCHERS, PORT, Launcher, calls, check_script
+from towpath.lab.launch import LAUNCHERS, PORT, Launcher, calls, check_script
 from towpath.lab.line import Line, pair
 from towpath.lab.messages import Count, Plug, Raise, Warm
 from towpath.lab.run import Members, Result, Run, describe
@@ -256,7 +256,6 @@ def _start_guard(descriptor: int, name: str) -> subprocess.Popen[bytes]:
     program = f"import sys; sys.path[:] = {sys.path!r}; from towpath.lab.keeper import main; main({descriptor})"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", program, name],  # the name is for those who read a list of processes
-        env={**DEFAULTS, **os.environ},  # warm ranks are its forks, and some of it is read when a program starts
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         pass_fds=(descriptor,),

@@ -21,12 +21,9 @@ Launcher = Literal["torchrun", "direct"]
 # Any port will do: every lab has networks of its own.
 PORT = 29500
 
-DEFAULTS = {
+_DEFAULTS = {
     # One thread a rank: a lab has more ranks than the machine has cores.
     "OMP_NUM_THREADS": "1",
-    # No caches of small freed memory for each thread. What a lane's thread frees would stay there and pin the heap
-    # between the large tensors of the thread that trains; before glibc 2.38 the heap then grows with every step.
-    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
 }
 _NETWORK = {
     "GLOO_SOCKET_IFNAME": CABLE,
@@ -109,7 +106,7 @@ def check_script(argv: Sequence[str]) -> None:
 
 
 def _environment(env: Mapping[str, str] | None, place: Mapping[str, str] | None = None) -> dict[str, str]:
-    return {**DEFAULTS, **os.environ, **_NETWORK, **(place or {}), **(env or {})}
+    return {**_DEFAULTS, **os.environ, **_NETWORK, **(place or {}), **(env or {})}
 
 
 def _place(rank: int, topology: Topology, port: int) -> dict[str, str]:
