@@ -58,16 +58,14 @@ def _calls_of(transfers: tuple[Any, ...]) -> Counter[str]:
         move, group = transfer.move, transfer.move.groups[0]
         nodes = list(map(transfer.topology.node_of, group.ranks))
         route = travelled(transfer.wire.route, Grid.of(nodes))
-        # On gloo a flat reduce-scatter is our ring, and so is a gather of slices that are not in rank order.
-        if route != "flat" or move.op is Op.REDUCE_SCATTER or not group.in_order:
+        # On gloo a flat gather or reduce-scatter is our ring.
+        if route != "flat" or move.op is not Op.ALL_REDUCE:
             # A member posts at once all that it sends and receives in a step; an all-to-all, all of a part's hop.
             calls["messages"] += len({s.step for s in sends(move.op, route, group, nodes) if 0 in (s.source, s.target)})
             if route == "two-hop" and move.op is not Op.ALL_GATHER:
                 calls["messages"] += TWO_HOP_PARTS - 1
-        elif move.op is Op.ALL_REDUCE:
-            calls["all_reduce"] += 1
         else:
-            calls["all_gather"] += 1
+            calls["all_reduce"] += 1
     return calls
 
 
