@@ -110,7 +110,8 @@ class Engine:
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not in_backward() and not (unit.kept and graph_follows):
             unit.rest()
-            if graph_follows and unit not in self._following[Kind.GATHER]:
+            last = unit not in self._following[Kind.GATHER] and unit.forwards % len(unit.modules) == 0
+            if graph_follows and last:
                 self._expect_backward()
 
     def _expect_backward(self) -> None:
