@@ -4,14 +4,12 @@
 
 Every case raises a lab, binds all contestants on the same ranks, and lets them take turns; a round is one collective of
 each, between barriers. Ratios are of the medians. Absolute seconds mean nothing on a shared machine.
+Results go into the file case by case: those not run stay.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from results_file import keep
 from towpath import lab
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
@@ -121,36 +120,22 @@ def run(case: Case, rounds: int) -> dict[str, Any]:
     }
 
 
-def environment() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"which of {', '.join(c.name for c in CASES)} (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    results: list[dict[str, Any]] = []
     for case in CASES:
         if options.cases and case.name not in options.cases:
             continue
         result = run(case, options.rounds if case.inter else 10 * options.rounds)
-        results.append(result)
         print(f"{case.name}  {result['median_seconds']}")
         for ours, theirs, ratio, most in result["ratios"]:
             verdict = "" if most is None else f" (asked ≤ {most}: {'met' if ratio <= most else 'MISSED'})"
             print(f"  {ours} / {theirs}: {ratio:.3f}{verdict}", flush=True)
-    if options.output:
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        options.output.write_text(json.dumps({"environment": environment(), "results": results}, indent=1) + "\n")
+        if options.output:
+            keep(options.output, result, [c.name for c in CASES])
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ seconds mean nothing on a shared machine. Results go into the file case by case:
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -33,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import gpt
 import towpath
+from results_file import keep
 from towpath import lab
 from towpath.engine.record import Line
 from towpath.spec.strategy import Kind
@@ -374,17 +373,6 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def environment() -> dict[str, Any]:
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"which of {', '.join(c.name for c in CASES)} (default: all)")
@@ -401,17 +389,7 @@ def main() -> None:
                 print(f"  {line}", flush=True)
         if options.output:
             found["checks"] = [{**asdict(check), "met": check.met} for check in found["checks"]]
-            keep(options.output, {"case": asdict(case), "environment": environment(), **found})
-
-
-def keep(path: Path, result: dict[str, Any]) -> None:
-    """Put `result` in the file, in the place of an earlier one of the same case."""
-    results = json.loads(path.read_text())["results"] if path.exists() else []
-    others = [r for r in results if r["case"]["name"] != result["case"]["name"]]
-    order = {case.name: i for i, case in enumerate(CASES)}
-    results = sorted([*others, result], key=lambda r: order.get(r["case"]["name"], len(order)))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"results": results}, indent=1, ensure_ascii=False) + "\n")
+            keep(options.output, {"case": asdict(case), **found}, [c.name for c in CASES])
 
 
 if __name__ == "__main__":
