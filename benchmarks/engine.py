@@ -74,15 +74,19 @@ class Overlap:
 
     Compute alone is the same step of the same sharded model on all ranks at once, with every transfer of the schedule
     left out. Communication alone is every transfer of the schedule, on the engine's own lanes, with nothing computed.
-    The batch is chosen so that both take equally long at the rate `inter`. The kernel says how long the
-    thread that trains did not run: where each rank has a core of its own, that is what stats calls exposed. (Step −
-    compute is more: the lab's network is the kernel's work on the same cores, and slows what computes meanwhile.)
+    How much is computed is chosen so that both take equally long at the rate `inter`.
+
+    `elsewhere`: blocks wait instead of computing, as for a device whose work takes nothing from the cores that the
+    network's work needs; then exposed is step − compute. Otherwise both share the machine's cores, each slows the other
+    down, and no step can be shorter than the CPU seconds of all ranks / the cores. Then the kernel says how long the
+    thread that trains did not run: where each rank has a core of its own, that is what stats calls exposed.
     """
 
     name: str
     strategy: str
     inter: str
     topology: towpath.Topology = SHAPE
+    elsewhere: bool = False
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
@@ -94,14 +98,16 @@ class Overlap:
             Check("step / the larger of compute and communication", step / max(compute, communication), 1.25),
             Check("host seconds / step", max(a["host_share"] for a in answers), 0.02),
         ]
-        if self.topology.world <= len(os.sched_getaffinity(0)):
+        if self.elsewhere:
+            checks.append(Check("|exposed − (step − compute)| / step", abs(exposed - (step - compute)) / step, 0.05))
+        elif self.topology.world <= len(os.sched_getaffinity(0)):
             idle = statistics.median(first["idle_seconds"])
             checks.append(
                 Check("|exposed − time the training thread did not run| / step", abs(exposed - idle) / step, 0.05)
             )
         return {
             "checks": checks,
-            "batch": first["batch"],
+            "amount": first["amount"],
             "communication / compute": round(communication / compute, 4),
             "median_seconds": {"step": step, "compute": compute, "communication": communication, "exposed": exposed},
             "idle_seconds": rounded({"training thread": first["idle_seconds"], "exposed": first["exposed_seconds"]}),
@@ -172,7 +178,8 @@ CASES: list[Race | Overlap | Steady] = [
     Race("mics-hsdp-4", "mics", "hsdp", 0.90, micro_steps=4),
     Race("zero3-fsdp2-unshaped", "zero3", "fsdp2", 1.0, inter=None),
     Race("one-rank", "zero3", "bare", 1.03, topology=towpath.Topology(1, 1), inter=None),
-    Overlap("overlap-zero3", "zero3", "200mbit"),
+    Overlap("overlap-zero3", "zero3", "200mbit", elsewhere=True),
+    Overlap("overlap-zero3-shared-cores", "zero3", "200mbit"),
     Overlap("overlap-zero3-own-cores", "zero3", "200mbit", towpath.Topology(2, 1)),
     Steady("steady-zero3", "zero3"),
     Steady("steady-paro-iig", "paro-iig"),
@@ -259,15 +266,59 @@ def _stepper(model: Any, context: Callable[[Any, bool], Any], data: Any, micro_s
     return step
 
 
+class Waiting(gpt.Block):
+    """Waits twice as long before its gradients as after its result."""
+
+    seconds = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Wait.apply(super().forward(x))
+
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(Waiting.seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(2 * Waiting.seconds)
+        return grad
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much one step computes."""
+
+    batch: int
+    length: int
+    wait_seconds: float = 0.0
+
+    def stepper(self, made: Any, rank: int) -> Callable[[], None]:
+        step = _stepper(made, _once, gpt.batches(rank, self.batch, self.length), 1)
+
+        def run() -> None:
+            Waiting.seconds = self.wait_seconds
+            step()
+
+        return run
+
+
 def overlap(rank: int, world: int, case: Overlap, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    made: Any = towpath.shard(model(), case.strategy, topology=case.topology)
+    whole: Any = model()
+    if case.elsewhere:
+        for block in whole.blocks:
+            block.__class__ = Waiting
+    made: Any = towpath.shard(whole, case.strategy, topology=case.topology)
     alone = partial(communicate, made.towpath_engine)
-    steps = {batch: _stepper(made, _once, gpt.batches(rank, batch, LENGTH), 1) for batch in range(1, 65)}
+    little, more = (Amount(1, 16), Amount(1, 16, 0.1)) if case.elsewhere else (Amount(4, LENGTH), Amount(12, LENGTH))
     for _ in range(2):
-        steps[BATCH]()
-    batch = _balanced(steps, alone)
-    works = {"step": steps[batch], "compute": partial(without_transfers, steps[batch]), "communication": alone}
+        little.stepper(made, rank)()
+    amount = _balanced(little, more, lambda a: a.stepper(made, rank), alone)
+    step = amount.stepper(made, rank)
+    works = {"step": step, "compute": partial(without_transfers, step), "communication": alone}
     seconds, cpu = ({part: [] for part in PARTS} for _ in range(2))
     exposed: list[float] = []
     idle: list[float] = []
@@ -286,7 +337,7 @@ def overlap(rank: int, world: int, case: Overlap, rounds: int) -> dict[str, Any]
                 where.update(_exposed_where(after))
                 where.subtract(_exposed_where(before))
     return {
-        "batch": batch,
+        "amount": asdict(amount),
         "seconds": seconds,
         "cpu_seconds": {part: statistics.median(values) for part, values in cpu.items()},
         "exposed_seconds": exposed,
@@ -306,14 +357,20 @@ def _once(model: Any, last: bool) -> Any:
     return nullcontext()
 
 
-def _balanced(steps: dict[int, Callable[[], None]], communication: Callable[[], None]) -> int:
-    """The batch whose compute takes as long as the communication; the same on every rank."""
+def _balanced(
+    little: Amount, more: Amount, stepper: Callable[[Amount], Callable[[], None]], communication: Callable[[], None]
+) -> Amount:
+    """The amount whose compute takes as long as the communication; the same on every rank."""
     wanted = min(timed(communication) for _ in range(3))
-    short, long = (min(timed(partial(without_transfers, steps[b])) for _ in range(3)) for b in (4, 12))
-    found = 4 + (wanted - short) / (long - short) * 8
-    chosen = torch.tensor([min(max(round(found), 1), max(steps))])
-    dist.broadcast(chosen, 0)
-    return int(chosen)
+    short, long = (min(timed(partial(without_transfers, stepper(a))) for _ in range(3)) for a in (little, more))
+    shares = torch.tensor([(wanted - short) / (long - short)])
+    dist.broadcast(shares, 0)
+    share = shares.item()
+    return Amount(
+        max(round(little.batch + share * (more.batch - little.batch)), 1),
+        little.length,
+        little.wait_seconds + share * (more.wait_seconds - little.wait_seconds),
+    )
 
 
 def _exposed_where(stats: towpath.Stats) -> dict[str, float]:
