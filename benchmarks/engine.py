@@ -44,7 +44,11 @@ SHAPE = towpath.Topology(2, 2)
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """`ours` against `theirs`: the ratio of their step times is at most `target`."""
+    """`ours` against `theirs`: the ratio of their step times is at most `target`.
+
+    A contestant is fsdp2, hsdp, bare, or a strategy of ours; `@` names the route of all its transfers. `dtype`: what
+    travels and computes; the masters are fp32.
+    """
 
     name: str
     ours: str
@@ -53,6 +57,7 @@ class Race:
     topology: towpath.Topology = SHAPE
     inter: str | None = "200mbit"
     micro_steps: int = 1
+    dtype: str = "float32"
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
@@ -150,7 +155,7 @@ class Check:
     at_most: float
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.found:.4f} (asked ≤ {self.at_most}: {'met' if self.met else 'MISSED'})"
+        return f"{self.what}: {self.found:.4f} (asked ≤ {self.at_most:.4g}: {'met' if self.met else 'MISSED'})"
 
     @property
     def met(self) -> bool:
@@ -178,6 +183,10 @@ CASES: list[Race | Overlap | Steady] = [
     Race("mics-hsdp-4", "mics", "hsdp", 0.90, micro_steps=4),
     Race("zero3-fsdp2-unshaped", "zero3", "fsdp2", 1.0, inter=None),
     Race("one-rank", "zero3", "bare", 1.03, topology=towpath.Topology(1, 1), inter=None),
+    Race("zero3-hierarchical-fsdp2", "zero3@hierarchical", "fsdp2", 0.55),
+    Race("paro-nig-zero2", "paro-nig", "zero2", 1 / 2.2, inter="100mbit", micro_steps=10, dtype="bfloat16"),
+    Race("paro-iig-zero3", "paro-iig", "zero3", 1 / 2.6, inter="100mbit", micro_steps=10, dtype="bfloat16"),
+    Race("mics-zero3", "mics", "zero3", 1 / 2.89, inter="100mbit", micro_steps=4, dtype="bfloat16"),
     Overlap("overlap-zero3", "zero3", "200mbit", elsewhere=True),
     Overlap("overlap-zero3-shared-cores", "zero3", "200mbit"),
     Overlap("overlap-zero3-own-cores", "zero3", "200mbit", towpath.Topology(2, 1)),
@@ -196,7 +205,7 @@ def model() -> nn.Module:
     return gpt.GPT(width=384, depth=9, heads=6, context=LENGTH, vocabulary=2048)
 
 
-def contestant(kind: str, topology: towpath.Topology) -> tuple[Any, Callable[[Any, bool], Any]]:
+def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, Callable[[Any, bool], Any]]:
     """A model by one engine, and the context of one of its micro-steps (told whether it is the last)."""
     made: Any = model()
     if kind == "bare":
@@ -217,7 +226,12 @@ def contestant(kind: str, topology: towpath.Topology) -> tuple[Any, Callable[[An
             return nullcontext()
 
         return made, fsdp
-    return towpath.shard(made, kind, topology=topology), lambda model, last: nullcontext() if last else model.no_sync()
+    name, _, route = kind.partition("@")
+    strategy = towpath.strategy(name, topology, **({"route": route} if route else {}))
+    precision = None if dtype == "float32" else towpath.Precision(params=dtype, reduce=dtype)
+    return towpath.shard(
+        made, strategy, precision=precision
+    ), lambda model, last: nullcontext() if last else model.no_sync()
 
 
 def race(rank: int, world: int, case: Race, rounds: int) -> dict[str, Any]:
@@ -227,7 +241,7 @@ def race(rank: int, world: int, case: Race, rounds: int) -> dict[str, Any]:
     runners: dict[str, Callable[[], None]] = {}
     models: dict[str, Any] = {}
     for kind in (case.ours, case.theirs):
-        models[kind], context = contestant(kind, case.topology)
+        models[kind], context = contestant(kind, case.topology, case.dtype)
         runners[kind] = _stepper(models[kind], context, data, case.micro_steps)
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
     ours = models[case.ours]

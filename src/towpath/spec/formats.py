@@ -1,6 +1,17 @@
-"""What travels, in bytes: the size of an element of each dtype."""
+"""What travels, in bytes: the size of an element of each dtype, and what each codec makes of n elements.
+
+A message of a block codec is its scales (float32, one a block), then its codes, in one piece of memory:
+
+    int8, int4      scale = max|x| / 127 or 7; code = x / scale, rounded to nearest (or at random, fairly)
+    e4m3, e5m2      scale = max|x| / 448 or 57344; code = x / scale as an 8-bit float
+    bf16            x as bfloat16, without scales
+"""
 
 from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import ceil
 
 from towpath.errors import StrategyError
 
@@ -31,3 +42,73 @@ def item_bytes(dtype: str) -> int:
 def dtype_name(dtype: object) -> str:
     """'float32' for torch.float32 and for 'float32': dtypes by name, so that torch stays out of here."""
     return str(dtype).removeprefix("torch.")
+
+
+# Bits of a code, and the largest one in use.
+_CODES = {"bf16": (16, None), "int8": (8, 127.0), "int4": (4, 7.0), "e4m3": (8, 448.0), "e5m2": (8, 57344.0)}
+CODECS = tuple(_CODES)
+SCALE_BYTES = 4
+
+WHOLE = "whole"  # as a block: all elements of a message share one scale
+_DEFAULT_BLOCK, _SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 32, 4096
+ROTATED = 32  # elements that a rotation mixes
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How the elements of a message are written. Text form: 'int4:64+hadamard+stochastic', 'int8', 'int8:whole', 'bf16'.
+
+    `block`: how many elements share a scale (0: all of the message's). `stochastic`: round up with the probability that
+    keeps the mean. `hadamard`: rotate each 32 elements first, so that one large value does not cost the others' bits.
+    """
+
+    name: str
+    block: int = _DEFAULT_BLOCK
+    hadamard: bool = False
+    stochastic: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in _CODES:
+            raise StrategyError(f"Codec: unknown codec {self.name!r}; known are {', '.join(CODECS)}.")
+        if self.block and not (_SMALLEST_BLOCK <= self.block <= _LARGEST_BLOCK and self.block & (self.block - 1) == 0):
+            raise StrategyError(
+                f"Codec: a block has {_SMALLEST_BLOCK} to {_LARGEST_BLOCK} elements, a power of two, "
+                f"or is {WHOLE!r}; got {self.block}."
+            )
+        if self.stochastic and self.name not in ("int8", "int4"):
+            raise StrategyError(f"Codec: stochastic rounding is for int8 and int4, not for {self.name}.")
+        if self.name == "bf16" and (self.hadamard or self.block != _DEFAULT_BLOCK):
+            raise StrategyError("Codec: bf16 has no scales: it takes neither a block nor a rotation.")
+
+    @staticmethod
+    def parse(text: str) -> Codec:
+        match = re.fullmatch(r"(\w+)(?::(\w+))?((?:\+\w+)*)", text)
+        options = match[3].split("+")[1:] if match else []
+        block = (match[2] or str(_DEFAULT_BLOCK)) if match else ""
+        if match is None or not (block.isdecimal() or block == WHOLE) or set(options) - {"hadamard", "stochastic"}:
+            raise StrategyError(
+                f"not a codec: {text!r}. Write its name ({', '.join(CODECS)}), and if need be its block and options: "
+                f"'int4:64+hadamard+stochastic', 'int8:{WHOLE}'."
+            )
+        number = 0 if block == WHOLE else int(block)
+        if block != WHOLE and number == 0:
+            raise StrategyError(f"not a codec: {text!r}: a block of no elements.")
+        return Codec(match[1], number, "hadamard" in options, "stochastic" in options)
+
+    def __str__(self) -> str:
+        block = "" if self.name == "bf16" else f":{self.block or WHOLE}"
+        return self.name + block + "+hadamard" * self.hadamard + "+stochastic" * self.stochastic
+
+    @property
+    def largest(self) -> float | None:
+        """The largest code; None for a codec without scales."""
+        return _CODES[self.name][1]
+
+    def scales(self, elements: int) -> int:
+        if self.largest is None or elements == 0:
+            return 0
+        return ceil(elements / self.block) if self.block else 1
+
+    def encoded_bytes(self, elements: int) -> int:
+        """Of one message."""
+        return SCALE_BYTES * self.scales(elements) + ceil(elements * _CODES[self.name][0] / 8)

@@ -1,0 +1,120 @@
+"""The codecs in plain torch: slow, readable, and the oracle that every other back end equals to the bit.
+
+Everything is computed in float32, with IEEE division and without fused multiply-add. Rows are summed in their order.
+A block that holds a NaN or an Inf has the scale NaN and codes of zero: all of it decodes to NaN. A scale is never below
+the smallest normal number: a denormal one could flush to zero, and codes would be infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from towpath.spec.formats import ROTATED, SCALE_BYTES, Codec
+
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+_FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+    """`x` (float32, bfloat16 or float16, n elements) → `out` (uint8, `codec.encoded_bytes(n)` of them).
+
+    `seed`: for stochastic rounding; the same seed, the same bytes.
+    """
+    n = x.numel()
+    if codec.largest is None:
+        out.copy_(x.to(torch.bfloat16).view(torch.uint8))
+        return
+    values = rotated(x.float()) if codec.hadamard else x.float()
+    blocks = _in_blocks(codec, values)
+    scales = (blocks.abs().amax(1) / codec.largest).clamp_min(_SMALLEST_NORMAL)
+    finite = scales.isfinite()
+    scales = scales.where(finite, torch.nan)
+    quotients = (blocks / scales[:, None]).where(finite[:, None], 0.0).flatten()[:n]
+    split = SCALE_BYTES * codec.scales(n)
+    out[:split].copy_(scales.view(torch.uint8))
+    out[split:].copy_(_codes(codec, quotients, seed))
+
+
+def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
+    """The inverse of `encode`, up to what was rounded away; `out` says how many elements and of which dtype."""
+    out.copy_(_decoded(codec, data, out.numel()))
+
+
+def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """The sum of what the rows decode to, in float32 and in their order."""
+    out.copy_(_sum(codec, rows, out.numel()))
+
+
+def decode_sum_encode(
+    codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
+) -> None:
+    """The sum of what the rows decode to, encoded anew."""
+    encode(codec, _sum(codec, rows, elements), out, seed)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Each 32 elements times the orthonormal Hadamard matrix, which is its own inverse; a shorter rest as it is."""
+    whole = x.numel() // ROTATED * ROTATED
+    turned = x[:whole].view(-1, ROTATED)
+    half = 1
+    while half < ROTATED:
+        pairs = turned.view(-1, ROTATED // (2 * half), 2, half)
+        turned = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2)
+        half *= 2
+    return torch.cat([turned.reshape(-1) * ROTATED**-0.5, x[whole:]])
+
+
+def uniform(count: int, seed: int, device: torch.device | None = None) -> torch.Tensor:
+    """Numbers in [0, 1): a 32-bit mix of each index and the seed, its upper 24 bits."""
+    mixed = torch.arange(count, dtype=torch.int64, device=device)
+    mixed = (mixed * 0x9E3779B1 + seed) & 0xFFFFFFFF
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & 0xFFFFFFFF
+    return ((mixed ^ (mixed >> 16)) >> 8).float() * 2.0**-24
+
+
+def _sum(codec: Codec, rows: Sequence[torch.Tensor], elements: int) -> torch.Tensor:
+    total = _decoded(codec, rows[0], elements)
+    for row in rows[1:]:
+        total = total + _decoded(codec, row, elements)
+    return total
+
+
+def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
+    if codec.largest is None:
+        return data.view(torch.bfloat16).float()
+    split = SCALE_BYTES * codec.scales(n)
+    scales = data[:split].clone().view(torch.float32)  # a copy: views of other dtypes must be aligned
+    blocks = _in_blocks(codec, _values(codec, data[split:], n))
+    values = (blocks * scales[:, None]).flatten()[:n]
+    return rotated(values) if codec.hadamard else values
+
+
+def _in_blocks(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    """A row a block, the last one filled up with zeros."""
+    n = x.numel()
+    size = codec.block or max(n, 1)
+    return torch.nn.functional.pad(x, (0, codec.scales(n) * size - n)).view(-1, size)
+
+
+def _codes(codec: Codec, quotients: torch.Tensor, seed: int) -> torch.Tensor:
+    if codec.name in _FLOAT8:
+        return quotients.clamp(-codec.largest, codec.largest).to(_FLOAT8[codec.name]).view(torch.uint8)
+    if codec.stochastic:
+        quotients = (quotients + uniform(quotients.numel(), seed, quotients.device)).floor()
+    codes = quotients.round().clamp(-codec.largest, codec.largest).to(torch.int8).view(torch.uint8)
+    if codec.name == "int8":
+        return codes
+    low, high = torch.nn.functional.pad(codes & 15, (0, codes.numel() % 2)).view(-1, 2).unbind(1)
+    return low | (high << 4)
+
+
+def _values(codec: Codec, codes: torch.Tensor, n: int) -> torch.Tensor:
+    if codec.name in _FLOAT8:
+        return codes.view(_FLOAT8[codec.name]).float()
+    if codec.name == "int8":
+        return codes.view(torch.int8).float()
+    nibbles = torch.stack([codes & 15, codes >> 4], 1).flatten()[:n]
+    return ((nibbles ^ 8).to(torch.int16) - 8).float()
