@@ -9,7 +9,8 @@ apart in the region: they are brought together first, in ZeRO++'s slice order
 
     region ─(reorder)→ [width, nodes] ─(exchange in the node, sum)→ [nodes] ─(exchange between nodes, sum)→ own slice
 
-In stages: while one part of every slice takes its second hop, another takes its first.
+In stages: while one part of every slice takes its second hop, another takes its first. With a codec, pieces are
+encoded where they are brought together, and decoded, summed and encoded anew after a hop (`codecs/packing.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import final
 
 import torch
 
+from towpath.codecs.packing import Encoded, Packing, Plain
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.messages import Message, Posted, post
-from towpath.spec.formats import NARROW, dtype_name
 from towpath.spec.routes import AllToAll, Piece, bounds, hops_of, piece_bounds
 
 
@@ -37,11 +38,11 @@ class _Hop:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One part of every slice: where the pieces lie in the region, in the order in which they travel; by hop, the
-    boundaries of the segments in the buffer; and where the sum belongs."""
+    """One part of every slice: where the pieces lie in the region, in the order in which they travel; by hop, how long
+    those brought to it are; and where the sum belongs."""
 
     pieces: tuple[tuple[int, int], ...]
-    segments: tuple[tuple[int, ...], ...]
+    lengths: tuple[tuple[int, ...], ...]
     own: tuple[int, int]
 
 
@@ -58,9 +59,23 @@ class _Wire:
 class AllToAllReduceScatter(Collective):
     def __init__(self, route: str, binding: Binding, members: Members, scratch: Scratch) -> None:
         self._route, self._binding, self._members, self._scratch = route, binding, members, scratch
-        self._buffers = AllToAll(hops_of(route, members.grid), binding.elements)
+        self._buffers = AllToAll(hops_of(route, members.grid), binding.elements, binding.codec)
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
+        self._packing = self._make_packing()
+
+    def _make_packing(self) -> Packing:
+        buffers, codec, scratch = self._buffers, self._binding.codec, self._scratch
+        if codec is None:
+            return Plain(self._binding.dtype, buffers.sum_elements, scratch)
+        kept = [torch.zeros(n, device=scratch.device) if n else None for n in self._binding.kept]
+        shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
+        return Encoded(codec, scratch.device, buffers.cell, scratch, shaped, self._members.position)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        kept = self._packing.kept if isinstance(self._packing, Encoded) else ()
+        return tuple(k for k in kept if k is not None)
 
     def _stage(self, part: int) -> _Stage:
         members, grid, elements = self._members, self._members.grid, self._binding.elements
@@ -74,16 +89,14 @@ class AllToAllReduceScatter(Collective):
         else:
             order = [grid.at(node, place) for place in range(grid.width) for node in range(grid.nodes)]
         pieces = tuple(map(piece, order))
-        ends = tuple(accumulate((end - start for start, end in pieces), initial=0))
-        segments: list[tuple[int, ...]] = []
+        lengths = [tuple(end - start for start, end in pieces)]
         for hop in self._hops:
-            each = (len(ends) - 1) // len(hop.peers)
-            segments.append(tuple(end - ends[0] for end in ends[::each]))
-            ends = ends[hop.mine * each : (hop.mine + 1) * each + 1]
-        return _Stage(pieces, tuple(segments), piece(members.position))
+            each = len(lengths[-1]) // len(hop.peers)
+            lengths.append(lengths[-1][hop.mine * each : (hop.mine + 1) * each])
+        return _Stage(pieces, tuple(lengths), piece(members.position))
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        wires = self._wires(region.dtype)
+        wires, packing = self._wires(), self._packing
         start, _ = bounds(self._binding.elements, len(self._members.group.ranks), self._members.slot)
         last = len(self._hops) - 1
         # In turn t, stage t − h begins its hop h: later stages first, so that their first hop is under way meanwhile.
@@ -94,30 +107,25 @@ class AllToAllReduceScatter(Collective):
                     break
                 stage, mine = self._stages[number], wires[number % len(wires)]
                 if hop == 0:
-                    self._reorder(region, stage, mine[0].sent)
-                elif hop <= last:
-                    self._sum(number, hop - 1, mine[hop - 1], mine[hop].sent)
+                    packing.pack([region[a:b] for a, b in stage.pieces], mine[0].sent, number)
                 else:
-                    own = shard[stage.own[0] - start : stage.own[1] - start]
-                    self._sum(number, last, mine[last], own)
+                    rows = self._arrived(number, hop - 1, mine[hop - 1])
+                    if hop <= last:
+                        packing.sum(rows, stage.lengths[hop], mine[hop].sent, number, hop)
+                    else:
+                        packing.unpack(rows, shard[stage.own[0] - start : stage.own[1] - start])
                 if hop <= last:
                     self._send(number, hop, mine[hop])
 
-    def _wires(self, dtype: torch.dtype) -> list[list[_Wire]]:
+    def _wires(self) -> list[list[_Wire]]:
         buffers = self._buffers
         sizes = [n for h in range(len(self._hops)) for n in (buffers.sent(h), buffers.received(h))] * buffers.sets
-        pieces = list(self._scratch.take(buffers.wire_elements, dtype).split(sizes))
+        pieces = list(self._scratch.take(buffers.wire_elements, self._packing.dtype).split(sizes))
         wires = [_Wire(sent, received) for sent, received in zip(pieces[::2], pieces[1::2], strict=True)]
         return [wires[i : i + len(self._hops)] for i in range(0, len(wires), len(self._hops))]
 
-    # The three things a codec takes part in: it encodes what is reordered, and decodes, sums and encodes after a hop.
-
-    def _reorder(self, region: torch.Tensor, stage: _Stage, sent: torch.Tensor) -> None:
-        pieces = [region[start:end] for start, end in stage.pieces]
-        torch.cat(pieces, out=sent[: sum(p.numel() for p in pieces)])
-
     def _send(self, number: int, index: int, wire: _Wire) -> None:
-        hop, segments = self._hops[index], self._stages[number].segments[index]
+        hop, segments = self._hops[index], self._segments(number, index)
         rows = self._rows(number, index, wire)
         messages = [
             Message(leaves, peer, content)
@@ -128,26 +136,24 @@ class AllToAllReduceScatter(Collective):
         where = f"{self._binding.op.value} by {self._route}, stage {number}, hop {index}"
         wire.posted = post(messages, self._members, where, hop.crossing) if messages else None
 
-    def _rows(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
-        """What each member of a hop has for this one, in order; its own is where it was to be sent from."""
-        hop, segments = self._hops[index], self._stages[number].segments[index]
-        start, end = segments[hop.mine], segments[hop.mine + 1]
-        numel = end - start
-        rows = [wire.received[i * numel : (i + 1) * numel] for i in range(len(hop.peers) - 1)]
-        return [*rows[: hop.mine], wire.sent[start:end], *rows[hop.mine :]]
-
-    def _sum(self, number: int, index: int, wire: _Wire, out: torch.Tensor) -> None:
+    def _arrived(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
         if wire.posted is not None:
             wire.posted.wait()
-        rows = self._rows(number, index, wire)
-        out = out[: rows[0].numel()]
-        narrow = dtype_name(out.dtype) in NARROW
-        total = self._scratch.take(self._buffers.sum_elements, torch.float32)[: out.numel()] if narrow else out
-        total.copy_(rows[0])
-        for row in rows[1:]:
-            total.add_(row)
-        if narrow:
-            out.copy_(total)
+        return self._rows(number, index, wire)
+
+    def _rows(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
+        """What each member of a hop has for this one, in order; its own is where it was to be sent from."""
+        hop, segments = self._hops[index], self._segments(number, index)
+        start, end = segments[hop.mine], segments[hop.mine + 1]
+        size = end - start
+        rows = [wire.received[i * size : (i + 1) * size] for i in range(len(hop.peers) - 1)]
+        return [*rows[: hop.mine], wire.sent[start:end], *rows[hop.mine :]]
+
+    def _segments(self, number: int, index: int) -> list[int]:
+        """The boundaries, in the buffer of a hop, of what each of its members is sent."""
+        lengths = self._stages[number].lengths[index]
+        ends = list(accumulate(map(self._packing.size, lengths), initial=0))
+        return ends[:: len(lengths) // len(self._hops[index].peers)]
 
 
 def _hops(members: Members, count: int) -> list[_Hop]:

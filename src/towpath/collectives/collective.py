@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from towpath.spec.formats import Codec
 from towpath.spec.routes import Grid, Group, Op, bounds
 from towpath.spec.schedule import Transfer
 
@@ -53,11 +54,13 @@ class Binding:
     elements: int
     dtype: torch.dtype
     label: str  # for messages to the user
+    codec: Codec | None = None
+    kept: tuple[int, ...] = ()  # by hop of a reduction: elements of what the codec rounds away that are kept
 
     @staticmethod
     def of(transfer: Transfer) -> Binding:
-        dtype = getattr(torch, transfer.dtype)
-        return Binding(transfer.move.op, transfer.wire.route, transfer.elements, dtype, str(transfer))
+        dtype, codec, kept = getattr(torch, transfer.dtype), transfer.wire.encoding, transfer.kept_elements
+        return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept)
 
     def own_slice(self, region: torch.Tensor, members: Members) -> torch.Tensor:
         start, end = bounds(self.elements, len(members.group.ranks), members.slot)
@@ -68,7 +71,7 @@ class Scratch:
     """Wire buffers of one lane, which runs one transfer at a time: one per dtype, as large as was ever needed."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self.made = 0
 
@@ -76,7 +79,7 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
+            buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
             self.made += 1
         return buffer[:numel]
 
@@ -92,6 +95,11 @@ class Collective(ABC):
     → `shard`; the rest of `region` is left undefined. all-reduce: the sum → `region`, whole.
     `shard` may be this rank's own slice of `region`.
     """
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """What it keeps from one run to the next."""
+        return ()
 
     @abstractmethod
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:

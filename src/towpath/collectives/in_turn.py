@@ -18,6 +18,10 @@ class ReduceThenGather(Collective):
     reduce: Collective
     gather: Collective
 
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return self.reduce.state
+
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         mine = self.binding.own_slice(region, self.members)
         self.reduce.run(region, mine)

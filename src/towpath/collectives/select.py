@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.encoded import EncodedAllGather, encoded_binding
 from towpath.collectives.flat import FlatAllGather, FlatAllReduce, FlatMaximum, FlatReduceScatter
 from towpath.collectives.in_turn import ReduceThenGather
 from towpath.collectives.verified import Verified
@@ -26,6 +27,9 @@ def select(transfer: Transfer, members: Members, backend: str, scratch: Scratch)
 def bind(binding: Binding, members: Members, backend: str, scratch: Scratch) -> Collective:
     """The collective for a binding, without the comparison of bindings that `Verified` adds."""
     op, route = binding.op, travelled(binding.route, members.grid)
+    if op is Op.ALL_GATHER and binding.codec is not None:
+        inner = bind(encoded_binding(binding.codec, binding, members), members, backend, scratch)
+        return EncodedAllGather(binding.codec, binding, members, inner, scratch)
     if route == "flat" and not _better_walked(binding, members, backend):
         return _FLAT[op](members)
     if not hops_of(route, members.grid) or op is Op.ALL_GATHER:
@@ -33,7 +37,9 @@ def bind(binding: Binding, members: Members, backend: str, scratch: Scratch) -> 
     reduce = AllToAllReduceScatter(route, binding, members, scratch)
     if op is Op.REDUCE_SCATTER:
         return reduce
-    return ReduceThenGather(binding, members, reduce, Walk(route, replace(binding, op=Op.ALL_GATHER), members, scratch))
+    return ReduceThenGather(
+        binding, members, reduce, bind(replace(binding, op=Op.ALL_GATHER), members, backend, scratch)
+    )
 
 
 def _better_walked(binding: Binding, members: Members, backend: str) -> bool:

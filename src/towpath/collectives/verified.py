@@ -21,21 +21,26 @@ class _Signature:
     route: str
     elements: int
     dtype: str
+    codec: str
 
     @staticmethod
     def of(binding: Binding) -> _Signature:
-        return _Signature(binding.op, binding.route, binding.elements, str(binding.dtype).removeprefix("torch."))
+        dtype, codec = str(binding.dtype).removeprefix("torch."), str(binding.codec or "none")
+        return _Signature(binding.op, binding.route, binding.elements, dtype, codec)
 
     def encoded(self) -> bytes:
-        return f"{self.op.value} {self.route} {self.elements} {self.dtype}".encode().ljust(_SIGNATURE_BYTES)
+        return f"{self.op.value} {self.route} {self.elements} {self.dtype} {self.codec}".encode().ljust(
+            _SIGNATURE_BYTES
+        )
 
     @staticmethod
     def decoded(text: bytes) -> _Signature:
-        op, route, elements, dtype = text.decode().split()
-        return _Signature(Op(op), route, int(elements), dtype)
+        op, route, elements, dtype, codec = text.decode().split()
+        return _Signature(Op(op), route, int(elements), dtype, codec)
 
     def __str__(self) -> str:
-        return f"{self.op.value} by {self.route} of {self.elements} elements of {self.dtype}"
+        codec = "" if self.codec == "none" else f", as {self.codec}"
+        return f"{self.op.value} by {self.route} of {self.elements} elements of {self.dtype}{codec}"
 
 
 class Agreement:
@@ -81,6 +86,10 @@ class Verified(Collective):
     def __init__(self, inner: Collective, binding: Binding, members: Members) -> None:
         self._inner, self._binding, self._members = inner, binding, members
         self._agreement = Agreement(binding, members)
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return self._inner.state
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         check_fit(self._binding, self._members, region, shard)

@@ -284,4 +284,5 @@ class Bucket:
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.grads.nbytes if self.grads is not None else 0,
             "grad": self._mean.nbytes if self._mean is not None else 0,
+            "feedback": sum(t.nbytes for lines in self.lines.values() for line in lines for t in line.collective.state),
         }

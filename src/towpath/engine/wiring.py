@@ -10,7 +10,6 @@ from towpath.collectives.collective import Members, Scratch
 from towpath.collectives.select import select
 from towpath.engine.record import Line, Record
 from towpath.engine.streams import Handle, Job, Lane, make_lane
-from towpath.spec.routes import Grid, travelled
 from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
 from towpath.topology.groups import Groups
@@ -49,7 +48,7 @@ class Wiring:
         nodes = tuple(map(transfer.topology.node_of, group.ranks))
         within = between = self.groups.of(partition, lane)
         # NCCL runs a group's messages one after the other; gloo does not, and needs no second group to overlap them.
-        if self._backend == "nccl" and travelled(transfer.wire.route, Grid.of(nodes)) not in ("flat", "ring"):
+        if self._backend == "nccl" and transfer.route not in ("flat", "ring"):
             between = self.groups.of(partition, f"{lane} between nodes")
         members = Members(within, between, group, group.ranks.index(self.rank), nodes)
         collective = select(transfer, members, self._backend, self._scratch[lane])

@@ -53,7 +53,7 @@ _TCP = {
     "net/ipv4/tcp_congestion_control": "reno",
     # A connection starts alike whatever earlier ones met: runs can be compared.
     "net/ipv4/tcp_no_metrics_save": "1",
-    # Nothing is dropped, but a sender that moves to another core overtakes itself, and a receiver without a core answers
+    # Nothing is dropped, but a sender that moves to another core overtakes itself, and a receiver without one answers
     # late. TCP takes both for losses and sends up to a window again. Here only a long silence (a cut cable) is one.
     "net/ipv4/tcp_max_reordering": "1000000",
     "net/ipv4/tcp_reordering": "1000000",

@@ -26,6 +26,9 @@ _ITEM_BYTES = {
 # Their sums are taken in float32: a narrow sum loses what is small against it.
 NARROW = ("bfloat16", "float16")
 
+# What codecs take: they compute in float32.
+ENCODED = ("float32", "bfloat16", "float16")
+
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -56,7 +59,7 @@ ROTATED = 32  # elements that a rotation mixes
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the elements of a message are written. Text form: 'int4:64+hadamard+stochastic', 'int8', 'int8:whole', 'bf16'.
+    """How the elements of a message are written. As text: 'int4:64+hadamard+stochastic', 'int8', 'int8:whole', 'bf16'.
 
     `block`: how many elements share a scale (0: all of the message's). `stochastic`: round up with the probability that
     keeps the mean. `hadamard`: rotate each 32 elements first, so that one large value does not cost the others' bits.

@@ -11,7 +11,7 @@ from typing import Any
 
 from towpath.errors import StrategyError
 from towpath.spec.placement import Placement
-from towpath.spec.routes import Grid
+from towpath.spec.routes import ALL_TO_ALL, Grid
 from towpath.spec.strategy import Kind, Strategy
 from towpath.spec.transitions import Move
 from towpath.spec.wire import Wire
@@ -79,12 +79,20 @@ _PLACERS: dict[str, Callable[..., Placement]] = {
     "zero3": _zero3,
     "mics": _mics,
     "hpz": _hpz,
+    "qwz": _zero3,
+    "qgz": _zero3,
+    "zero++": _hpz,
     "lins": _lins,
     **{f"paro-{p}{g}{o}": _paro(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
 }
 
 
-_PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz")
+_PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
+
+# The codecs of ZeRO++: of weights (qwZ, section 3.1), and of gradients (qgZ, section 3.3).
+_CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
+_WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
+_GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 
 
 def strategies() -> tuple[str, ...]:
@@ -95,7 +103,9 @@ def strategies() -> tuple[str, ...]:
 def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
     """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
 
-    Options: `route=` puts every transfer on one route (by default ddp, zero1 to zero3 and hpz are flat, the others take
+    Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
+    qwz, qgz and zero++ have theirs), `feedback=` the hops at which what gradients lose is kept ('first', 'second',
+    'both'); `route=` puts every transfer on one route (by default ddp, zero1 to zero3 and hpz are flat, the others take
     the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
     take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
     """
@@ -105,16 +115,33 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
     wires = {kind.value: options.pop(kind.value) for kind in list(Kind)[:5] if kind.value in options}
     route: str | None = options.pop("route", None)
+    weights, gradients = _CODECS.get(name, ("none", "none"))
+    weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
+    feedback: str = options.pop("feedback", "none")
     known = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
     if unknown := set(options) - set(known):
+        every = [*known, "weights", "gradients", "feedback", "route", *(k.value for k in list(Kind)[:5])]
         raise StrategyError(
-            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; "
-            f"it takes {', '.join([*known, 'route', *(k.value for k in list(Kind)[:5])])}."
+            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(every)}."
         )
+    if feedback != "none" and gradients == "none":
+        raise StrategyError(f"strategy {name!r}: feedback={feedback!r} needs gradients= to name a codec.")
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
-    routed = {kind.value: Wire(route) for kind in list(Kind)[:5]} if route is not None else _default_wires(made)
-    return replace(made, **(routed | wires))
+    chosen = {kind.value: Wire(route) for kind in list(Kind)[:5]} if route is not None else _default_wires(made)
+    for kind in (*_WEIGHTS, *_GRADIENTS):
+        if not _crosses(getattr(made.moves, kind.value), topology):
+            continue
+        taken = chosen.get(kind.value, Wire()).route
+        if kind in _WEIGHTS and weights != "none":
+            chosen[kind.value] = Wire(taken if route or taken != "flat" else BEST_ROUTE, weights)
+        if kind in _GRADIENTS and gradients != "none":
+            chosen[kind.value] = Wire(taken if taken in ALL_TO_ALL else "two-hop", gradients, feedback)
+    return replace(made, **(chosen | wires))
+
+
+def _crosses(moves: tuple[Move, ...], topology: Topology) -> bool:
+    return any(len(set(map(topology.node_of, g.ranks))) > 1 for move in moves for g in move.groups)
 
 
 def _default_wires(made: Strategy) -> dict[str, Wire]:

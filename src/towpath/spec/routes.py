@@ -21,6 +21,8 @@ from enum import StrEnum
 from math import ceil, prod
 from typing import NamedTuple
 
+from towpath.spec.formats import Codec
+
 
 class Op(StrEnum):
     ALL_GATHER = "all-gather"
@@ -110,7 +112,7 @@ class Grid:
 def travelled(route: str, grid: Grid) -> str:
     """The route that is taken: on a plain grid none is better than the backend's own collectives."""
     assert route in ROUTES, route
-    return "flat" if grid.plain and route != "ring" else route
+    return "flat" if grid.plain and route not in ("ring", "one-hop") else route
 
 
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int]) -> Iterator[Send]:
@@ -203,6 +205,7 @@ _GATHERS: dict[str, Callable[[Sequence[int], Grid], Iterator[Send]]] = {
     "two-hop": _two_hop,
 }
 ROUTES = tuple(_GATHERS)
+ALL_TO_ALL = ("one-hop", "two-hop")
 
 
 def bounds(elements: int, pieces: int, index: int) -> tuple[int, int]:
@@ -240,26 +243,39 @@ def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
     return {"one-hop": (grid.nodes * grid.width,), "two-hop": (grid.width, grid.nodes)}.get(route, ())
 
 
-def wire_elements(op: Op, route: str, group: Group, nodes: Sequence[int], elements: int) -> tuple[int, int]:
-    """The wire buffer a member needs to reduce a region: elements of its dtype, and of the dtype that sums them."""
+def wire_elements(
+    op: Op, route: str, group: Group, nodes: Sequence[int], elements: int, codec: Codec | None = None
+) -> tuple[int, int]:
+    """The wire buffer a member needs: elements of the region's dtype (with a codec: bytes), and of the dtype that sums
+    or keeps what was rounded away."""
     grid = Grid.of(nodes)
     route, members = travelled(route, grid), len(group.ranks)
+    gathered = encoded_slice(codec, elements, members) * members if codec else 0
     if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
-        return 0, 0
+        return gathered, 0
     if hops := hops_of(route, grid):
-        layout = AllToAll(hops, elements)
-        return layout.wire_elements, layout.sum_elements
+        layout = AllToAll(hops, elements, codec)
+        return max(layout.wire_elements, gathered if op is Op.ALL_REDUCE else 0), layout.sum_elements
     received = [s for s in sends(op, route, group, nodes) if s.target == 0 and s.adds]
     cells = max(cells_of(received), default=-1) + 1
     return cells * cell_elements(elements, members, received[0].parts if received else 1), 0
 
 
+def encoded_slice(codec: Codec, elements: int, members: int) -> int:
+    """Bytes that each member's slice takes up when a region is gathered encoded."""
+    return codec.encoded_bytes(cell_elements(elements, members, 1))
+
+
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """The buffers of a reduction in hops: in each hop a member exchanges with `hops[i]` of them, and sums."""
+    """The buffers of a reduction in hops: in each hop a member exchanges with `hops[i]` of them, and sums.
+
+    Counted in elements of the region's dtype; with a codec, in bytes.
+    """
 
     hops: tuple[int, ...]
     elements: int
+    codec: Codec | None = None
 
     @property
     def stages(self) -> int:
@@ -272,11 +288,12 @@ class AllToAll:
 
     @property
     def cell(self) -> int:
+        """The largest piece, in elements."""
         return cell_elements(self.elements, prod(self.hops), self.stages)
 
     def sent(self, hop: int) -> int:
-        """Elements at most that a stage brings to a hop: what goes to each of its members, this one included."""
-        return prod(self.hops[hop:]) * self.cell
+        """What a stage brings at most to a hop: for each of its members, this one included."""
+        return prod(self.hops[hop:]) * (self.codec.encoded_bytes(self.cell) if self.codec else self.cell)
 
     def received(self, hop: int) -> int:
         """From each other member as much as it keeps for itself."""
@@ -288,5 +305,10 @@ class AllToAll:
 
     @property
     def sum_elements(self) -> int:
-        """Sums of a dtype too narrow to sum in."""
-        return self.sent(0) // self.hops[0]
+        """Sums of a dtype too narrow to sum in; with a codec, one piece as it was, and one as it arrives."""
+        return 2 * self.cell if self.codec else self.sent(0) // self.hops[0]
+
+    @property
+    def kept_elements(self) -> tuple[int, ...]:
+        """Of what is rounded away before each hop, if it is kept: a float32 for every element brought to it."""
+        return tuple(self.stages * prod(self.hops[h:]) * self.cell for h in range(len(self.hops)))

@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import TypeVar
 
 from towpath.errors import StrategyError
-from towpath.spec.formats import NARROW, item_bytes
+from towpath.spec.formats import ENCODED, NARROW, item_bytes
 from towpath.spec.precision import Precision
-from towpath.spec.routes import Piece, piece_bounds, sends, wire_elements
+from towpath.spec.routes import AllToAll, Grid, Op, Piece, encoded_slice, hops_of, piece_bounds, sends, wire_elements
 from towpath.spec.strategy import Kind, Strategy
 from towpath.spec.transitions import Cut, Move, everyone
 from towpath.spec.units import BucketSpec, UnitSpec
@@ -44,6 +44,20 @@ class Transfer:
     micro_step: int = 0
 
     @property
+    def grid(self) -> Grid:
+        return Grid.of(self._nodes)
+
+    @property
+    def _nodes(self) -> tuple[int, ...]:
+        """Where the members of a group live: alike in all groups, as far as routes go."""
+        return tuple(map(self.topology.node_of, self.move.groups[0].ranks))
+
+    @property
+    def route(self) -> str:
+        """The one that is taken: some make no difference where there is one kind of link only."""
+        return self.wire.route_on(self.move.op, self.grid)
+
+    @property
     def inter_bytes(self) -> int:
         """Sent between nodes, all ranks together."""
         return sum(map(self.cable_bytes, range(self.topology.nodes)))
@@ -51,45 +65,65 @@ class Transfer:
     @property
     def intra_bytes(self) -> int:
         """Sent inside nodes, all ranks together."""
-        return self._bytes(_messages(self.move, self.wire, self.topology)[0])
+        return self._bytes(_messages(self.move, self.route, self.topology)[0])
 
     def cable_bytes(self, node: int) -> int:
         """Sent by `node` over its cable."""
-        return self._bytes(_messages(self.move, self.wire, self.topology)[1][node])
+        return self._bytes(_messages(self.move, self.route, self.topology)[1][node])
 
-    def _bytes(self, messages: tuple[tuple[Piece, int], ...]) -> int:
-        lengths = ((piece_bounds(self.elements, self.move.members, piece), count) for piece, count in messages)
-        return item_bytes(self.dtype) * sum((end - start) * count for (start, end), count in lengths)
+    def _bytes(self, messages: Counted) -> int:
+        return sum(self._message_bytes(piece, adds) * count for (piece, adds), count in messages)
+
+    def _message_bytes(self, piece: Piece, adds: bool) -> int:
+        codec, members = self.wire.encoding, self.move.members
+        if codec is not None and not adds:  # encoded slices, gathered like any bytes
+            start, end = piece_bounds(encoded_slice(codec, self.elements, members) * members, members, piece)
+            return end - start
+        start, end = piece_bounds(self.elements, members, piece)
+        return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(self.dtype)
 
     @property
     def wire_needs(self) -> Needs:
         """What one rank needs to receive in, beside the region."""
         if self.kind is Kind.USAGE:
             return {}
-        group = self.move.groups[0]
-        nodes = tuple(map(self.topology.node_of, group.ranks))
-        own, sums = wire_elements(self.move.op, self.wire.route, group, nodes, self.elements)
+        codec, group = self.wire.encoding, self.move.groups[0]
+        own, sums = wire_elements(self.move.op, self.route, group, self._nodes, self.elements, codec)
+        if codec is not None:
+            return {"uint8": own, "float32": sums if self.wire.feedback != "none" else 0}
         if self.dtype not in NARROW:
             return {self.dtype: own}
         return {self.dtype: own, "float32": sums}
+
+    @property
+    def kept_elements(self) -> tuple[int, ...]:
+        """By hop: how many float32 of what the codec rounds away one rank keeps, to be added the next time."""
+        hops = hops_of(self.route, self.grid)
+        if self.wire.encoding is None or self.move.op is Op.ALL_GATHER:
+            return ()
+        kept = AllToAll(hops, self.elements, self.wire.encoding).kept_elements
+        asked = {"none": (), "first": (0,), "second": (1,), "both": (0, 1)}[self.wire.feedback]
+        return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
 
     def __str__(self) -> str:
         where = f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
         return f"{self.kind.value} of {where}, {self.move.op.value} over {self.move.members} ranks"
 
 
+# How many messages carry each piece of a region, and whether they add it.
+Counted = tuple[tuple[tuple[Piece, bool], int], ...]
+
+
 @lru_cache(maxsize=4096)
-def _messages(
-    move: Move, wire: Wire, topology: Topology
-) -> tuple[tuple[tuple[Piece, int], ...], tuple[tuple[tuple[Piece, int], ...], ...]]:
-    """How many messages carry each piece of a region: inside nodes, and out of each node."""
-    intra: Counter[Piece] = Counter()
-    leaving: list[Counter[Piece]] = [Counter() for _ in range(topology.nodes)]
+def _messages(move: Move, route: str, topology: Topology) -> tuple[Counted, tuple[Counted, ...]]:
+    """Inside nodes, and out of each node."""
+    intra: Counter[tuple[Piece, bool]] = Counter()
+    leaving: list[Counter[tuple[Piece, bool]]] = [Counter() for _ in range(topology.nodes)]
     for group in move.groups:
         nodes = tuple(map(topology.node_of, group.ranks))
-        for send in sends(move.op, wire.route, group, nodes):
+        for send in sends(move.op, route, group, nodes):
             crosses = nodes[send.source] != nodes[send.target]
-            (leaving[nodes[send.source]] if crosses else intra)[send.piece] += 1
+            (leaving[nodes[send.source]] if crosses else intra)[send.piece, send.adds] += 1
     return tuple(intra.items()), tuple(tuple(counts.items()) for counts in leaving)
 
 
@@ -111,7 +145,8 @@ class BucketPlan:
     @property
     def has_master(self) -> bool:
         """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself."""
-        return self.compute_dtype != self.own_dtype
+        encoded = any(t.wire.encoding for t in self.transfers[Kind.PUBLISH])
+        return encoded or self.compute_dtype != self.own_dtype
 
     @property
     def grad_is_view(self) -> bool:
@@ -128,6 +163,7 @@ class BucketPlan:
             "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
             "grads": self.numel // self.grads.count * reduce if self.spec.trainable else 0,
             "grad": master if self.spec.trainable and not self.grad_is_view else 0,
+            "feedback": sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements),
         }
 
 
@@ -180,7 +216,13 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
     copy = moves.backward_params if worth else None
     backward_gather = moves.backward_gather if worth else moves.gather
 
-    def travel(kind: Kind, moves: Iterable[Move], dtype: str) -> tuple[Transfer, ...]:
+    def travel(kind: Kind, moves: tuple[Move, ...], dtype: str) -> tuple[Transfer, ...]:
+        codec = strategy.wire(kind).encoding
+        if codec is not None and moves and dtype not in ENCODED:
+            raise StrategyError(
+                f"{strategy.name}: {kind.value} in {codec} of {unit.name or 'root'} [{bucket.name}]: its elements are "
+                f"{dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without codecs."
+            )
         return tuple(
             Transfer(kind, unit.name, bucket.name, m, strategy.wire(kind), numel // m.regions, dtype, strategy.topology)
             for m in moves

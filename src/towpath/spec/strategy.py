@@ -40,6 +40,9 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
+        for kind in list(Kind)[:5]:
+            for move in getattr(self.moves, kind.value):
+                self.wire(kind).check(move.op, f"{self.name}: {kind.value}")
 
     @property
     def moves(self) -> Transitions:

@@ -1,22 +1,66 @@
-"""How one kind of transfer travels: over which route."""
+"""How one kind of transfer travels: over which route, and in which codec."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from towpath.errors import StrategyError
-from towpath.spec.routes import ROUTES
+from towpath.spec.formats import Codec
+from towpath.spec.routes import ALL_TO_ALL, ROUTES, Grid, Op, travelled
+
+FEEDBACK = ("none", "first", "second", "both")
 
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """`route`: 'flat' is the backend's own collective, the others are ours (`spec/routes.py` lists them)."""
+    """`route`: 'flat' is the backend's own collective, the others are ours (`spec/routes.py` lists them).
+
+    `codec`: a `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none': as it is. A reduction is encoded by one-hop
+    or two-hop alone: a ring would round at every member. `feedback`: at which hop of a reduction what was rounded away
+    is kept, to be added the next time.
+    """
 
     route: str = "flat"
+    codec: Any = "none"
+    feedback: str = "none"
 
     def __post_init__(self) -> None:
         if self.route not in ROUTES:
             raise StrategyError(f"Wire: unknown route {self.route!r}; known are {', '.join(ROUTES)}.")
+        if isinstance(self.codec, str) and self.codec != "none":
+            object.__setattr__(self, "codec", Codec.parse(self.codec))
+        elif not isinstance(self.codec, (str, Codec)):
+            raise StrategyError(f"Wire: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
+        if self.feedback not in FEEDBACK:
+            raise StrategyError(f"Wire: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
+        if self.feedback != "none" and self.encoding is None:
+            raise StrategyError(f"Wire: feedback={self.feedback!r} without a codec: nothing is rounded away.")
+
+    @property
+    def encoding(self) -> Codec | None:
+        return self.codec if isinstance(self.codec, Codec) else None
+
+    def route_on(self, op: Op, grid: Grid) -> str:
+        """The route that is taken there."""
+        if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
+            return "one-hop"
+        return travelled(self.route, grid)
+
+    def check(self, op: Op, what: str) -> None:
+        """Refuse what cannot be: a reduction over a route that would decode and encode at every member."""
+        if self.encoding is None:
+            return
+        if op is not Op.ALL_GATHER and self.route not in ALL_TO_ALL:
+            raise StrategyError(
+                f"{what}: {self.codec} on a {op.value} by {self.route} would round at every member. "
+                f"Take one of the routes {', '.join(ALL_TO_ALL)}."
+            )
+        if op is Op.ALL_GATHER and self.feedback != "none":
+            raise StrategyError(
+                f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed."
+            )
 
     def __str__(self) -> str:
-        return self.route
+        codec = "" if self.encoding is None else f", {self.codec}"
+        return self.route + codec + ("" if self.feedback == "none" else f", feedback at {self.feedback}")

@@ -1,0 +1,45 @@
+"""A gather of encoded slices: each member encodes its own, and decodes all, its own too, so that all are alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import final
+
+import torch
+
+from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.packing import another
+from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.spec.formats import Codec
+from towpath.spec.routes import bounds, encoded_slice
+
+
+@final
+class EncodedAllGather(Collective):
+    """`inner` gathers the bytes: bound to what `encoded_binding` says."""
+
+    def __init__(self, codec: Codec, binding: Binding, members: Members, inner: Collective, scratch: Scratch) -> None:
+        self._codec, self._members, self._inner, self._scratch = codec, members, inner, scratch
+        self._kernels = kernels_for(scratch.device)
+        count = len(members.group.ranks)
+        self._bytes = encoded_slice(codec, binding.elements, count)
+        self._bounds = [bounds(binding.elements, count, slot) for slot in range(count)]
+        self._seed = members.slot
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        messages = self._scratch.take(self._bytes * len(self._bounds), torch.uint8)
+        each = messages.view(len(self._bounds), -1)
+        mine = each[self._members.slot]
+        if shard.numel():
+            self._seed = another(self._seed)
+            self._kernels.encode(self._codec, shard, mine[: self._codec.encoded_bytes(shard.numel())], self._seed)
+        self._inner.run(messages, mine)
+        for message, (start, end) in zip(each, self._bounds, strict=True):
+            if start < end:
+                self._kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
+
+
+def encoded_binding(codec: Codec, binding: Binding, members: Members) -> Binding:
+    count = len(members.group.ranks)
+    elements = count * encoded_slice(codec, binding.elements, count)
+    return replace(binding, elements=elements, dtype=torch.uint8, codec=None)
