@@ -392,6 +392,8 @@ def presets_table(shape: Topology = SHAPE) -> str:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in towpath.strategies():
         strategy = towpath.strategy(name, shape)
+        if any(strategy.wire(kind).encoding for kind in Kind):  # docs/codecs.md
+            continue
         moving = [kind for kind in list(Kind)[:5] if getattr(strategy.moves, kind.value)]
         routes: dict[str, list[str]] = defaultdict(list)
         for kind in moving:

@@ -15,7 +15,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
-from towpath.spec.routes import ROUTES, TWO_HOP_PARTS, Grid, Op, sends, travelled
+from towpath.spec.routes import ROUTES, TWO_HOP_PARTS, Op, sends
 from towpath.spec.strategy import Kind
 
 Worlds = Callable[[int], World]
@@ -55,9 +55,8 @@ def _compare_transfers(topology: towpath.Topology, micro_steps: int) -> None:
 def _calls_of(transfers: tuple[Any, ...]) -> Counter[str]:
     calls: Counter[str] = Counter()
     for transfer in transfers:
-        move, group = transfer.move, transfer.move.groups[0]
+        move, group, route = transfer.move, transfer.move.groups[0], transfer.route
         nodes = list(map(transfer.topology.node_of, group.ranks))
-        route = travelled(transfer.wire.route, Grid.of(nodes))
         # On gloo a flat gather or reduce-scatter is our ring.
         if route != "flat" or move.op is not Op.ALL_REDUCE:
             # A member posts at once all that it sends and receives in a step; an all-to-all, all of a part's hop.

@@ -140,6 +140,10 @@ def test_each_cable_carries_what_the_route_promises(op: Op, shape: Topology) -> 
 @pytest.mark.parametrize("shape", [t for t in SHAPES if t not in TWO_LEVELS], ids=str)
 @routes
 def test_where_there_is_one_kind_of_link_every_route_sends_what_flat_sends(route: str, shape: Topology) -> None:
+    """But for one-hop, which a reduction with a codec takes there: by a ring every member would round."""
+    if route == "one-hop":
+        assert travelled(route, Grid.of(nodes_of(shape))) == "one-hop"
+        return
     assert travelled(route, Grid.of(nodes_of(shape))) in ("flat", "ring")
     for op in Op:
         assert plan_of(op, route, shape) == plan_of(op, "flat", shape)

@@ -102,6 +102,7 @@ def test_memory_is_that_of_the_formula(name: str) -> None:
             "master": master * ELEMENTS / o,
             "grad": grad * ELEMENTS / o,
             "backward_params": c * ELEMENTS / copy.size if copy else 0,
+            "feedback": 0,
         }
         assert got == pytest.approx(expected)
 

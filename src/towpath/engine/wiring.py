@@ -10,19 +10,9 @@ from towpath.collectives.collective import Members, Scratch
 from towpath.collectives.select import select
 from towpath.engine.record import Line, Record
 from towpath.engine.streams import Handle, Job, Lane, make_lane
-from towpath.spec.schedule import Transfer
+from towpath.spec.schedule import LANES, Transfer
 from towpath.spec.strategy import Kind
 from towpath.topology.groups import Groups
-
-# Kinds that share a lane run one after the other; different lanes overlap.
-LANES = {
-    Kind.GATHER: "gather",
-    Kind.BACKWARD_GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.SYNC: "sync",
-    Kind.USAGE: "sync",
-    Kind.PUBLISH: "publish",
-}
 
 
 class Wiring:

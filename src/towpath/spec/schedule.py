@@ -26,6 +26,16 @@ T = TypeVar("T")
 # How many units may be whole at once, beside the root: the one that computes, and the one that is gathered meanwhile.
 UNITS_IN_FLIGHT = 2
 
+# Kinds that share a lane run one after the other, in the same wire buffers; different lanes overlap.
+LANES = {
+    Kind.GATHER: "gather",
+    Kind.BACKWARD_GATHER: "gather",
+    Kind.REDUCE: "reduce",
+    Kind.SYNC: "sync",
+    Kind.USAGE: "sync",
+    Kind.PUBLISH: "publish",
+}
+
 Needs = dict[str, int]  # elements by dtype
 
 
@@ -289,11 +299,11 @@ class Schedule:
         others = [p for p in self.plans if not p.spec.kept]
         ways = min(UNITS_IN_FLIGHT, len(others))
         weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
-        # A reduction adds what arrives; each lane has room for what the largest of its transfers needs.
+        # Each lane has room for what the largest of its transfers needs.
         wires: dict[tuple[str, str], int] = {}
         for transfer in self.transfers:
             for dtype, numel in transfer.wire_needs.items():
-                lane = (transfer.kind.value, dtype)
+                lane = (LANES[transfer.kind], dtype)
                 wires[lane] = max(wires.get(lane, 0), numel)
         return {
             "weight slots": weights,

@@ -1,0 +1,134 @@
+"""Codecs in a strategy: where they go, what they are refused on, and how many bytes they leave."""
+
+from __future__ import annotations
+
+import pytest
+
+import towpath
+from towpath.errors import StrategyError
+from towpath.spec.formats import Codec
+from towpath.spec.routes import Op
+from towpath.spec.strategy import Kind, Strategy
+from towpath.topology.cluster import Extent, Topology
+
+TWO = Topology(2, 2)
+BF16 = towpath.Precision("bfloat16", "bfloat16")
+MODEL = [1 << 16, 1 << 18, 1 << 18]
+ELEMENTS = sum(MODEL)
+
+
+def inter_bytes(strategy: Strategy, micro_steps: int = 1) -> int:
+    return towpath.schedule(strategy, MODEL, micro_steps, BF16).inter_bytes
+
+
+def wires(strategy: Strategy) -> dict[str, str]:
+    return {kind.value: str(strategy.wire(kind)) for kind in list(Kind)[:5] if strategy.wire(kind).encoding}
+
+
+def test_the_presets_are_those_of_the_paper() -> None:
+    assert wires(towpath.strategy("qwz", TWO)) == {
+        "gather": "ho-ring, int8:256",
+        "backward_gather": "ho-ring, int8:256",
+    }
+    assert wires(towpath.strategy("qgz", TWO)) == {"reduce": "two-hop, int4:256"}
+    # The backward pass gathers inside the node, from its copy.
+    assert wires(towpath.strategy("zero++", TWO)) == {"gather": "ho-ring, int8:256", "reduce": "two-hop, int4:256"}
+
+
+def test_codecs_go_where_cables_are_and_nowhere_else() -> None:
+    quantized = {"weights": "int8", "gradients": "int4:64"}
+    assert wires(towpath.strategy("mics", TWO, **quantized)) == {"sync": "two-hop, int4:64"}
+    assert set(wires(towpath.strategy("paro-iig", TWO, **quantized))) == {"sync", "publish"}
+    assert set(wires(towpath.strategy("mics", TWO, group=Extent(2, 2), **quantized))) == {
+        "gather",
+        "backward_gather",
+        "reduce",
+    }
+    assert wires(towpath.strategy("zero++", Topology(1, 4))) == {}
+    assert wires(towpath.strategy("zero++", TWO, weights="none", gradients="e4m3")) == {"reduce": "two-hop, e4m3:256"}
+    assert wires(towpath.strategy("qwz", TWO, route="flat"))["gather"] == "flat, int8:256"
+
+
+@pytest.mark.parametrize("name", ["zero++", "mics", "paro-nig", "ddp"])
+def test_a_strategy_with_codecs_survives_toml(name: str) -> None:
+    options = {"weights": "int4:64+hadamard+stochastic", "gradients": "e5m2:whole", "feedback": "both"}
+    strategy = towpath.strategy(name, TWO, **options)
+    assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+def test_zero_plus_plus_leaves_little_of_what_zero3_sends() -> None:
+    for topology in (TWO, Topology(4, 2)):
+        whole = inter_bytes(towpath.strategy("zero3", topology))
+        assert inter_bytes(towpath.strategy("zero++", topology)) <= 0.27 * whole
+        # ZeRO++, table 1, of the 3 M that zero3 sends: qwZ 2 M of them halved, hpZ one less, qgZ a quarter of one.
+        scales = 1 + 4 / 256 + 1e-3
+        flat = {"route": "flat"}
+        assert inter_bytes(towpath.strategy("qwz", topology, **flat)) <= whole * scales * (0.5 + 0.5 + 1) / 3
+        assert inter_bytes(towpath.strategy("hpz", topology)) <= whole * 2 / 3 * (
+            1 + 1e-5
+        )  # and the bitmap of what is used
+        assert inter_bytes(towpath.strategy("qgz", topology)) <= whole * (1 + 1 + 0.25 * (1 + 8 / 256)) / 3
+
+
+def test_a_reduction_in_two_hops_puts_each_gradient_on_the_cable_once() -> None:
+    """(N − 1)/N · Ψ/Z a node, and the scales."""
+    for nodes in (2, 4):
+        strategy = towpath.strategy("qgz", Topology(nodes, 2))
+        reduced = [t for t in towpath.schedule(strategy, MODEL, 1).transfers if t.kind is Kind.REDUCE]
+        expected = (nodes - 1) / nodes * ELEMENTS * (0.5 + 4 / 256)
+        assert {sum(t.cable_bytes(node) for t in reduced) for node in range(nodes)} == {expected}
+
+
+def test_an_all_reduce_gathers_in_the_codec_what_it_has_reduced_in_it() -> None:
+    made = towpath.strategy("mics", TWO, gradients="int8")
+    (sync,) = {t.move.op for t in towpath.schedule(made, [1 << 18], 1).transfers if t.kind is Kind.SYNC}
+    assert sync is Op.ALL_REDUCE
+    plain = towpath.schedule(towpath.strategy("mics", TWO), [1 << 18], 1)
+    encoded = towpath.schedule(made, [1 << 18], 1)
+    usage = sum(t.inter_bytes for t in plain.transfers if t.kind is Kind.USAGE)
+    assert (encoded.inter_bytes - usage) / (plain.inter_bytes - usage) == pytest.approx((1 + 4 / 256) / 4)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    def refused(match: str, **options: object) -> None:
+        with pytest.raises(StrategyError, match=match):
+            towpath.strategy("zero3", TWO, **options)
+
+    refused("unknown codec 'int3'", weights="int3")
+    refused("not a codec: 'int8:sixty'", weights="int8:sixty")
+    refused("a block has 32 to 4096 elements", gradients="int8:48")
+    refused("stochastic rounding is for int8 and int4", gradients="e4m3+stochastic")
+    refused(r"int8:256 on a reduce-scatter by flat would round at every member", reduce=towpath.Wire("flat", "int8"))
+    refused("feedback belongs to reductions", gather=towpath.Wire("flat", "int8", "first"))
+    refused("needs gradients= to name a codec", feedback="first")
+    with pytest.raises(StrategyError, match="feedback='first' without a codec"):
+        towpath.Wire("two-hop", feedback="first")
+    with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
+        towpath.Wire("two-hop", 8)
+
+
+def test_elements_that_codecs_do_not_take_are_refused_with_what_to_do() -> None:
+    precision = towpath.Precision("float64", "float64")
+    with pytest.raises(StrategyError, match=r"gather in int8:256 of .*: its elements are float64.*Pass precision="):
+        towpath.schedule(towpath.strategy("zero++", TWO), [64], 1, precision)
+
+
+def test_published_weights_in_a_codec_leave_the_optimizer_its_own() -> None:
+    """Else each step would round the masters themselves."""
+    for weights, master in (("none", 0), ("int8", 4)):
+        strategy = towpath.strategy("paro-iig", TWO, weights=weights)
+        assert towpath.schedule(strategy, [1 << 16], 1).memory_bytes()["master"] == master * (1 << 16) / 4
+
+
+def test_feedback_is_counted_as_memory() -> None:
+    def kept(feedback: str) -> float:
+        strategy = towpath.strategy("qgz", TWO, feedback=feedback)
+        return towpath.schedule(strategy, [1 << 16], 1).memory_bytes()["feedback"] / (4 << 16)
+
+    assert [kept(f) for f in ("none", "first", "second", "both")] == [0, 1, 0.5, 1.5]
+
+
+def test_codecs_have_a_text() -> None:
+    assert str(towpath.Wire("flat", Codec("int8"))) == "flat, int8:256"
+    assert str(towpath.Wire("two-hop", "int4:64+hadamard", "both")) == "two-hop, int4:64+hadamard, feedback at both"
+    assert "(two-hop, int4:256)" in str(towpath.strategy("zero++", TWO))
