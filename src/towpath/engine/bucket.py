@@ -150,14 +150,19 @@ class Bucket:
         for line in self.lines[Kind.PUBLISH]:
             line.run(self.shard, mine)
 
-    def gather(self, kind: Kind, keep_copy: bool) -> None:
-        source = self.shard
-        if kind is Kind.BACKWARD_GATHER and self.copy is not None:
-            source = self.copy
+    def source(self, kind: Kind) -> torch.Tensor:
+        """What this rank brings to a gather."""
+        return self.copy if kind is Kind.BACKWARD_GATHER and self.copy is not None else self.shard
+
+    def gather(self, kind: Kind) -> None:
+        source = self.source(kind)
         if not self.lines[kind] and source is not self.full:
             self.full.copy_(source)  # a backward copy that is whole
         for line in self.lines[kind]:
             line.run(self.full, source)
+
+    def keep(self, keep_copy: bool) -> None:
+        """After a gather: the copy for the backward pass, if it is wanted."""
         if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
