@@ -24,7 +24,7 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
     """
     n, largest = x.numel(), codec.largest
     if largest is None:
-        out.copy_(x.to(torch.bfloat16).contiguous().view(torch.uint8))
+        out.copy_(torch.empty(n, dtype=torch.bfloat16, device=x.device).copy_(x).view(torch.uint8))
         return
     values = rotated(x.float()) if codec.hadamard else x.float()
     blocks = _in_blocks(codec, values)

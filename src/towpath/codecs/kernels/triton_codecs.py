@@ -11,7 +11,7 @@ of its own, for the largest value. What would cost bits, and how it is kept out:
     the largest      of the absolute values' bits, as integers: they order as the values do, then Inf, then NaN
     addresses        a message may start at any byte: scales and bfloat16 are read and written byte by byte
 
-What it needs of its arguments: contiguous tensors on one device, which is the current one.
+What it needs: messages and outputs that are contiguous, all on one device, which is the current one.
 """
 
 # Triton's functions are compiled from their source: what their Python types are is not for a type checker, nor is
@@ -41,7 +41,7 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
     `seed`: for stochastic rounding; the same seed, the same bytes.
     """
-    _encode(codec, (x, 0, 0), x.numel(), out, seed)
+    _encode(codec, (x.contiguous(), 0, 0), x.numel(), out, seed)
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
