@@ -347,7 +347,8 @@ def _float8_value(code, mantissa: tl.constexpr):
         value = tl.where(size == 127, float("nan"), value)
     else:
         value = tl.where(size == 124, float("inf"), tl.where(size > 124, float("nan"), value))
-    return tl.where(code < 128, value, -value)
+    sign = (code & 128) << 24  # by its bit: Triton's minus may make 0 - 0 of -0
+    return (value.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
