@@ -66,6 +66,7 @@ def scales_of(codec: Codec, message: torch.Tensor, n: int) -> torch.Tensor:
 
 
 class TestAsData:
+    @examples
     @given(codecs)
     def test_its_text_is_read_back(self, codec: Codec) -> None:
         assert Codec.parse(str(codec)) == codec
@@ -114,6 +115,7 @@ class TestAsData:
         with pytest.raises(StrategyError, match=why):
             Codec.parse(text)
 
+    @examples
     @given(codecs, st.integers(0, 2**40))
     def test_sizes(self, codec: Codec, n: int) -> None:
         bits = {"bf16": 16, "int4": 4}.get(codec.name, 8)

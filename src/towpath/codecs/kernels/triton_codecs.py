@@ -354,14 +354,15 @@ def _float8_value(code, mantissa: tl.constexpr):
 @triton.jit
 def _store_bytes(out, start, end, words, width: tl.constexpr, count: tl.constexpr):
     """Words of `width` bytes, the lowest first, from the byte `start` on, and none from `end` on."""
-    byte = tl.arange(0, width)[None, :]
-    place = start + tl.arange(0, count)[:, None] * width + byte
-    tl.store(out + place, ((words[:, None] >> (8 * byte).to(tl.uint32)) & 255).to(tl.uint8), mask=place < end)
+    shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
+    written = tl.reshape(((words[:, None] >> shifts) & 255).to(tl.uint8), [count * width])
+    place = start + tl.arange(0, count * width)
+    tl.store(out + place, written, mask=place < end)
 
 
 @triton.jit
 def _load_bytes(data, start, end, width: tl.constexpr, count: tl.constexpr):
-    byte = tl.arange(0, width)[None, :]
-    place = start + tl.arange(0, count)[:, None] * width + byte
+    shifts = (8 * tl.arange(0, width)).to(tl.uint32)[None, :]
+    place = start + tl.arange(0, count * width)
     loaded = tl.load(data + place, mask=place < end, other=0).to(tl.uint32)
-    return tl.sum(loaded << (8 * byte).to(tl.uint32), axis=1)
+    return tl.sum(tl.reshape(loaded, [count, width]) << shifts, axis=1)
