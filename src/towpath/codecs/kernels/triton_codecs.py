@@ -96,7 +96,7 @@ def _shape(codec: Codec, n: int) -> tuple[tuple[int], tuple[int, int, int], dict
     tile = max(_TILE, codec.block)
     constants = {"codec": codec.name, "block": codec.block or tile, "whole": whole, "hadamard": codec.hadamard}
     sizes = (n, SCALE_BYTES * codec.scales(n), codec.encoded_bytes(n))
-    return (triton.cdiv(n, tile),), sizes, constants | {"tile": tile} | _LAUNCH
+    return (-(-n // tile),), sizes, constants | {"tile": tile} | _LAUNCH
 
 
 def _contiguous(x: torch.Tensor) -> torch.Tensor:
