@@ -26,7 +26,8 @@ setup: $(READY)
 # What the extension is made of: when it changes, setup builds it anew.
 NATIVE := CMakeLists.txt $(wildcard src/towpath/codecs/kernels/native/*)
 
-# pip knows constraints on what builds since 25.3. pyright may fetch its program when first called: here, not in a check.
+# pip knows constraints on what builds since 25.3. pyright may fetch its program when first called: here, not in a
+# check. The line after it warns if the extension could not be built.
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Towpath needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (some minutes the first time: torch is large)"
@@ -35,6 +36,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
 		--editable . --group test --group check
 	$(BIN)/pyright --version
+	$(BIN)/python -c 'import torch; from towpath.codecs.kernels.dispatch import kernels_for; kernels_for(torch.device("cpu"))'
 	touch $@
 
 demo: $(READY)

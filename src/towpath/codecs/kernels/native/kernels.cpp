@@ -1,9 +1,10 @@
 // The codecs, equal to reference.py to the bit. Compiled once for each processor level, under the name TOWPATH_LEVEL.
 //
 // A message is worked on tile by tile, in memory of the first cache level: elements are read once, and results written
-// once. The loops are plain, and for the compiler to vectorise. Everything but the table of functions at the end is in
-// an unnamed namespace and nothing of the standard library's is instantiated: else the linker might keep, for all
-// levels, the copy of a function that only the newest processors can run.
+// once (where all elements share one scale they are read twice: it has to be known first). The loops are plain, and for
+// the compiler to vectorise. Everything but the table of functions at the end is in an unnamed namespace, and nothing
+// of the standard library's is instantiated: else the linker might keep, for all levels, the copy of a function that
+// only the newest processors run.
 
 #include "codec.hpp"
 
@@ -20,7 +21,8 @@ namespace {
 
 constexpr int64_t ROTATED = 32;
 constexpr int64_t TILE = 1024, LARGEST_BLOCK = 4096;
-constexpr int32_t SMALLEST_NORMAL = 0x00800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000, MAGNITUDE = 0x7fffffff;
+constexpr int32_t SMALLEST_NORMAL = 0x00800000, INFINITE = 0x7f800000, NOT_A_NUMBER = 0x7fc00000;
+constexpr int32_t MAGNITUDE = 0x7fffffff;  // all bits of a float but its sign
 constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, found in the lowest bits
 
 // A message starts at any byte.
@@ -82,7 +84,7 @@ inline uint16_t bfloat16_of(float x) {
 
 void from_bfloat16(const uint8_t *from, int64_t count, float *__restrict to) {
     const Word *elements = reinterpret_cast<const Word *>(from);
-    for (int64_t i = 0; i < count; i++) to[i] = float_of(static_cast<int32_t>(static_cast<uint32_t>(elements[i]) << 16));
+    for (int64_t i = 0; i < count; i++) to[i] = float_of(static_cast<int32_t>(uint32_t{elements[i]} << 16));
 }
 
 void to_bfloat16(const float *__restrict from, int64_t count, uint8_t *to) {
@@ -130,6 +132,11 @@ void store(const float *values, int64_t start, int64_t count, Output out) {
 
 // ---- Rotation and rounding ----
 
+template <bool ADD>
+inline void put(float value, float *to) {
+    *to = ADD ? *to + value : value;
+}
+
 #if defined __AVX512F__
 constexpr int LANES = 16;
 #elif defined __AVX__
@@ -139,12 +146,17 @@ constexpr int LANES = 4;
 #endif
 typedef float __attribute__((vector_size(4 * LANES))) Vector;
 typedef float __attribute__((vector_size(4 * LANES), aligned(4), may_alias)) UnalignedVector;
+typedef int32_t __attribute__((vector_size(4 * LANES))) Lanes;
 
 // One step of a butterfly within a vector: lanes HALF apart become their sum and their difference.
 template <int HALF, int... LANE>
 inline Vector step(Vector x, std::integer_sequence<int, LANE...>) {
     constexpr Vector sign = {(LANE & HALF ? -1.0f : 1.0f)...};
+#ifdef __clang__
     return __builtin_shufflevector(x, x, (LANE ^ HALF)...) + x * sign;
+#else
+    return __builtin_shuffle(x, Lanes{(LANE ^ HALF)...}) + x * sign;
+#endif
 }
 
 template <int HALF>
@@ -161,16 +173,20 @@ inline void butterfly(Vector *x) {
 }
 
 // Each 32 elements times the orthonormal Hadamard matrix; a shorter rest as it is.
+template <bool ADD>
 void rotate(const float *from, int64_t count, float *to) {
     int64_t whole = count / ROTATED * ROTATED;
     for (int64_t start = 0; start < whole; start += ROTATED) {
         Vector x[ROTATED / LANES];
         for (int i = 0; i < ROTATED / LANES; i++) x[i] = reinterpret_cast<const UnalignedVector *>(from + start)[i];
         butterfly<1>(x), butterfly<2>(x), butterfly<4>(x), butterfly<8>(x), butterfly<16>(x);
-        for (int i = 0; i < ROTATED / LANES; i++)
-            reinterpret_cast<UnalignedVector *>(to + start)[i] = x[i] * 0.17677669529663687f;
+        for (int i = 0; i < ROTATED / LANES; i++) {
+            UnalignedVector &result = reinterpret_cast<UnalignedVector *>(to + start)[i];
+            Vector turned = x[i] * 0.17677669529663687f;
+            result = ADD ? result + turned : turned;
+        }
     }
-    memmove(to + whole, from + whole, (count - whole) * sizeof(float));
+    for (int64_t i = whole; i < count; i++) put<ADD>(from[i], to + i);
 }
 
 // As an integer, the magnitude of an infinity is above all numbers', and that of a NaN above an infinity's.
@@ -300,7 +316,7 @@ void encode_from(const Codec &codec, const Source &source, int64_t elements, uin
 void encode(const Codec &codec, Input x, int64_t elements, uint8_t *out, uint32_t seed) {
     if (codec.hadamard) {
         auto source = [x](int64_t start, int64_t count, float *scratch) {
-            rotate(loaded(x, start, count, scratch), count, scratch);
+            rotate<false>(loaded(x, start, count, scratch), count, scratch);
             return static_cast<const float *>(scratch);
         };
         encode_from(codec, source, elements, out, seed);
@@ -308,11 +324,6 @@ void encode(const Codec &codec, Input x, int64_t elements, uint8_t *out, uint32_
         auto source = [x](int64_t start, int64_t count, float *scratch) { return loaded(x, start, count, scratch); };
         encode_from(codec, source, elements, out, seed);
     }
-}
-
-template <bool ADD>
-inline void put(float value, float *to) {
-    *to = ADD ? *to + value : value;
 }
 
 template <bool ADD>
@@ -349,13 +360,13 @@ template <bool ADD>
 void read_tile(const Codec &codec, const Layout &layout, const uint8_t *row, int64_t start, int64_t count, float *to) {
     alignas(64) float scratch[LARGEST_BLOCK];
     if (codec.code == Code::bf16) {
-        if (!ADD) return from_bfloat16(row + 2 * start, count, to);
-        from_bfloat16(row + 2 * start, count, scratch);
+        from_bfloat16(row + 2 * start, count, ADD ? scratch : to);
+        for (int64_t i = 0; ADD && i < count; i++) to[i] += scratch[i];
     } else if (codec.hadamard) {
         Codec plain = codec;
         plain.hadamard = false;
         read_tile<false>(plain, layout, row, start, count, scratch);
-        rotate(scratch, count, ADD ? scratch : to);
+        rotate<ADD>(scratch, count, to);
     } else {
         const Float *scales = reinterpret_cast<const Float *>(row);
         const uint8_t *codes = row + layout.scales_bytes + start;
@@ -367,10 +378,7 @@ void read_tile(const Codec &codec, const Layout &layout, const uint8_t *row, int
         for (int64_t begin = 0; begin < count; begin += layout.block)
             read_block<ADD>(codec.code, codes + begin, smaller(layout.block, count - begin),
                             scales[(start + begin) / layout.block], to + begin);
-        return;
     }
-    if (ADD)
-        for (int64_t i = 0; i < count; i++) to[i] += scratch[i];
 }
 
 void sum_tile(const Codec &codec, const Layout &layout, Rows rows, int64_t start, int64_t count, float *to) {
@@ -396,7 +404,7 @@ void decode_sum_encode(const Codec &codec, Rows rows, int64_t elements, uint8_t 
     Layout layout(codec, elements);
     auto source = [&](int64_t start, int64_t count, float *scratch) {
         sum_tile(codec, layout, rows, start, count, scratch);
-        if (codec.hadamard) rotate(scratch, count, scratch);
+        if (codec.hadamard) rotate<false>(scratch, count, scratch);
         return static_cast<const float *>(scratch);
     };
     encode_from(codec, source, elements, out, seed);

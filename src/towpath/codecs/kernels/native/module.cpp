@@ -41,8 +41,12 @@ T named(const std::string &name, std::initializer_list<std::pair<const char *, T
 }
 
 Dtype dtype_of(const std::string &name) {
-    return named<Dtype>(name, {{"float32", Dtype::float32}, {"bfloat16", Dtype::bfloat16}, {"float16", Dtype::float16}});
+    return named<Dtype>(name, {{"float32", Dtype::float32},
+                               {"bfloat16", Dtype::bfloat16},
+                               {"float16", Dtype::float16}});
 }
+
+using Addresses = std::vector<uintptr_t>;
 
 class Coder {
   public:
@@ -64,13 +68,13 @@ class Coder {
         kernels->encode(codec, input, elements, reinterpret_cast<uint8_t *>(out), seed);
     }
 
-    void decode_sum(const std::vector<uintptr_t> &rows, int64_t elements, uintptr_t out, const std::string &dtype) const {
+    void decode_sum(const Addresses &rows, int64_t elements, uintptr_t out, const std::string &dtype) const {
         Output output{reinterpret_cast<uint8_t *>(out), dtype_of(dtype)};
         nb::gil_scoped_release others_run;
         kernels->decode_sum(codec, as_rows(rows), elements, output);
     }
 
-    void decode_sum_encode(const std::vector<uintptr_t> &rows, int64_t elements, uintptr_t out, uint32_t seed) const {
+    void decode_sum_encode(const Addresses &rows, int64_t elements, uintptr_t out, uint32_t seed) const {
         nb::gil_scoped_release others_run;
         kernels->decode_sum_encode(codec, as_rows(rows), elements, reinterpret_cast<uint8_t *>(out), seed);
     }
@@ -79,7 +83,7 @@ class Coder {
     Codec codec;
     const Kernels *kernels = nullptr;
 
-    static Rows as_rows(const std::vector<uintptr_t> &rows) {
+    static Rows as_rows(const Addresses &rows) {
         if (rows.empty()) throw std::invalid_argument("no rows to sum");
         return {reinterpret_cast<const uint8_t *const *>(rows.data()), static_cast<int64_t>(rows.size())};
     }
@@ -89,8 +93,8 @@ class Coder {
 
 NB_MODULE(_native, module) {
     nb::class_<Coder>(module, "Coder")
-        .def(nb::init<const std::string &, int64_t, bool, bool, const std::string &>(), nb::arg("name"), nb::arg("block"),
-             nb::arg("hadamard"), nb::arg("stochastic"), nb::arg("level"))
+        .def(nb::init<const std::string &, int64_t, bool, bool, const std::string &>(), nb::arg("name"),
+             nb::arg("block"), nb::arg("hadamard"), nb::arg("stochastic"), nb::arg("level"))
         .def("encode", &Coder::encode, nb::arg("x"), nb::arg("dtype"), nb::arg("elements"), nb::arg("out"),
              nb::arg("seed"))
         .def("decode_sum", &Coder::decode_sum, nb::arg("rows"), nb::arg("elements"), nb::arg("out"), nb::arg("dtype"))
