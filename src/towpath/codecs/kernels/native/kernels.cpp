@@ -259,6 +259,7 @@ void pack(const uint8_t *codes, int64_t count, uint8_t *__restrict out) {
 struct Layout {
     int64_t block, tile, scales_bytes;
 
+    // A tile is one block, or several whole ones; of a message with one scale, a part of its block.
     Layout(const Codec &codec, int64_t elements) {
         block = codec.block ? codec.block : elements;
         tile = codec.block > TILE ? codec.block : TILE;
@@ -275,28 +276,38 @@ void write_codes(const Codec &codec, const float *values, int64_t start, int64_t
     else round_nearest(values, count, scale, codes);
 }
 
-// `source(start, count, scratch)` gives float32 elements, in the scratch or elsewhere.
+// In the following, `source(start, count, scratch)` gives float32 elements, in the scratch or elsewhere.
+
 template <class Source>
-void encode_from(const Codec &codec, const Source &source, int64_t elements, uint8_t *out, uint32_t seed) {
+void encode_as_bfloat16(const Source &source, const Layout &layout, int64_t elements, uint8_t *out) {
+    alignas(64) float scratch[TILE];
+    for (int64_t start = 0; start < elements; start += layout.tile) {
+        int64_t count = smaller(layout.tile, elements - start);
+        to_bfloat16(source(start, count, scratch), count, out + 2 * start);
+    }
+}
+
+template <class Source>
+int32_t largest_of_all(const Source &source, const Layout &layout, int64_t elements) {
+    alignas(64) float scratch[TILE];
+    int32_t largest = 0;
+    for (int64_t start = 0; start < elements; start += layout.tile) {
+        int64_t count = smaller(layout.tile, elements - start);
+        int32_t magnitude = largest_magnitude(source(start, count, scratch), count);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+template <class Source>
+void encode_from(const Source &source, const Codec &codec, int64_t elements, uint8_t *out, uint32_t seed) {
+    Layout layout(codec, elements);
+    if (codec.code == Code::bf16) return encode_as_bfloat16(source, layout, elements, out);
     alignas(64) float scratch[LARGEST_BLOCK];
     alignas(64) uint8_t unpacked[LARGEST_BLOCK];
-    Layout layout(codec, elements);
-    if (codec.code == Code::bf16) {
-        for (int64_t start = 0; start < elements; start += layout.tile) {
-            int64_t count = smaller(layout.tile, elements - start);
-            to_bfloat16(source(start, count, scratch), count, out + 2 * start);
-        }
-        return;
-    }
     Float *scales = reinterpret_cast<Float *>(out);
     uint8_t *codes = out + layout.scales_bytes;
-    int32_t largest = 0;
-    if (codec.block == 0)
-        for (int64_t start = 0; start < elements; start += layout.tile) {
-            int64_t count = smaller(layout.tile, elements - start);
-            int32_t magnitude = largest_magnitude(source(start, count, scratch), count);
-            largest = magnitude > largest ? magnitude : largest;
-        }
+    int32_t largest = codec.block ? 0 : largest_of_all(source, layout, elements);
     for (int64_t start = 0; start < elements; start += layout.tile) {
         int64_t in_tile = smaller(layout.tile, elements - start);
         const float *values = source(start, in_tile, scratch);
@@ -319,10 +330,10 @@ void encode(const Codec &codec, Input x, int64_t elements, uint8_t *out, uint32_
             rotate<false>(loaded(x, start, count, scratch), count, scratch);
             return static_cast<const float *>(scratch);
         };
-        encode_from(codec, source, elements, out, seed);
+        encode_from(source, codec, elements, out, seed);
     } else {
         auto source = [x](int64_t start, int64_t count, float *scratch) { return loaded(x, start, count, scratch); };
-        encode_from(codec, source, elements, out, seed);
+        encode_from(source, codec, elements, out, seed);
     }
 }
 
@@ -407,7 +418,7 @@ void decode_sum_encode(const Codec &codec, Rows rows, int64_t elements, uint8_t 
         if (codec.hadamard) rotate<false>(scratch, count, scratch);
         return static_cast<const float *>(scratch);
     };
-    encode_from(codec, source, elements, out, seed);
+    encode_from(source, codec, elements, out, seed);
 }
 
 }  // namespace
