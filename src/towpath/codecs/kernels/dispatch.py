@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from threading import Lock
 from types import ModuleType
 from typing import Protocol
 
@@ -19,10 +20,14 @@ from towpath.codecs.kernels import reference
 from towpath.spec.formats import Codec
 
 _log = logging.getLogger("towpath")
+_choosing = Lock()  # of threads that ask at once, one logs
 
-# What the oracle costs where kernels could serve (benchmarks/kernels.py), and the remedy.
+# What the oracle costs where kernels could serve (benchmarks/results/kernels.json), and the remedy.
 _COST = {
-    "cpu": (" Encoding takes 20 to 100 times as long.", " With a C++ compiler at hand, install towpath again."),
+    "cpu": (
+        " Encoding takes 10 to 100 times as long as in C++.",
+        " With a C++ compiler at hand, install towpath again.",
+    ),
     "cuda": (" Encoding passes over memory a dozen times in place of once.", " Install triton."),
 }
 
@@ -49,7 +54,8 @@ class Kernels:
 
 
 def kernels_for(device: torch.device) -> Kernels:
-    return _kernels(device.type)
+    with _choosing:
+        return _kernels(device.type)
 
 
 @cache
@@ -68,7 +74,7 @@ def _kernels(device_type: str) -> Kernels:
 
 def _slow(device_type: str, reason: str) -> Kernels:
     cost, remedy = _COST.get(device_type, ("", ""))
-    _log.warning("codecs on %s: plain torch, because of: %s.%s%s", device_type, reason, cost, remedy)
+    _log.warning("codecs on %s: plain torch (%s).%s%s", device_type, reason, cost, remedy)
     return _of(reference)
 
 
