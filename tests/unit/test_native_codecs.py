@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.codec_cases import CODECS, DTYPES, LENGTHS, LONG, check, messages, same
+from tests.codec_cases import CODECS, DTYPES, LENGTHS, LONG, check, check_8_bit_floats, messages, same
 from towpath.codecs.kernels import dispatch, reference
 from towpath.spec.formats import Codec
 
@@ -39,6 +39,11 @@ def test_every_level_equals_the_oracle(level: str, text: str, dtype: torch.dtype
 def test_messages_of_any_length_equal_the_oracles(text: str) -> None:
     for n in (*LENGTHS, LONG):
         check(native, text, torch.float32, n)
+
+
+@pytest.mark.parametrize("text", ["e4m3:whole", "e5m2:whole"])
+def test_all_8_bit_floats_equal_the_oracles(level: str, text: str) -> None:
+    check_8_bit_floats(native, text)
 
 
 @settings(max_examples=150, deadline=None)
@@ -91,14 +96,14 @@ def test_nothing_is_encoded_as_nothing(text: str) -> None:
     native.decode_sum_encode(codec, [empty, empty], 0, empty)
 
 
-def test_a_message_of_another_size_is_refused() -> None:
+def test_memory_of_another_size_or_layout_is_refused() -> None:
     codec, x = Codec.parse("int8"), torch.ones(300)
     with pytest.raises(AssertionError):
         native.encode(codec, x, torch.empty(300, dtype=torch.uint8))
     with pytest.raises(AssertionError):
         native.decode(codec, torch.empty(309, dtype=torch.uint8), x)
     with pytest.raises(AssertionError):
-        native.encode(codec, torch.ones(300, 2)[:, 0], torch.empty(codec.encoded_bytes(300), dtype=torch.uint8))
+        native.decode(codec, torch.empty(codec.encoded_bytes(300), dtype=torch.uint8), torch.ones(300, 2)[:, 0])
 
 
 def test_nothing_beside_a_message_is_written() -> None:

@@ -18,8 +18,10 @@ LEVELS = tuple(_native.levels())
 
 
 def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
-    _check_message(codec, out, x.numel())
+    """As the oracle's; elements that do not lie side by side are copied first."""
+    x = x.contiguous()
     _check(x)
+    _check_message(codec, out, x.numel())
     _coder(codec).encode(x.data_ptr(), dtype_name(x.dtype), x.numel(), out.data_ptr(), seed & 0xFFFFFFFF)
 
 
