@@ -23,14 +23,20 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 setup: $(READY)
 
-# pip knows dependency groups since 25.1. pyright may fetch its program when first called: here, not in a check.
-$(READY): pyproject.toml constraints.txt
+# What the extension is made of: when it changes, setup builds it anew.
+NATIVE := CMakeLists.txt $(wildcard src/towpath/codecs/kernels/native/*)
+
+# pip knows constraints on what builds since 25.3. pyright may fetch its program when first called: here, not in a
+# check. The line after it warns if the extension could not be built.
+$(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Towpath needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) (some minutes the first time: torch is large)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group test --group check
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.3"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \
+		--editable . --group test --group check
 	$(BIN)/pyright --version
+	$(BIN)/python -c 'import torch; from towpath.codecs.kernels.dispatch import kernels_for; kernels_for(torch.device("cpu"))'
 	touch $@
 
 demo: $(READY)

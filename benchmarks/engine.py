@@ -46,8 +46,8 @@ SHAPE = towpath.Topology(2, 2)
 class Race:
     """`ours` against `theirs`: the ratio of their step times is at most `target`.
 
-    A contestant is fsdp2, hsdp, bare, or a strategy of ours; `@` names the route of all its transfers. `dtype`: what
-    travels and computes; the masters are fp32.
+    A contestant is fsdp2, hsdp, bare, or a strategy of ours with its options ('zero3 route=hierarchical'). `dtype`:
+    what travels and computes; the masters are fp32.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Race:
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
-            answers = cluster.call(race, self, rounds, timeout_seconds=1200)
+            answers = cluster.call(race, self, (self.ours, self.theirs), rounds, timeout_seconds=1200)
         seconds = answers[0]["seconds"]
         ours, theirs = (statistics.median(seconds[kind]) for kind in (self.ours, self.theirs))
         return {
@@ -69,6 +69,34 @@ class Race:
             "median_seconds": {self.ours: round(ours, 4), self.theirs: round(theirs, 4)},
             "seconds": rounded(seconds),
             "host_share": round(max(a["host_share"] for a in answers), 5),
+            "stats": answers[0]["stats"],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """Many contestants in turns: `asked` has the ratios (ours, theirs) → at most."""
+
+    name: str
+    inter: str | None
+    contestants: tuple[str, ...]
+    asked: tuple[tuple[str, str, float], ...] = ()
+    topology: towpath.Topology = SHAPE
+    micro_steps: int = 1
+    dtype: str = "bfloat16"
+
+    def measure(self, rounds: int) -> dict[str, Any]:
+        with lab.Lab(self.topology, inter=self.inter) as cluster:
+            answers = cluster.call(race, self, self.contestants, rounds, timeout_seconds=2400)
+        seconds = answers[0]["seconds"]
+        medians = {kind: statistics.median(values) for kind, values in seconds.items()}
+        return {
+            "checks": [Check(f"{a} / {b}", medians[a] / medians[b], most) for a, b, most in self.asked],
+            "times as fast as the first": {
+                kind: round(medians[self.contestants[0]] / m, 3) for kind, m in medians.items()
+            },
+            "median_seconds": {kind: round(m, 4) for kind, m in medians.items()},
+            "seconds": rounded(seconds),
             "stats": answers[0]["stats"],
         }
 
@@ -177,16 +205,30 @@ def environment_variable(name: str, value: str) -> Iterator[None]:
 
 
 PARTS = ("step", "compute", "communication")
-CASES: list[Race | Overlap | Steady] = [
+QUANTIZED_MICS = "mics gradients=int4"
+CODED = ("zero3", "zero++", "qwz", "hpz", "qgz", "zero3 route=hierarchical", "hsdp", "mics", QUANTIZED_MICS)
+ALONE = tuple((technique, "zero3", 1 / 1.2) for technique in ("qwz", "hpz", "qgz"))
+ASKED = (
+    ("zero++", "zero3", 1 / 3),
+    ("zero++", "zero3 route=hierarchical", 1 / 2),
+    ("zero++", "hsdp", 1 / 1.9),
+    (QUANTIZED_MICS, "mics", 1 / 2),
+    *ALONE,
+)
+CASES: list[Race | Field | Overlap | Steady] = [
     Race("zero3-fsdp2", "zero3", "fsdp2", 0.75),
     Race("mics-hsdp", "mics", "hsdp", 0.85),
     Race("mics-hsdp-4", "mics", "hsdp", 0.90, micro_steps=4),
     Race("zero3-fsdp2-unshaped", "zero3", "fsdp2", 1.0, inter=None),
     Race("one-rank", "zero3", "bare", 1.03, topology=towpath.Topology(1, 1), inter=None),
-    Race("zero3-hierarchical-fsdp2", "zero3@hierarchical", "fsdp2", 0.55),
+    Race("zero3-hierarchical-fsdp2", "zero3 route=hierarchical", "fsdp2", 0.55),
     Race("paro-nig-zero2", "paro-nig", "zero2", 1 / 2.2, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("paro-iig-zero3", "paro-iig", "zero3", 1 / 2.6, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("mics-zero3", "mics", "zero3", 1 / 2.89, inter="100mbit", micro_steps=4, dtype="bfloat16"),
+    Field("codecs-50mbit", "50mbit", CODED),
+    Field("codecs-200mbit", "200mbit", CODED, ASKED),
+    Field("codecs-500mbit", "500mbit", CODED),
+    Field("codecs-1gbit", "1gbit", CODED),
     Overlap("overlap-zero3", "zero3", "200mbit", elsewhere=True),
     Overlap("overlap-zero3-shared-cores", "zero3", "200mbit"),
     Overlap("overlap-zero3-own-cores", "zero3", "200mbit", towpath.Topology(2, 1)),
@@ -205,6 +247,9 @@ def model() -> nn.Module:
     return gpt.GPT(width=384, depth=9, heads=6, context=LENGTH, vocabulary=2048)
 
 
+FOREIGN = ("fsdp2", "hsdp", "bare")
+
+
 def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, Callable[[Any, bool], Any]]:
     """A model by one engine, and the context of one of its micro-steps (told whether it is the last)."""
     made: Any = model()
@@ -212,13 +257,15 @@ def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, 
         return made, lambda model, last: nullcontext()
     if kind in ("fsdp2", "hsdp"):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        chosen = getattr(torch, dtype)
+        policy = MixedPrecisionPolicy(chosen, chosen) if dtype != "float32" else MixedPrecisionPolicy()
         shape = (topology.world,) if kind == "fsdp2" else (topology.nodes, topology.ranks_per_node)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for block in made.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(made, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(made, mesh=mesh, mp_policy=policy)
 
         def fsdp(model: Any, last: bool) -> Any:
             if kind == "hsdp":
@@ -226,25 +273,26 @@ def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, 
             return nullcontext()
 
         return made, fsdp
-    name, _, route = kind.partition("@")
-    strategy = towpath.strategy(name, topology, **({"route": route} if route else {}))
+    name, *options = kind.split()
+    strategy = towpath.strategy(name, topology, **dict(option.split("=") for option in options))
     precision = None if dtype == "float32" else towpath.Precision(params=dtype, reduce=dtype)
     return towpath.shard(
         made, strategy, precision=precision
     ), lambda model, last: nullcontext() if last else model.no_sync()
 
 
-def race(rank: int, world: int, case: Race, rounds: int) -> dict[str, Any]:
+def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...], rounds: int) -> dict[str, Any]:
     """What every rank does. Seconds of each step, and what the engine says of its own."""
     torch.set_num_threads(1)
     data = gpt.batches(rank, BATCH, LENGTH)
     runners: dict[str, Callable[[], None]] = {}
     models: dict[str, Any] = {}
-    for kind in (case.ours, case.theirs):
+    for kind in contestants:
         models[kind], context = contestant(kind, case.topology, case.dtype)
         runners[kind] = _stepper(models[kind], context, data, case.micro_steps)
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
-    ours = models[case.ours]
+    first = next(kind for kind in contestants if kind not in FOREIGN)
+    ours = models[first]
     for turn in range(rounds + 2):
         if turn == 2:  # two steps of each warm up
             host = towpath.stats(ours).seconds_host
@@ -253,7 +301,7 @@ def race(rank: int, world: int, case: Race, rounds: int) -> dict[str, Any]:
             if turn >= 2:
                 seconds[kind].append(taken)
     stats = towpath.stats(ours)
-    share = (stats.seconds_host - host) / sum(seconds[case.ours])
+    share = (stats.seconds_host - host) / sum(seconds[first])
     return {"seconds": seconds, "host_share": share, "stats": str(stats)}
 
 

@@ -1,4 +1,5 @@
-"""Strategies by label, so that a test's id says which one it ran: zero3, mics:2x1, zero3@ring, lins:1x1|2x1|2x2."""
+"""Strategies by label, so that a test's id says which one it ran: zero3, mics:2x1, zero3@ring, lins:1x1|2x1|2x2,
+mics weights=int8 gradients=int4."""
 
 from __future__ import annotations
 
@@ -24,11 +25,13 @@ def labels(topology: Topology) -> list[str]:
 
 
 def strategy_of(label: str, topology: Topology) -> towpath.Strategy:
+    label, *coded = label.split()
     name, _, route = label.partition("@")
     name, _, words = name.partition(":")
     extents = [Extent(*map(int, word.split("x"))) for word in words.split("|") if word]
     options: dict[str, Any] = {"route": route} if route else {}
     options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
+    options.update(option.split("=") for option in coded)
     return towpath.strategy(name, topology, **options)
 
 

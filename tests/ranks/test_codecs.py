@@ -236,3 +236,24 @@ def _disagree() -> str:
     with pytest.raises(MismatchError) as caught:
         collective.run(region, region[32 * dist.get_rank() :][:32])
     return str(caught.value)
+
+
+def test_after_their_share_of_the_run_gradients_travel_as_they_are(world: Worlds) -> None:
+    world(4).run(_change)
+
+
+def _change() -> None:
+    """Two steps encoded, then two that are not: the same gradients as those of a strategy without codecs."""
+    shape, entry = Topology(2, 2), MODELS["gpt"]
+    strategy = towpath.strategy("qgz", shape, gradients_until=2)
+    model: Any = towpath.shard(entry.make(torch.float32), strategy)
+    for step in range(4):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
+        executed = {t.wire for t in towpath.stats(model).last_step if t.kind is Kind.REDUCE}
+        assert executed == {strategy.at(step).reduce}
+        if step < 3:
+            model.zero_grad()
+    plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero3", shape, reduce=Wire("two-hop")))
+    entry.loss(plain, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())

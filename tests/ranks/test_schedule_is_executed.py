@@ -132,3 +132,48 @@ def _compare_memory(precision: towpath.Precision) -> None:
         assert found["optimizer"] == 2 * 4 * owned, label
         ours = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
         assert sum(g.nbytes for g in ours) == 4 * owned, label
+
+
+class Mixed(torch.nn.Module):
+    """Two dtypes, each partly frozen: four buckets in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.c, self.d = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.c.requires_grad_(False)
+        self.d.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b, self.c, self.d):
+            x = layer(x.to(layer.weight.dtype))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("label", ["zero3", "hpz", "zero3@ho-ring"])
+def test_the_small_gathers_of_a_unit_travel_as_one(world: Worlds, label: str) -> None:
+    world(4).run(_count_messages, label)
+
+
+def _count_messages(label: str) -> None:
+    topology = towpath.Topology(2, 2)
+    torch.manual_seed(0)
+    plain = Mixed()
+    torch.manual_seed(0)
+    strategy = strategy_of(label, topology)
+    model: Any = towpath.shard(Mixed(), strategy)
+    x = torch.arange(8.0).view(1, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        model(x).backward()
+        optimizer.step()
+    with _backend_calls() as calls, torch.no_grad():
+        assert torch.allclose(model(x), plain(x))
+    gathers = [t for t in towpath.schedule(strategy, model, 1).transfers if t.kind is Kind.GATHER]
+    move = gathers[0].move
+    nodes = list(map(topology.node_of, move.groups[0].ranks))
+    each = len({s.step for s in sends(Op.ALL_GATHER, gathers[0].route, move.groups[0], nodes)})
+    assert len(gathers) == 4
+    assert calls["messages"] == each, (dict(calls), each)
+    schedule = towpath.schedule(strategy, model, 1)
+    assert towpath.stats(model).memory_bytes["wire"] == schedule.buffer_bytes()["wire"]

@@ -100,7 +100,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused("stochastic rounding is for int8 and int4", gradients="e4m3+stochastic")
     refused(r"int8:256 on a reduce-scatter by flat would round at every member", reduce=towpath.Wire("flat", "int8"))
     refused("feedback belongs to reductions", gather=towpath.Wire("flat", "int8", "first"))
-    refused("needs gradients= to name a codec", feedback="first")
+    refused("need gradients= to name a codec", feedback="first")
+    refused("need gradients= to name a codec", gradients_until=5)
+    refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
         towpath.Wire("two-hop", feedback="first")
     with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
@@ -118,6 +120,15 @@ def test_published_weights_in_a_codec_leave_the_optimizer_its_own() -> None:
     for weights, master in (("none", 0), ("int8", 4)):
         strategy = towpath.strategy("paro-iig", TWO, weights=weights)
         assert towpath.schedule(strategy, [1 << 16], 1).memory_bytes()["master"] == master * (1 << 16) / 4
+
+
+def test_gradients_may_be_encoded_for_the_first_steps_only() -> None:
+    strategy = towpath.strategy("zero++", TWO, gradients_until=100)
+    assert str(strategy.reduce) == "two-hop, int4:256, for 100 steps"
+    assert Strategy.from_toml(strategy.to_toml()) == strategy
+    assert strategy.at(99) == strategy
+    assert wires(strategy.at(100)) == {"gather": "ho-ring, int8:256"}
+    assert strategy.at(100).reduce == towpath.Wire("two-hop")
 
 
 def test_feedback_is_counted_as_memory() -> None:

@@ -14,7 +14,7 @@ The OS slice lies inside the G slice, and that inside the P slice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -22,12 +22,13 @@ from torch import nn
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
 from towpath.engine.partial import Peers
+from towpath.engine.record import Line
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.span import Span, WriteMark
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
 from towpath.spec.routes import Op
-from towpath.spec.schedule import BucketPlan
+from towpath.spec.schedule import BucketPlan, Transfer
 from towpath.spec.strategy import Kind
 from towpath.spec.transitions import Cut
 
@@ -50,7 +51,8 @@ class Bucket:
         """`values`: the whole flat buffer in the parameters' own dtype, alike on every rank."""
         self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
-        self.lines = {kind: wiring.lines(plan.transfers[kind]) for kind in plan.transfers}
+        self.lines: dict[Kind, list[Line]] = {}
+        self.travel(plan.transfers, wiring)
         self.mark = WriteMark(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
@@ -74,6 +76,12 @@ class Bucket:
         self._lent: list[weakref.ref[torch.Tensor]] = []
         if self.whole:
             self.place(self.shard)
+
+    def travel(self, transfers: Mapping[Kind, tuple[Transfer, ...]], wiring: Wiring) -> None:
+        """From now on by these transfers; those that stay keep their collectives."""
+        for kind, wanted in transfers.items():
+            if wanted != tuple(line.transfer for line in self.lines.get(kind, ())) or kind not in self.lines:
+                self.lines[kind] = wiring.lines(wanted)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -150,14 +158,19 @@ class Bucket:
         for line in self.lines[Kind.PUBLISH]:
             line.run(self.shard, mine)
 
-    def gather(self, kind: Kind, keep_copy: bool) -> None:
-        source = self.shard
-        if kind is Kind.BACKWARD_GATHER and self.copy is not None:
-            source = self.copy
+    def source(self, kind: Kind) -> torch.Tensor:
+        """What this rank brings to a gather."""
+        return self.copy if kind is Kind.BACKWARD_GATHER and self.copy is not None else self.shard
+
+    def gather(self, kind: Kind) -> None:
+        source = self.source(kind)
         if not self.lines[kind] and source is not self.full:
             self.full.copy_(source)  # a backward copy that is whole
         for line in self.lines[kind]:
             line.run(self.full, source)
+
+    def keep(self, keep_copy: bool) -> None:
+        """After a gather: the copy for the backward pass, if it is wanted."""
         if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 

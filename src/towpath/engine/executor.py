@@ -27,7 +27,7 @@ from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError, StepError
 from towpath.spec.precision import Precision
-from towpath.spec.schedule import UNITS_IN_FLIGHT, backward_order, usage_transfers
+from towpath.spec.schedule import UNITS_IN_FLIGHT, backward_order, plan_unit, usage_transfers
 from towpath.spec.strategy import Kind, Strategy
 
 
@@ -45,6 +45,7 @@ class Engine:
         self._writes, self._published = writes, writes.version
         self.root = units[0]
         self._world = strategy.topology.world
+        self.step = 0  # optimizer steps so far
         self._boundary = True
         self._running_backward = False
         # Which unit came after which, in the forward and in the backward pass: what to gather ahead.
@@ -231,6 +232,18 @@ class Engine:
                 bucket.deliver(used[:count])
                 used = used[count:]
         self.wiring.record.end_step()
+        self.step += 1
+        self._change_wires()
+
+    def _change_wires(self) -> None:
+        """Where a codec serves for the first steps only, and they are over: other collectives, in the same groups."""
+        now = self.strategy.at(self.step)
+        if now == self.strategy.at(self.step - 1):
+            return
+        for unit in self.units:
+            plan = plan_unit(now, unit.plan.spec, self.precision)
+            for bucket, planned in zip(unit.buckets, plan.buckets, strict=True):
+                bucket.travel(planned.transfers, self.wiring)
 
     def _used_anywhere(self) -> list[bool]:
         """Which parameters got a gradient on any rank."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Collective, Members
 from towpath.errors import StepError
 from towpath.spec.schedule import Transfer
@@ -141,10 +142,10 @@ class Line:
         try:
             self.collective.run(region, shard)
         except RuntimeError as error:
-            raise StepError(self._failure(error)) from error
+            raise StepError(self.failure(error)) from error
         self.record.finished(self.transfer, time.perf_counter() - start)
 
-    def _failure(self, error: RuntimeError) -> str:
+    def failure(self, error: RuntimeError) -> str:
         ranks = self.members.group.ranks
         mine = ranks[self.members.position]
         others = ", ".join(str(r) for r in ranks if r != mine)
@@ -152,3 +153,21 @@ class Line:
             f"rank {mine}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, one of its "
             f"peers (rank {others}) has died, hangs, is at another step or has lost its link: see what that rank says."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Several gathers that travel as one."""
+
+    lines: Sequence[Line]
+    collective: CoalescedAllGather
+
+    def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
+        start = time.perf_counter()
+        try:
+            self.collective.run(regions, shards)
+        except RuntimeError as error:
+            raise StepError(self.lines[0].failure(error)) from error
+        seconds = (time.perf_counter() - start) / len(self.lines)
+        for line in self.lines:
+            line.record.finished(line.transfer, seconds)

@@ -11,6 +11,7 @@ from torch import nn
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import Slot, SlotPool
 from towpath.engine.layout import UnitLayout
+from towpath.engine.record import Bundle
 from towpath.engine.streams import Handle
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
@@ -39,6 +40,10 @@ class Unit:
         self.gradients: Slot | None = None
         self.collecting = self.finished = self.launched = False  # in this backward pass
         self._wiring = wiring
+        self._bundles: dict[Kind, Bundle] = {}
+        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
+            if together := [buckets[i] for i in plan.together(kind)]:
+                self._bundles[kind] = wiring.bundle(kind, [line for b in together for line in b.lines[kind]])
         self._entries = [
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for bucket in buckets
@@ -194,9 +199,23 @@ class Unit:
                     for bucket in absent:
                         bucket.copied = self.holds
                 after = [] if self.published is None else [self.published]
-                self.ready = self._submit(kind, absent, lambda b: b.gather(kind, keep_copy), after)
+                self.ready = self._wiring.submit(
+                    kind,
+                    [line for b in absent for line in b.lines[kind]],
+                    lambda: self._fetch(kind, absent, keep_copy),
+                    after,
+                )
             else:
                 self.ready = self.published
+
+    def _fetch(self, kind: Kind, absent: Sequence[Bucket], keep_copy: bool) -> None:
+        together = [self.buckets[i] for i in self.plan.together(kind)]
+        if together:
+            self._bundles[kind].run([b.full for b in together], [b.source(kind) for b in together])
+        for bucket in absent:
+            if bucket not in together:
+                bucket.gather(kind)
+            bucket.keep(keep_copy)
 
     def begin_gradients(self, pool: SlotPool) -> None:
         """Choose, once in a micro-step, where its gradients arrive."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from towpath.collectives.collective import Members, Scratch
+from towpath.collectives.coalesced import CoalescedAllGather
+from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.select import select
-from towpath.engine.record import Line, Record
+from towpath.engine.record import Bundle, Line, Record
 from towpath.engine.streams import Handle, Job, Lane, make_lane
 from towpath.spec.schedule import LANES, Transfer
 from towpath.spec.strategy import Kind
@@ -43,6 +44,11 @@ class Wiring:
         members = Members(within, between, group, group.ranks.index(self.rank), nodes)
         collective = select(transfer, members, self._backend, self._scratch[lane])
         return Line(transfer, members, collective, self.record)
+
+    def bundle(self, kind: Kind, lines: Sequence[Line]) -> Bundle:
+        """The gathers of `lines`, which have the same members, in one message."""
+        bindings, scratch = [Binding.of(line.transfer) for line in lines], self._scratch[LANES[kind]]
+        return Bundle(lines, CoalescedAllGather(bindings, lines[0].members, self._backend, scratch))
 
     def submit(self, kind: Kind, lines: Sequence[Line], job: Job, after: Sequence[Handle] = ()) -> Handle:
         """Run `job`, which executes `lines`, on the lane of `kind`."""

@@ -88,7 +88,8 @@ class Codec:
         match = re.fullmatch(r"(\w+)(?::(\w+))?((?:\+\w+)*)", text)
         options = match[3].split("+")[1:] if match else []
         block = (match[2] or str(_DEFAULT_BLOCK)) if match else ""
-        if match is None or not (block.isdecimal() or block == WHOLE) or set(options) - {"hadamard", "stochastic"}:
+        known = len({"hadamard", "stochastic"}.intersection(options)) == len(options)  # and none is there twice
+        if match is None or not (block.isdecimal() or block == WHOLE) or not known:
             raise StrategyError(
                 f"not a codec: {text!r}. Write its name ({', '.join(CODECS)}), and if need be its block and options: "
                 f"'int4:64+hadamard+stochastic', 'int8:{WHOLE}'."

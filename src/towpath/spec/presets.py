@@ -105,9 +105,10 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
 
     Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
     qwz, qgz and zero++ have theirs), `feedback=` the hops at which what gradients lose is kept ('first', 'second',
-    'both'); `route=` puts every transfer on one route (by default ddp, zero1 to zero3 and hpz are flat, the others take
-    the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
-    take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
+    'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route
+    (by default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans
+    nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics` takes
+    `group=Extent`, `lins` the four extents.
     """
     placer = _PLACERS.get(name)
     if placer is None:
@@ -118,14 +119,23 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     weights, gradients = _CODECS.get(name, ("none", "none"))
     weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
     feedback: str = options.pop("feedback", "none")
+    until: int = options.pop("gradients_until", 0)
     known = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
     if unknown := set(options) - set(known):
-        every = [*known, "weights", "gradients", "feedback", "route", *(k.value for k in list(Kind)[:5])]
+        every = [
+            *known,
+            "weights",
+            "gradients",
+            "feedback",
+            "gradients_until",
+            "route",
+            *(k.value for k in list(Kind)[:5]),
+        ]
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(every)}."
         )
-    if feedback != "none" and gradients == "none":
-        raise StrategyError(f"strategy {name!r}: feedback={feedback!r} needs gradients= to name a codec.")
+    if gradients == "none" and (feedback != "none" or until):
+        raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
     chosen = {kind.value: Wire(route) for kind in list(Kind)[:5]} if route is not None else _default_wires(made)
@@ -136,7 +146,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         if kind in _WEIGHTS and weights != "none":
             chosen[kind.value] = Wire(taken if route or taken != "flat" else BEST_ROUTE, weights)
         if kind in _GRADIENTS and gradients != "none":
-            chosen[kind.value] = Wire(taken if taken in ALL_TO_ALL else "two-hop", gradients, feedback)
+            chosen[kind.value] = Wire(taken if taken in ALL_TO_ALL else "two-hop", gradients, feedback, until)
     return replace(made, **(chosen | wires))
 
 

@@ -26,6 +26,9 @@ T = TypeVar("T")
 # How many units may be whole at once, beside the root: the one that computes, and the one that is gathered meanwhile.
 UNITS_IN_FLIGHT = 2
 
+# So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).
+SMALL_GATHER_BYTES = 1 << 20
+
 # Kinds that share a lane run one after the other, in the same wire buffers; different lanes overlap.
 LANES = {
     Kind.GATHER: "gather",
@@ -91,6 +94,10 @@ class Transfer:
             return end - start
         start, end = piece_bounds(self.elements, members, piece)
         return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(self.dtype)
+
+    @property
+    def region_bytes(self) -> int:
+        return self.elements * item_bytes(self.dtype)
 
     @property
     def wire_needs(self) -> Needs:
@@ -185,6 +192,23 @@ class UnitPlan:
     def transfers(self, kind: Kind) -> Iterator[Transfer]:
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
+
+    def together(self, kind: Kind) -> tuple[int, ...]:
+        """The buckets whose gathers travel as one message: none, or at least two."""
+        if kind not in (Kind.GATHER, Kind.BACKWARD_GATHER):
+            return ()
+        small = [
+            index
+            for index, bucket in enumerate(self.buckets)
+            for t in bucket.transfers[kind]
+            if t.wire.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES
+        ]
+        return tuple(small) if len(small) > 1 else ()
+
+    def wire_needs(self, kind: Kind) -> Needs:
+        """What one rank needs to send and receive in, beside the regions."""
+        packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
+        return largest([{"uint8": packed}, *(t.wire_needs for t in self.transfers(kind))])
 
     @property
     def weight_needs(self) -> Needs:
@@ -301,9 +325,9 @@ class Schedule:
         weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
         # Each lane has room for what the largest of its transfers needs.
         wires: dict[tuple[str, str], int] = {}
-        for transfer in self.transfers:
-            for dtype, numel in transfer.wire_needs.items():
-                lane = (LANES[transfer.kind], dtype)
+        for kind in {t.kind for t in self.transfers} - {Kind.USAGE}:
+            for dtype, numel in largest(plan.wire_needs(kind) for plan in self.plans).items():
+                lane = (LANES[kind], dtype)
                 wires[lane] = max(wires.get(lane, 0), numel)
         return {
             "weight slots": weights,

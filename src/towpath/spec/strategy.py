@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
@@ -51,6 +51,11 @@ class Strategy:
     def wire(self, kind: Kind) -> Wire:
         return Wire() if kind is Kind.USAGE else getattr(self, kind.value)
 
+    def at(self, step: int) -> Strategy:
+        """The strategy of optimizer step `step`, counted from 0: codecs may serve for the first steps only."""
+        wires = {kind.value: self.wire(kind).at(step) for kind in list(Kind)[:5]}
+        return replace(self, **wires)
+
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
         lines += [f"  {LABELS[name]:<16} {extent!s:>7}" for name, extent in self.placement.extents()]
@@ -68,7 +73,9 @@ class Strategy:
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
         for kind in list(Kind)[:5]:
             wire = self.wire(kind)
-            lines += [f"[{kind.value}]", *(f'{f.name} = "{getattr(wire, f.name)}"' for f in fields(Wire))]
+            values = {f.name: getattr(wire, f.name) for f in fields(Wire)}
+            lines.append(f"[{kind.value}]")
+            lines += [f"{name} = {v}" if isinstance(v, int) else f'{name} = "{v}"' for name, v in values.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod

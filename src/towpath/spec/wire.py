@@ -18,12 +18,14 @@ class Wire:
 
     `codec`: a `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none': as it is. A reduction is encoded by one-hop
     or two-hop alone: a ring would round at every member. `feedback`: at which hop of a reduction what was rounded away
-    is kept, to be added the next time.
+    is kept, to be added the next time. `until`: the codec serves that many optimizer steps, then all travels as it is
+    (0: for ever).
     """
 
     route: str = "flat"
     codec: Any = "none"
     feedback: str = "none"
+    until: int = 0
 
     def __post_init__(self) -> None:
         if self.route not in ROUTES:
@@ -36,6 +38,15 @@ class Wire:
             raise StrategyError(f"Wire: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
         if self.feedback != "none" and self.encoding is None:
             raise StrategyError(f"Wire: feedback={self.feedback!r} without a codec: nothing is rounded away.")
+
+        if type(self.until) is not int or self.until < 0:
+            raise StrategyError(f"Wire: until is a number of optimizer steps, or 0 for ever; got {self.until!r}.")
+        if self.until and self.encoding is None:
+            raise StrategyError(f"Wire: until={self.until} without a codec: there is nothing to end.")
+
+    def at(self, step: int) -> Wire:
+        """The wire of optimizer step `step`, counted from 0."""
+        return Wire(self.route) if self.until and step >= self.until else self
 
     @property
     def encoding(self) -> Codec | None:
@@ -63,4 +74,5 @@ class Wire:
 
     def __str__(self) -> str:
         codec = "" if self.encoding is None else f", {self.codec}"
-        return self.route + codec + ("" if self.feedback == "none" else f", feedback at {self.feedback}")
+        kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
+        return self.route + codec + kept + (f", for {self.until} steps" if self.until else "")

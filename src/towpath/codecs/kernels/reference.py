@@ -22,19 +22,19 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
 
     `seed`: for stochastic rounding; the same seed, the same bytes.
     """
-    n = x.numel()
-    if codec.largest is None:
-        out.copy_(x.to(torch.bfloat16).view(torch.uint8))
+    n, largest = x.numel(), codec.largest
+    if largest is None:
+        out.copy_(torch.empty(n, dtype=torch.bfloat16, device=x.device).copy_(x).view(torch.uint8))
         return
     values = rotated(x.float()) if codec.hadamard else x.float()
     blocks = _in_blocks(codec, values)
-    scales = (blocks.abs().amax(1) / codec.largest).clamp_min(_SMALLEST_NORMAL)
+    scales = (blocks.abs().amax(1) / largest).clamp_min(_SMALLEST_NORMAL)
     finite = scales.isfinite()
     scales = scales.where(finite, torch.nan)
     quotients = (blocks / scales[:, None]).where(finite[:, None], 0.0).flatten()[:n]
     split = SCALE_BYTES * codec.scales(n)
     out[:split].copy_(scales.view(torch.uint8))
-    out[split:].copy_(_codes(codec, quotients, seed))
+    out[split:].copy_(_codes(codec, largest, quotients, seed))
 
 
 def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
@@ -84,9 +84,9 @@ def _sum(codec: Codec, rows: Sequence[torch.Tensor], elements: int) -> torch.Ten
 
 def _decoded(codec: Codec, data: torch.Tensor, n: int) -> torch.Tensor:
     if codec.largest is None:
-        return data.view(torch.bfloat16).float()
+        return data.clone().view(torch.bfloat16).float()  # a copy: views of other dtypes must be aligned
     split = SCALE_BYTES * codec.scales(n)
-    scales = data[:split].clone().view(torch.float32)  # a copy: views of other dtypes must be aligned
+    scales = data[:split].clone().view(torch.float32)
     blocks = _in_blocks(codec, _values(codec, data[split:], n))
     values = (blocks * scales[:, None]).flatten()[:n]
     return rotated(values) if codec.hadamard else values
@@ -99,12 +99,12 @@ def _in_blocks(codec: Codec, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(x, (0, codec.scales(n) * size - n)).view(-1, size)
 
 
-def _codes(codec: Codec, quotients: torch.Tensor, seed: int) -> torch.Tensor:
+def _codes(codec: Codec, largest: float, quotients: torch.Tensor, seed: int) -> torch.Tensor:
     if codec.name in _FLOAT8:
-        return quotients.clamp(-codec.largest, codec.largest).to(_FLOAT8[codec.name]).view(torch.uint8)
+        return quotients.clamp(-largest, largest).to(_FLOAT8[codec.name]).view(torch.uint8)
     if codec.stochastic:
         quotients = (quotients + uniform(quotients.numel(), seed, quotients.device)).floor()
-    codes = quotients.round().clamp(-codec.largest, codec.largest).to(torch.int8).view(torch.uint8)
+    codes = quotients.round().clamp(-largest, largest).to(torch.int8).view(torch.uint8)
     if codec.name == "int8":
         return codes
     low, high = torch.nn.functional.pad(codes & 15, (0, codes.numel() % 2)).view(-1, 2).unbind(1)

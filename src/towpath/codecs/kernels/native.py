@@ -1,0 +1,61 @@
+"""The codecs in C++, for tensors on the CPU: equal to `reference` to the bit, on one thread.
+
+Importing it fails where the extension was not built; `dispatch` then falls back to the oracle, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+
+from towpath.codecs.kernels import _native
+from towpath.spec.formats import Codec, dtype_name
+
+# Levels of processor that the extension was compiled for and that this one runs, best first.
+LEVELS = tuple(_native.levels())
+
+
+def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+    """As the oracle's; elements that do not lie side by side are copied first."""
+    x = x.contiguous()
+    _check(x)
+    _check_message(codec, out, x.numel())
+    _coder(codec).encode(x.data_ptr(), dtype_name(x.dtype), x.numel(), out.data_ptr(), seed & 0xFFFFFFFF)
+
+
+def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
+    decode_sum(codec, (data,), out)
+
+
+def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    _check(out)
+    for row in rows:
+        _check_message(codec, row, out.numel())
+    addresses = [row.data_ptr() for row in rows]
+    _coder(codec).decode_sum(addresses, out.numel(), out.data_ptr(), dtype_name(out.dtype))
+
+
+def decode_sum_encode(
+    codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
+) -> None:
+    for message in (*rows, out):
+        _check_message(codec, message, elements)
+    addresses = [row.data_ptr() for row in rows]
+    _coder(codec).decode_sum_encode(addresses, elements, out.data_ptr(), seed & 0xFFFFFFFF)
+
+
+@cache
+def _coder(codec: Codec, level: str = LEVELS[0]) -> _native.Coder:
+    return _native.Coder(codec.name, codec.block, codec.hadamard, codec.stochastic, level)
+
+
+def _check_message(codec: Codec, message: torch.Tensor, elements: int) -> None:
+    _check(message)
+    assert message.dtype == torch.uint8 and message.numel() == codec.encoded_bytes(elements), (codec, message.shape)
+
+
+def _check(tensor: torch.Tensor) -> None:
+    """The extension gets an address alone: anything else would read or write elsewhere."""
+    assert tensor.device.type == "cpu" and tensor.is_contiguous(), (tensor.device, tensor.shape, tensor.stride())

@@ -1,0 +1,108 @@
+// The Python module: a codec and the best kernels that this processor runs. Memory comes as addresses and sizes, which
+// the caller vouches for: the module depends on no version of torch.
+
+#include "codec.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace nb = nanobind;
+using namespace towpath;
+
+namespace {
+
+// Best first.
+std::vector<const Kernels *> runnable() {
+    std::vector<const Kernels *> levels;
+#ifdef TOWPATH_X86_LEVELS
+    __builtin_cpu_init();
+    bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2");
+    bool v4 = v3 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+              __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+              __builtin_cpu_supports("avx512vl");
+    if (v4) levels.push_back(&x86_64_v4);
+    if (v3) levels.push_back(&x86_64_v3);
+#endif
+    levels.push_back(&baseline);
+    return levels;
+}
+
+template <class T>
+T named(const std::string &name, std::initializer_list<std::pair<const char *, T>> known) {
+    for (auto &[each, value] : known)
+        if (name == each) return value;
+    throw std::invalid_argument("unknown name: " + name);
+}
+
+Dtype dtype_of(const std::string &name) {
+    return named<Dtype>(name, {{"float32", Dtype::float32},
+                               {"bfloat16", Dtype::bfloat16},
+                               {"float16", Dtype::float16}});
+}
+
+using Addresses = std::vector<uintptr_t>;
+
+class Coder {
+  public:
+    Coder(const std::string &name, int64_t block, bool hadamard, bool stochastic, const std::string &level) {
+        Code code = named<Code>(name, {{"int8", Code::int8},
+                                       {"int4", Code::int4},
+                                       {"e4m3", Code::e4m3},
+                                       {"e5m2", Code::e5m2},
+                                       {"bf16", Code::bf16}});
+        codec = {code, code == Code::bf16 ? 0 : block, hadamard, stochastic};
+        for (const Kernels *each : runnable())
+            if (level == each->name) kernels = each;
+        if (!kernels) throw std::invalid_argument("not a level that this processor runs: " + level);
+    }
+
+    void encode(uintptr_t x, const std::string &dtype, int64_t elements, uintptr_t out, uint32_t seed) const {
+        Input input{reinterpret_cast<const uint8_t *>(x), dtype_of(dtype)};
+        nb::gil_scoped_release others_run;
+        kernels->encode(codec, input, elements, reinterpret_cast<uint8_t *>(out), seed);
+    }
+
+    void decode_sum(const Addresses &rows, int64_t elements, uintptr_t out, const std::string &dtype) const {
+        Output output{reinterpret_cast<uint8_t *>(out), dtype_of(dtype)};
+        nb::gil_scoped_release others_run;
+        kernels->decode_sum(codec, as_rows(rows), elements, output);
+    }
+
+    void decode_sum_encode(const Addresses &rows, int64_t elements, uintptr_t out, uint32_t seed) const {
+        nb::gil_scoped_release others_run;
+        kernels->decode_sum_encode(codec, as_rows(rows), elements, reinterpret_cast<uint8_t *>(out), seed);
+    }
+
+  private:
+    Codec codec;
+    const Kernels *kernels = nullptr;
+
+    static Rows as_rows(const Addresses &rows) {
+        if (rows.empty()) throw std::invalid_argument("no rows to sum");
+        return {reinterpret_cast<const uint8_t *const *>(rows.data()), static_cast<int64_t>(rows.size())};
+    }
+};
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    nb::class_<Coder>(module, "Coder")
+        .def(nb::init<const std::string &, int64_t, bool, bool, const std::string &>(), nb::arg("name"),
+             nb::arg("block"), nb::arg("hadamard"), nb::arg("stochastic"), nb::arg("level"))
+        .def("encode", &Coder::encode, nb::arg("x"), nb::arg("dtype"), nb::arg("elements"), nb::arg("out"),
+             nb::arg("seed"))
+        .def("decode_sum", &Coder::decode_sum, nb::arg("rows"), nb::arg("elements"), nb::arg("out"), nb::arg("dtype"))
+        .def("decode_sum_encode", &Coder::decode_sum_encode, nb::arg("rows"), nb::arg("elements"), nb::arg("out"),
+             nb::arg("seed"));
+    module.def("levels", [] {
+        std::vector<std::string> names;
+        for (const Kernels *each : runnable()) names.push_back(each->name);
+        return names;
+    });
+}

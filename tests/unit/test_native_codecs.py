@@ -1,0 +1,142 @@
+"""The codecs in C++, at every level this processor runs, against the oracle in plain torch."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.codec_cases import CODECS, DTYPES, LENGTHS, LONG, check, check_8_bit_floats, messages, same
+from towpath.codecs.kernels import dispatch, reference
+from towpath.spec.formats import Codec
+
+native = pytest.importorskip(
+    "towpath.codecs.kernels.native", reason="the C++ extension was not built", exc_type=ImportError
+)
+
+EDGES = [2.0**-149, 2.0**-126, 1e-38, 1e38, torch.finfo(torch.float32).max, -0.0, torch.nan, torch.inf, -torch.inf]
+
+
+@pytest.fixture(params=native.LEVELS)
+def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The kernels compiled for it serve, whatever the processor could do better."""
+    monkeypatch.setattr(native, "_coder", partial(native._coder, level=request.param))
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("text", CODECS)
+def test_every_level_equals_the_oracle(level: str, text: str, dtype: torch.dtype) -> None:
+    for n in (1, 33, 2049):
+        check(native, text, dtype, n)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:64+hadamard+stochastic", "e4m3:whole", "bf16"])
+def test_messages_of_any_length_equal_the_oracles(text: str) -> None:
+    for n in (*LENGTHS, LONG):
+        check(native, text, torch.float32, n)
+
+
+@pytest.mark.parametrize("text", ["e4m3:whole", "e5m2:whole"])
+def test_all_8_bit_floats_equal_the_oracles(level: str, text: str) -> None:
+    check_8_bit_floats(native, text)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.sampled_from(CODECS),
+    dtype=st.sampled_from(DTYPES),
+    n=st.integers(1, LONG) | st.integers(1, 600),
+    seed=st.integers(0, 2**40),
+    edges=st.lists(st.sampled_from(EDGES), max_size=4),
+)
+@example("int8:whole+stochastic", torch.float32, 100_003, 2**32 - 1, [])
+@example("e5m2:32", torch.float32, 64, 0, EDGES)
+def test_any_bits_equal_the_oracles(text: str, dtype: torch.dtype, n: int, seed: int, edges: list[float]) -> None:
+    """Elements and messages of random bits: every exponent, every NaN, and codes that no encoder writes."""
+    codec, generator = Codec.parse(text), torch.Generator().manual_seed(seed)
+    # A narrow range of exponents round a random one, so that most blocks are finite.
+    x = (
+        torch.randn(n, generator=generator)
+        * torch.exp2(torch.randint(-150, 128, (n // 512 + 1,), generator=generator))[torch.arange(n) // 512]
+    )
+    x = x.to(dtype)
+    for i, edge in enumerate(edges):
+        x[(seed + i * n // 4) % n] = edge
+
+    expected, got = messages(codec, n, 2, 0, "cpu")
+    reference.encode(codec, x, expected, seed)
+    native.encode(codec, x, got, seed)
+    assert _same_message(codec, got, expected)
+
+    noise = torch.randint(0, 256, expected.shape, generator=generator, dtype=torch.uint8)
+    rows = [expected.clone(), noise, expected.clone()]
+    sums, others = torch.empty(2, n, dtype=dtype)
+    reference.decode_sum(codec, rows, sums)
+    native.decode_sum(codec, rows, others)
+    assert same(others, sums)
+    reference.decode_sum_encode(codec, rows, n, expected, seed)
+    native.decode_sum_encode(codec, rows, n, got, seed)
+    assert _same_message(codec, got, expected)
+
+
+def _same_message(codec: Codec, a: torch.Tensor, b: torch.Tensor) -> bool:
+    return same(a.clone().view(torch.bfloat16), b.clone().view(torch.bfloat16)) if codec.largest is None else same(a, b)
+
+
+@pytest.mark.parametrize("text", ["int8", "int4:whole+hadamard", "e4m3", "bf16"])
+def test_nothing_is_encoded_as_nothing(text: str) -> None:
+    codec, nothing, empty = Codec.parse(text), torch.empty(0), torch.empty(0, dtype=torch.uint8)
+    native.encode(codec, nothing, empty)
+    native.decode(codec, empty, nothing)
+    native.decode_sum_encode(codec, [empty, empty], 0, empty)
+
+
+def test_memory_of_another_size_or_layout_is_refused() -> None:
+    codec, x = Codec.parse("int8"), torch.ones(300)
+    with pytest.raises(AssertionError):
+        native.encode(codec, x, torch.empty(300, dtype=torch.uint8))
+    with pytest.raises(AssertionError):
+        native.decode(codec, torch.empty(309, dtype=torch.uint8), x)
+    with pytest.raises(AssertionError):
+        native.decode(codec, torch.empty(codec.encoded_bytes(300), dtype=torch.uint8), torch.ones(300, 2)[:, 0])
+
+
+def test_nothing_beside_a_message_is_written() -> None:
+    for text in CODECS:
+        codec = Codec.parse(text)
+        for n in (1, 33, 257, 1025):
+            size = codec.encoded_bytes(n)
+            buffer = torch.full((size + 128,), 77, dtype=torch.uint8)
+            native.encode(codec, torch.ones(n), buffer[64 : 64 + size])
+            values = torch.full((n + 64,), 77.0)
+            native.decode(codec, buffer[64 : 64 + size], values[32 : 32 + n])
+            assert (buffer[:64] == 77).all() and (buffer[-64:] == 77).all(), (text, n)
+            assert (values[:32] == 77).all() and (values[-32:] == 77).all(), (text, n)
+
+
+def test_the_cpu_is_served_by_the_extension_and_the_log_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    dispatch._kernels.cache_clear()
+    with caplog.at_level(logging.INFO, "towpath"):
+        kernels = [dispatch.kernels_for(torch.device("cpu")) for _ in range(2)]
+    assert kernels[0] is kernels[1] and kernels[0].encode is native.encode
+    assert [r.message for r in caplog.records] == [f"codecs on cpu: native, for {native.LEVELS[0]}"]
+
+
+def test_without_the_extension_the_oracle_serves_and_the_log_says_why(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(f"no {name}")
+
+    dispatch._kernels.cache_clear()
+    monkeypatch.setattr(dispatch, "import_module", missing)
+    with caplog.at_level(logging.INFO, "towpath"):
+        kernels = [dispatch.kernels_for(torch.device("cpu")) for _ in range(2)]
+    dispatch._kernels.cache_clear()
+    assert kernels[0].encode is reference.encode
+    assert [r.levelname for r in caplog.records] == ["WARNING"] and "plain torch" in caplog.text

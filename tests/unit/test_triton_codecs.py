@@ -1,0 +1,130 @@
+"""Triton's codecs without a GPU: interpreted, they make the oracle's bits; compiled, they hold nothing inexact.
+
+Whether kernels are interpreted is settled when they are imported: they are, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import codec_cases
+from towpath.spec.formats import Codec
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+
+KERNELS = "towpath.codecs.kernels.triton_codecs"
+LENGTHS = (1, 31, 257, 5000)
+
+Run = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    yield from _elsewhere({"TRITON_INTERPRET": "1"}, tmp_path_factory.mktemp("triton"))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    yield from _elsewhere({"TRITON_INTERPRET": "0"}, tmp_path_factory.mktemp("triton"))
+
+
+def _elsewhere(environment: dict[str, str], cache: Path) -> Iterator[Run]:
+    environment = {**environment, "TRITON_CACHE_DIR": str(cache)}
+    with ProcessPoolExecutor(1, get_context("spawn"), _prepare, (environment,)) as process:
+        yield lambda work, *args: process.submit(work, *args).result()
+
+
+def _prepare(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("i, text", list(enumerate(codec_cases.CODECS)), ids=codec_cases.CODECS)
+def test_every_codec(interpreted: Run, i: int, text: str) -> None:
+    dtype = codec_cases.DTYPES[i % len(codec_cases.DTYPES)]
+    interpreted(_check, text, dtype, LENGTHS)
+
+
+@pytest.mark.parametrize("dtype", codec_cases.DTYPES, ids=str)
+@pytest.mark.parametrize("text", ["int8", "int4", "e4m3", "bf16"])
+def test_every_dtype(interpreted: Run, text: str, dtype: torch.dtype) -> None:
+    interpreted(_check, text, dtype, (33, 2049))
+
+
+@pytest.mark.parametrize("text", ["int8:2048", "bf16"])
+def test_a_long_message(interpreted: Run, text: str) -> None:
+    interpreted(_check_long, text)
+
+
+@pytest.mark.parametrize("text", ["e4m3:whole", "e5m2:whole"])
+def test_every_rounding_of_8_bit_floats(interpreted: Run, text: str) -> None:
+    interpreted(_check_8_bit_floats, text)
+
+
+def test_messages_without_elements(interpreted: Run) -> None:
+    for text in codec_cases.CODECS:
+        interpreted(_check, text, torch.float32, (0,))
+
+
+@pytest.mark.parametrize("text", ["int8+stochastic", "int4:whole+hadamard+stochastic", "e4m3", "e5m2", "bf16"])
+def test_compiled_for_a_gpu_nothing_is_fused_approximate_or_flushed(compiled: Run, text: str) -> None:
+    """The interpreter cannot show it: it has no such instructions."""
+    for assembly in compiled(_assembly, text):
+        floats = set(re.findall(r"^\s*(?:@\S+ )?([a-z]+\.\S*f(?:32|16)\S*)", assembly, re.MULTILINE))
+        assert floats or text == "bf16"
+        assert not {i for i in floats if re.search(r"fma|mad|approx|full|ftz|rcp", i)}
+        assert not {i for i in floats if re.match(r"(add|sub|mul|div)\.", i) and ".rn." not in i}
+
+
+def _check(text: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
+    for n in lengths:
+        codec_cases.check(importlib.import_module(KERNELS), text, dtype, n)
+
+
+def _check_long(text: str) -> None:
+    codec_cases.check_message(importlib.import_module(KERNELS), text, torch.float32, codec_cases.LONG)
+
+
+def _check_8_bit_floats(text: str) -> None:
+    codec_cases.check_8_bit_floats(importlib.import_module(KERNELS), text)
+
+
+def _assembly(text: str) -> list[str]:
+    """Of the kernels that a codec runs: PTX for a Hopper GPU, which need not be there."""
+    triton, kernels = importlib.import_module("triton"), importlib.import_module(KERNELS)
+    compiler, backends = importlib.import_module("triton.compiler"), importlib.import_module("triton.backends.compiler")
+    codec = Codec.parse(text)
+    _, _, constants = kernels._shape(codec, 10_000)
+    options = {name: constants.pop(name) for name in kernels._LAUNCH}
+    constants |= {"top": codec.largest or 0.0, "stochastic": codec.stochastic}
+    types = dict.fromkeys(("rows", "n", "split", "size", "seed"), "i32") | {"stride": "i64"}
+    if constants["whole"]:
+        types["largest"] = "*i32"
+    else:
+        constants["largest"] = None
+
+    def compiled(kernel: Any, source: str, out: str = "*u8") -> str:
+        names: list[str] = kernel.arg_names
+        given = types | {"source": source, "out": out}
+        signature = {name: given.get(name, "constexpr") for name in names}
+        values = {(names.index(k),): v for k, v in (constants | {"encoded": source == "*u8"}).items() if k in names}
+        code = compiler.ASTSource(kernel, signature, values)
+        return triton.compile(code, target=backends.GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+    made = [compiled(kernels._decode_kernel, "*u8", "*fp16")]
+    for source in ("*u8", "*fp32"):
+        made.append(compiled(kernels._encode_kernel, source))
+        if constants["whole"]:
+            made.append(compiled(kernels._largest_kernel, source))
+    return made
