@@ -15,6 +15,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
+from towpath.collectives import messages
 from towpath.spec.routes import ROUTES, TWO_HOP_PARTS, Op, sends
 from towpath.spec.strategy import Kind
 
@@ -77,25 +78,21 @@ def _backend_calls() -> Iterator[Counter[str]]:
         "reduce_scatter_single": "reduce_scatter",
         "reduce_scatter": "reduce_scatter",
         "broadcast": "broadcast",
-        "batch_isend_irecv": "messages",
     }
     calls: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in names}
 
-    def counting(name: str) -> Callable[..., Any]:
+    def counting(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            calls[names[name]] += 1
-            return originals[name](*args, **kwargs)
+            calls[kind] += 1
+            return original(*args, **kwargs)
 
         return call
 
-    for name in names:
-        setattr(dist, name, counting(name))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kind in names.items():
+            patch.setattr(dist, name, counting(kind, getattr(dist, name)))
+        patch.setattr(messages, "_launched", counting("messages", messages._launched))
         yield calls
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def _train(model: Any, micro_steps: int) -> None:

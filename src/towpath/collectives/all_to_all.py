@@ -63,6 +63,8 @@ class AllToAllReduceScatter(Collective):
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
         self._packing = self._make_packing()
+        # By stage and hop: the boundaries, in the hop's buffer, of what each of its members is sent.
+        self._segments = [[self._ends(stage, hop) for hop in range(len(self._hops))] for stage in self._stages]
 
     def _make_packing(self) -> Packing:
         buffers, codec, scratch = self._buffers, self._binding.codec, self._scratch
@@ -125,7 +127,7 @@ class AllToAllReduceScatter(Collective):
         return [wires[i : i + len(self._hops)] for i in range(0, len(wires), len(self._hops))]
 
     def _send(self, number: int, index: int, wire: _Wire) -> None:
-        hop, segments = self._hops[index], self._segments(number, index)
+        hop, segments = self._hops[index], self._segments[number][index]
         rows = self._rows(number, index, wire)
         messages = [
             Message(leaves, peer, content)
@@ -143,15 +145,14 @@ class AllToAllReduceScatter(Collective):
 
     def _rows(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
         """What each member of a hop has for this one, in order; its own is where it was to be sent from."""
-        hop, segments = self._hops[index], self._segments(number, index)
+        hop, segments = self._hops[index], self._segments[number][index]
         start, end = segments[hop.mine], segments[hop.mine + 1]
         size = end - start
         rows = [wire.received[i * size : (i + 1) * size] for i in range(len(hop.peers) - 1)]
         return [*rows[: hop.mine], wire.sent[start:end], *rows[hop.mine :]]
 
-    def _segments(self, number: int, index: int) -> list[int]:
-        """The boundaries, in the buffer of a hop, of what each of its members is sent."""
-        lengths = self._stages[number].lengths[index]
+    def _ends(self, stage: _Stage, index: int) -> list[int]:
+        lengths = stage.lengths[index]
         ends = list(accumulate(map(self._packing.size, lengths), initial=0))
         return ends[:: len(lengths) // len(self._hops[index].peers)]
 
