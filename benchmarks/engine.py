@@ -208,13 +208,6 @@ PARTS = ("step", "compute", "communication")
 QUANTIZED_MICS = "mics gradients=int4"
 CODED = ("zero3", "zero++", "qwz", "hpz", "qgz", "zero3 route=hierarchical", "hsdp", "mics", QUANTIZED_MICS)
 ALONE = tuple((technique, "zero3", 1 / 1.2) for technique in ("qwz", "hpz", "qgz"))
-ASKED = (
-    ("zero++", "zero3", 1 / 3),
-    ("zero++", "zero3 route=hierarchical", 1 / 2),
-    ("zero++", "hsdp", 1 / 1.9),
-    (QUANTIZED_MICS, "mics", 1 / 2),
-    *ALONE,
-)
 CASES: list[Race | Field | Overlap | Steady] = [
     Race("zero3-fsdp2", "zero3", "fsdp2", 0.75),
     Race("mics-hsdp", "mics", "hsdp", 0.85),
@@ -225,8 +218,13 @@ CASES: list[Race | Field | Overlap | Steady] = [
     Race("paro-nig-zero2", "paro-nig", "zero2", 1 / 2.2, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("paro-iig-zero3", "paro-iig", "zero3", 1 / 2.6, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("mics-zero3", "mics", "zero3", 1 / 2.89, inter="100mbit", micro_steps=4, dtype="bfloat16"),
+    Race("zero++-zero3", "zero++", "zero3", 1 / 3, dtype="bfloat16"),
+    Race("zero++-zero3-hierarchical", "zero++", "zero3 route=hierarchical", 1 / 2, dtype="bfloat16"),
+    Race("zero++-hsdp", "zero++", "hsdp", 1 / 1.9, dtype="bfloat16"),
+    Race("mics-quantized", QUANTIZED_MICS, "mics", 1 / 2, dtype="bfloat16"),
+    Race("codecs-that-cannot-pay", "zero++", "hpz", 1.03, inter=None, dtype="bfloat16"),
     Field("codecs-50mbit", "50mbit", CODED),
-    Field("codecs-200mbit", "200mbit", CODED, ASKED),
+    Field("codecs-200mbit", "200mbit", CODED, ALONE),
     Field("codecs-500mbit", "500mbit", CODED),
     Field("codecs-1gbit", "1gbit", CODED),
     Overlap("overlap-zero3", "zero3", "200mbit", elsewhere=True),

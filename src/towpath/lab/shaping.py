@@ -11,7 +11,8 @@ behind a switch. What keeps the rate and the counters truthful at once:
   1 % of the payload;
 - a bucket of 64 KiB, or of what the rate carries in a millisecond: a burst beats the rate by that much and no more, and
   a timer that fires late loses nothing;
-- queues longer than what TCP keeps in flight: nothing is dropped, so nothing is sent and counted twice;
+- queues longer than what TCP keeps in flight: nothing is dropped, so nothing has to be sent and counted twice; and a
+  TCP that takes only a long silence for a loss, so nothing is;
 - a receive window of 512 KiB, or of what the rate carries in 8 ms: more than a connection needs, and little enough that
   several senders to one node do not fill its queue with seconds of data;
 - the one congestion control that every kernel has and lets everybody use. Where nothing is dropped it only has to open
