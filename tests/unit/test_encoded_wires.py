@@ -51,7 +51,7 @@ def test_codecs_go_where_cables_are_and_nowhere_else() -> None:
 
 @pytest.mark.parametrize("name", ["zero++", "mics", "paro-nig", "ddp"])
 def test_a_strategy_with_codecs_survives_toml(name: str) -> None:
-    options = {"weights": "int4:64+hadamard+stochastic", "gradients": "e5m2:whole", "feedback": "both"}
+    options = {"weights": "int4:64+hadamard", "gradients": "e5m2:whole", "feedback": "both"}
     strategy = towpath.strategy(name, TWO, **options)
     assert Strategy.from_toml(strategy.to_toml()) == strategy
 
@@ -101,6 +101,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused(r"int8:256 on a reduce-scatter by flat would round at every member", reduce=towpath.Wire("flat", "int8"))
     refused("feedback belongs to reductions", gather=towpath.Wire("flat", "int8", "first"))
     refused("need gradients= to name a codec", feedback="first")
+    refused("backward pass compute with other weights", weights="int8+stochastic")
+    refused("route='ring' would round gradients in int4 at every member", route="ring", gradients="int4")
+    refused(r"reduce is a Wire, such as .*; got 'int8'", reduce="int8")
     refused("need gradients= to name a codec", gradients_until=5)
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
@@ -137,6 +140,20 @@ def test_feedback_is_counted_as_memory() -> None:
         return towpath.schedule(strategy, [1 << 16], 1).memory_bytes()["feedback"] / (4 << 16)
 
     assert [kept(f) for f in ("none", "first", "second", "both")] == [0, 1, 0.5, 1.5]
+
+
+def test_the_only_hop_is_first_and_second() -> None:
+    for feedback in ("first", "second", "both"):
+        strategy = towpath.strategy("mics", TWO, gradients="int4", feedback=feedback)
+        memory = towpath.schedule(strategy, [1 << 16], 1).memory_bytes()
+        assert memory["feedback"] == memory["grads"]
+
+
+def test_weights_without_a_copy_are_gathered_for_backward_as_they_were_for_forward() -> None:
+    units = {"": 1 << 16, "blocks.0": 1 << 16}
+    root, block = towpath.schedule(towpath.strategy("zero++", TWO), units, 1).plans
+    assert {t.wire for t in root.transfers(Kind.BACKWARD_GATHER)} == {t.wire for t in root.transfers(Kind.GATHER)}
+    assert {t.wire.encoding for t in block.transfers(Kind.BACKWARD_GATHER)} == {None}
 
 
 def test_codecs_have_a_text() -> None:

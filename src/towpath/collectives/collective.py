@@ -83,6 +83,9 @@ class Scratch:
             self.made += 1
         return buffer[:numel]
 
+    def clear(self) -> None:
+        self._buffers.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self._buffers.values())

@@ -61,6 +61,7 @@ class Bucket:
         master = self._slice(values, plan.optimizer)
         self.master = master.to(own, copy=True) if plan.has_master else self.own_slice(self.shard, plan.params)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
+        self._rounded: torch.Tensor | None = None
         self.copied = -1  # the version of the weights that the copy holds
         self.whole = plan.params.count == 1
         self.full = self.shard if self.whole else self._empty(0, compute)
@@ -174,13 +175,24 @@ class Bucket:
         if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
+    def remember(self) -> None:
+        """Before the user may change the whole weights: what they were, if a codec has rounded them."""
+        rounded = any(line.transfer.wire.encoding for k in (Kind.GATHER, Kind.PUBLISH) for line in self.lines[k])
+        self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
+
     def write_back(self) -> None:
-        """After the user has changed the whole weights: take over this rank's slices."""
-        self.shard.copy_(self._slice(self.full, self.plan.params))
+        """After the user may have changed the whole weights: take over this rank's slices.
+
+        What the user left alone keeps the precision it has here: of the masters, and of what no codec has rounded.
+        """
+        now = self._slice(self.full, self.plan.params)
+        before = self.shard if self._rounded is None else self._rounded
         if self.plan.has_master:
-            mine = self._slice(self.full, self.plan.optimizer)
-            # What the user left alone keeps the master's full precision.
-            self.master.copy_(torch.where(mine == self.master.to(mine.dtype), self.master, mine.to(self.master.dtype)))
+            mine, was = self.own_slice(now, self.plan.params), self.own_slice(before, self.plan.params)
+            left = mine == (self.master.to(mine.dtype) if self._rounded is None else was)
+            self.master.copy_(torch.where(left, self.master, mine.to(self.master.dtype)))
+        self.shard.copy_(torch.where(now == before, self.shard, now))
+        self._rounded = None
         self.mark.written()
 
     # Gradients ----------------------------------------------------------------------------------------------------

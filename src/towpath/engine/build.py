@@ -27,7 +27,7 @@ from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.spec.precision import Precision
 from towpath.spec.schedule import BucketPlan, plan_unit
-from towpath.spec.strategy import Strategy
+from towpath.spec.strategy import Kind, Strategy
 from towpath.topology.groups import Groups
 
 
@@ -123,6 +123,12 @@ def build(
 ) -> Engine:
     wiring = Wiring(groups, device_of(layouts))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
+    if mesh.groups and any(strategy.wire(kind).encoding for kind in Kind):
+        raise ShardError(
+            f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh. What is replicated there would "
+            "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
+            "without codecs."
+        )
     peers = _peers(strategy, groups, mesh)
     writes = WriteMark()
     materialise_buffers(model, wiring.device)

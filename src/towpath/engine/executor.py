@@ -244,6 +244,7 @@ class Engine:
             plan = plan_unit(now, unit.plan.spec, self.precision)
             for bucket, planned in zip(unit.buckets, plan.buckets, strict=True):
                 bucket.travel(planned.transfers, self.wiring)
+        self.wiring.forget_scratch()
 
     def _used_anywhere(self) -> list[bool]:
         """Which parameters got a gradient on any rank."""
@@ -317,6 +318,8 @@ class Engine:
                 unit.live_in(self.weights.apart(unit.plan.weight_needs))
             unit.gather(Kind.GATHER, self.weights, keep_copy=False)
             unit.wait()
+            for bucket in unit.buckets:
+                bucket.remember()
             unit.pinned = True
             unit.show(whole=True)
 

@@ -60,6 +60,13 @@ class Wiring:
             self._lanes[lane] = make_lane(lane, self.device)
         return self._lanes[lane].submit(job, after, self.record.exposed_by(transfers))
 
+    def forget_scratch(self) -> None:
+        """Wire buffers are made anew: what travels now is of other lengths and dtypes."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # once in a run: what is under way may still read them
+        for scratch in self._scratch.values():
+            scratch.clear()
+
     @property
     def scratch_bytes(self) -> int:
         return sum(s.nbytes for s in self._scratch.values())

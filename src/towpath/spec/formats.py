@@ -73,6 +73,8 @@ class Codec:
     def __post_init__(self) -> None:
         if self.name not in _CODES:
             raise StrategyError(f"Codec: unknown codec {self.name!r}; known are {', '.join(CODECS)}.")
+        if type(self.block) is not int:
+            raise StrategyError(f"Codec: block is a whole number of elements, or 0 for all; got {self.block!r}.")
         if self.block and not (_SMALLEST_BLOCK <= self.block <= _LARGEST_BLOCK and self.block & (self.block - 1) == 0):
             raise StrategyError(
                 f"Codec: a block has {_SMALLEST_BLOCK} to {_LARGEST_BLOCK} elements, a power of two, "

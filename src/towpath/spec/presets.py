@@ -105,10 +105,10 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
 
     Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
     qwz, qgz and zero++ have theirs), `feedback=` the hops at which what gradients lose is kept ('first', 'second',
-    'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route
-    (by default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans
-    nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics` takes
-    `group=Extent`, `lins` the four extents.
+    'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route,
+    but for the encoded gradients of qgz and zero++ (by default ddp, zero1 to zero3 and hpz are flat, the others take the
+    best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a
+    `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
     """
     placer = _PLACERS.get(name)
     if placer is None:
@@ -117,6 +117,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     wires = {kind.value: options.pop(kind.value) for kind in list(Kind)[:5] if kind.value in options}
     route: str | None = options.pop("route", None)
     weights, gradients = _CODECS.get(name, ("none", "none"))
+    named = "gradients" in options
     weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
     feedback: str = options.pop("feedback", "none")
     until: int = options.pop("gradients_until", 0)
@@ -136,6 +137,13 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         )
     if gradients == "none" and (feedback != "none" or until):
         raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
+    on_weights = None if weights == "none" else Wire("flat", weights)
+    on_gradients = None if gradients == "none" else Wire("two-hop", gradients, feedback, until)
+    if route is not None and named and on_gradients is not None and route not in ALL_TO_ALL:
+        raise StrategyError(
+            f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
+            f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."
+        )
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
     chosen = {kind.value: Wire(route) for kind in list(Kind)[:5]} if route is not None else _default_wires(made)
@@ -143,10 +151,10 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         if not _crosses(getattr(made.moves, kind.value), topology):
             continue
         taken = chosen.get(kind.value, Wire()).route
-        if kind in _WEIGHTS and weights != "none":
-            chosen[kind.value] = Wire(taken if route or taken != "flat" else BEST_ROUTE, weights)
-        if kind in _GRADIENTS and gradients != "none":
-            chosen[kind.value] = Wire(taken if taken in ALL_TO_ALL else "two-hop", gradients, feedback, until)
+        if kind in _WEIGHTS and on_weights is not None:
+            chosen[kind.value] = replace(on_weights, route=taken if route or taken != "flat" else BEST_ROUTE)
+        if kind in _GRADIENTS and on_gradients is not None:
+            chosen[kind.value] = replace(on_gradients, route=taken if taken in ALL_TO_ALL else "two-hop")
     return replace(made, **(chosen | wires))
 
 

@@ -107,7 +107,7 @@ class Transfer:
         codec, group = self.wire.encoding, self.move.groups[0]
         own, sums = wire_elements(self.move.op, self.route, group, self._nodes, self.elements, codec)
         if codec is not None:
-            return {"uint8": own, "float32": sums if self.wire.feedback != "none" else 0}
+            return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
         if self.dtype not in NARROW:
             return {self.dtype: own}
         return {self.dtype: own, "float32": sums}
@@ -119,7 +119,7 @@ class Transfer:
         if self.wire.encoding is None or self.move.op is Op.ALL_GATHER:
             return ()
         kept = AllToAll(hops, self.elements, self.wire.encoding).kept_elements
-        asked = {"none": (), "first": (0,), "second": (1,), "both": (0, 1)}[self.wire.feedback]
+        asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.wire.feedback]
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
 
     def __str__(self) -> str:
@@ -246,20 +246,21 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
     compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
     numel = bucket.padded(moves.optimizer.count)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
-    worth = moves.backward_params.count < moves.params.count and not unit.kept
+    copies = moves.backward_params.count < moves.params.count
+    worth = copies and not unit.kept
     copy = moves.backward_params if worth else None
     backward_gather = moves.backward_gather if worth else moves.gather
 
-    def travel(kind: Kind, moves: tuple[Move, ...], dtype: str) -> tuple[Transfer, ...]:
-        codec = strategy.wire(kind).encoding
+    def travel(kind: Kind, moves: tuple[Move, ...], dtype: str, like: Kind | None = None) -> tuple[Transfer, ...]:
+        wire = strategy.wire(like or kind)
+        codec = wire.encoding
         if codec is not None and moves and dtype not in ENCODED:
             raise StrategyError(
                 f"{strategy.name}: {kind.value} in {codec} of {unit.name or 'root'} [{bucket.name}]: its elements are "
                 f"{dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without codecs."
             )
         return tuple(
-            Transfer(kind, unit.name, bucket.name, m, strategy.wire(kind), numel // m.regions, dtype, strategy.topology)
-            for m in moves
+            Transfer(kind, unit.name, bucket.name, m, wire, numel // m.regions, dtype, strategy.topology) for m in moves
         )
 
     return BucketPlan(
@@ -274,7 +275,10 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
         copy,
         {
             Kind.GATHER: travel(Kind.GATHER, moves.gather, compute),
-            Kind.BACKWARD_GATHER: travel(Kind.BACKWARD_GATHER, backward_gather, compute),
+            # Without a copy it is the forward pass's gather again, and must bring the same weights.
+            Kind.BACKWARD_GATHER: travel(
+                Kind.BACKWARD_GATHER, backward_gather, compute, None if worth or not copies else Kind.GATHER
+            ),
             Kind.REDUCE: travel(Kind.REDUCE, moves.reduce if bucket.trainable else (), reduce),
             Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), reduce),
             Kind.PUBLISH: travel(Kind.PUBLISH, moves.publish, compute),

@@ -41,6 +41,16 @@ class Strategy:
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
         for kind in list(Kind)[:5]:
+            wire = self.wire(kind)
+            if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise StrategyError(
+                    f"{self.name}: {kind.value} is a Wire, such as Wire('two-hop', 'int8'); got {wire!r}."
+                )
+            if kind in (Kind.GATHER, Kind.BACKWARD_GATHER) and wire.encoding is not None and wire.encoding.stochastic:
+                raise StrategyError(
+                    f"{self.name}: {kind.value} in {wire.codec} would round anew at each gather, and the backward pass "
+                    "compute with other weights than the forward pass. Take a codec without +stochastic for weights."
+                )
             for move in getattr(self.moves, kind.value):
                 self.wire(kind).check(move.op, f"{self.name}: {kind.value}")
 
