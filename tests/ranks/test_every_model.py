@@ -838,6 +838,17 @@ def _refuse_overlapping_meshes() -> None:
         towpath.shard(model, "zero3", topology=SHAPE)  # all four ranks, as if nothing were split
 
 
+def test_codecs_on_a_tensor_parallel_mesh_are_refused(world: Worlds) -> None:
+    world(4).run(_refuse_codecs)
+
+
+def _refuse_codecs() -> None:
+    mesh = _mesh()
+    model = _tensor_parallel(ParallelModel(), mesh, SPLIT_MATRICES)
+    with pytest.raises(errors.ShardError, match=r"zero\+\+ has codecs, and the model is on a tensor-parallel mesh"):
+        towpath.shard(model, "zero++", topology=towpath.Topology(2, 1), group=mesh["dp"].get_group())
+
+
 # --- meta-device construction ----------------------------------------------------------------------------------------
 
 

@@ -106,9 +106,9 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
     qwz, qgz and zero++ have theirs), `feedback=` the hops at which what gradients lose is kept ('first', 'second',
     'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route,
-    but for the encoded gradients of qgz and zero++ (by default ddp, zero1 to zero3 and hpz are flat, the others take the
-    best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a
-    `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
+    but for the encoded gradients of qgz and zero++ (by default ddp, zero1 to zero3 and hpz are flat, the others take
+    the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
+    take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
     """
     placer = _PLACERS.get(name)
     if placer is None:
