@@ -33,6 +33,7 @@ TRAVEL = ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int8",
 ADD = ("float64", "float32", "bfloat16", "float16", "int64", "int32")
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+more_shapes = pytest.mark.parametrize("shape", [*SHAPES, Topology(1, 1), Topology(2, 4), Topology(3, 3)], ids=str)
 
 
 def _members(shape: Topology, local_major: bool = False, group: Any = None) -> Members:
@@ -65,7 +66,7 @@ def _own(region: torch.Tensor, members: Members) -> torch.Tensor:
     return region.tensor_split(len(members.group.ranks))[members.slot]
 
 
-@shapes
+@more_shapes
 def test_gathers_bring_every_bit_whatever_the_route_length_dtype_and_order(world: Worlds, shape: Topology) -> None:
     world(shape.world).run(_gather, shape)
 
@@ -86,7 +87,7 @@ def _gather(shape: Topology) -> None:
             assert torch.equal(region, expected), (route, dtype, local_major, apart, elements)
 
 
-@shapes
+@more_shapes
 @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
 def test_reductions_count_everyone_once_whatever_the_route_length_dtype_and_order(
     world: Worlds, shape: Topology, op: Op
