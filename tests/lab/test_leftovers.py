@@ -96,6 +96,8 @@ class Command:
     def __init__(self, token: str) -> None:
         self.token = token
         line = [sys.executable, "-m", "towpath.cli.main", "lab", "run", "--nodes", "2", "--ranks", "1"]
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # tests started in the background: it would be inherited
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
             [*line, "--inter", "200mbit", "--direct", "--", LINGER, token],
             stdout=subprocess.PIPE,
