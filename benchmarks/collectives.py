@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import towpath
-from results_file import keep
+from results_file import keep, selected
 from towpath import lab
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
@@ -126,9 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    for case in CASES:
-        if options.cases and case.name not in options.cases:
-            continue
+    for case in selected(CASES, options.cases):
         result = run(case, options.rounds if case.inter else 10 * options.rounds)
         print(f"{case.name}  {result['median_seconds']}")
         for ours, theirs, ratio, most in result["ratios"]:

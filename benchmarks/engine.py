@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import gpt
 import towpath
-from results_file import keep
+from results_file import keep, selected
 from towpath import lab
 from towpath.engine.record import Line
 from towpath.spec.strategy import Kind
@@ -496,9 +496,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    for case in CASES:
-        if options.cases and case.name not in options.cases:
-            continue
+    for case in selected(CASES, options.cases):
         found = case.measure(options.rounds)
         print(case.name)
         for name, value in found.items():

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import gpt
 import towpath
-from results_file import keep
+from results_file import keep, selected
 from towpath import lab
 
 SHAPE = towpath.Topology(2, 2)
@@ -160,9 +160,7 @@ def main() -> None:
     if options.plot is None:
         names = [f"{v.name}, seed {s}" for s in range(options.seeds) for v in VARIANTS]
         for seed in range(options.seeds):
-            for variant in VARIANTS:
-                if options.variants and variant.name not in options.variants:
-                    continue
+            for variant in selected(VARIANTS, options.variants):
                 with lab.Lab(SHAPE, inter=None) as cluster:
                     curve = cluster.call(train, variant, seed, options.steps, timeout_seconds=3600)[0]
                 name = f"{variant.name}, seed {seed}"

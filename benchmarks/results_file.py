@@ -23,6 +23,14 @@ def keep(path: Path, result: dict[str, Any], order: Sequence[str]) -> None:
     path.write_text(json.dumps({"results": results}, indent=1, ensure_ascii=False) + "\n")
 
 
+def selected(cases: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """The cases of these names, or all if none is named."""
+    known = [case.name for case in cases]
+    if unknown := set(names) - set(known):
+        raise SystemExit(f"no case {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    return [case for case in cases if not names or case.name in names]
+
+
 def _environment() -> dict[str, Any]:
     return {
         "python": platform.python_version(),

@@ -84,12 +84,13 @@ class Encoded(Packing):
         self,
         codec: Codec,
         device: torch.device,
-        longest: int,
+        sum_elements: int,
         memory: Memory,
         kept: Sequence[torch.Tensor | None],
         seed: int,
     ) -> None:
-        self._codec, self._kernels, self._longest, self._memory = codec, kernels_for(device), longest, memory
+        self._codec, self._kernels = codec, kernels_for(device)
+        self._sum_elements, self._memory = sum_elements, memory
         self.kept, self._seed = kept, seed
 
     def size(self, elements: int) -> int:
@@ -109,7 +110,7 @@ class Encoded(Packing):
             if error is None:
                 self._kernels.decode_sum_encode(self._codec, arrived, elements, out[place], self._next_seed())
             else:
-                total = self._memory.take(2 * self._longest, torch.float32)[:elements]
+                total = self._memory.take(self._sum_elements, torch.float32)[:elements]
                 self._kernels.decode_sum(self._codec, arrived, total)
                 self._encode(total, out[place], error)
 
@@ -132,7 +133,7 @@ class Encoded(Packing):
         if error is None:
             self._kernels.encode(self._codec, values, out, self._next_seed())
             return
-        total, decoded = self._memory.take(2 * self._longest, torch.float32).view(2, -1)[:, :n]
+        total, decoded = self._memory.take(self._sum_elements, torch.float32).view(2, -1)[:, :n]
         error = error[:n]
         torch.add(values, error, out=total)  # `values` may be `total`
         self._kernels.encode(self._codec, total, out, self._next_seed())

@@ -72,7 +72,7 @@ class AllToAllReduceScatter(Collective):
             return Plain(self._binding.dtype, buffers.sum_elements, scratch)
         kept = [torch.zeros(n, device=scratch.device) if n else None for n in self._binding.kept]
         shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
-        return Encoded(codec, scratch.device, buffers.cell, scratch, shaped, self._members.position)
+        return Encoded(codec, scratch.device, buffers.sum_elements, scratch, shaped, self._members.position)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:

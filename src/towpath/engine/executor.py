@@ -45,7 +45,8 @@ class Engine:
         self._writes, self._published = writes, writes.version
         self.root = units[0]
         self._world = strategy.topology.world
-        self.step = 0  # optimizer steps so far
+        self.step = 0  # boundaries so far
+        self._changes = {strategy.wire(kind).until for kind in Kind}  # steps at which a codec has served
         self._boundary = True
         self._running_backward = False
         # Which unit came after which, in the forward and in the backward pass: what to gather ahead.
@@ -237,9 +238,9 @@ class Engine:
 
     def _change_wires(self) -> None:
         """Where a codec serves for the first steps only, and they are over: other collectives, in the same groups."""
-        now = self.strategy.at(self.step)
-        if now == self.strategy.at(self.step - 1):
+        if self.step not in self._changes:
             return
+        now = self.strategy.at(self.step)
         for unit in self.units:
             plan = plan_unit(now, unit.plan.spec, self.precision)
             for bucket, planned in zip(unit.buckets, plan.buckets, strict=True):

@@ -40,9 +40,11 @@ class Unit:
         self.gradients: Slot | None = None
         self.collecting = self.finished = self.launched = False  # in this backward pass
         self._wiring = wiring
+        self._together: dict[Kind, list[Bucket]] = {}
         self._bundles: dict[Kind, Bundle] = {}
         for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
             if together := [buckets[i] for i in plan.together(kind)]:
+                self._together[kind] = together
                 self._bundles[kind] = wiring.bundle(kind, [line for b in together for line in b.lines[kind]])
         self._entries = [
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
@@ -209,7 +211,7 @@ class Unit:
                 self.ready = self.published
 
     def _fetch(self, kind: Kind, absent: Sequence[Bucket], keep_copy: bool) -> None:
-        together = [self.buckets[i] for i in self.plan.together(kind)]
+        together = self._together.get(kind, [])
         if together:
             self._bundles[kind].run([b.full for b in together], [b.source(kind) for b in together])
         for bucket in absent:

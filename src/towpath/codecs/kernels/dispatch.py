@@ -25,10 +25,10 @@ _choosing = Lock()  # of threads that ask at once, one logs
 # What the oracle costs where kernels could serve (benchmarks/results/kernels.json), and the remedy.
 _COST = {
     "cpu": (
-        " Encoding takes 10 to 100 times as long as in C++.",
+        " Encoding int8 or int4 takes 30 to 120 times as long as in C++.",
         " With a C++ compiler at hand, install towpath again.",
     ),
-    "cuda": (" Encoding passes over memory a dozen times in place of once.", " Install triton."),
+    "cuda": (" Encoding passes over memory many times in place of once.", " Install triton."),
 }
 
 
