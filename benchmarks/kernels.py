@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from results_file import keep
+from results_file import keep, selected
 from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.dispatch import Kernels, kernels_for
 from towpath.spec.formats import Codec
@@ -151,9 +151,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for case in CASES:
-        if case.device != options.device or (options.cases and case.name not in options.cases):
-            continue
+    for case in selected([c for c in CASES if c.device == options.device], options.cases):
         result = run(case, options.rounds)
         print(f"{case.name} ({result['kernels']}), a copy: {result['copy_bytes_per_second'] / 1e9:.1f} GB/s")
         for name, figure in result["figures"].items():
