@@ -5,19 +5,21 @@ from __future__ import annotations
 import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from towpath.engine.build import agree, build, check_exchangeable, optimizers_of
-from towpath.engine.executor import Engine, parameters_of
+from towpath.engine.build import Order, agree, build, check_exchangeable, check_values, optimizers_of
+from towpath.engine.executor import Engine
 from towpath.engine.hooks import become
+from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, describe, lay_out
-from towpath.engine.record import TransferStats
+from towpath.engine.record import Record, TransferStats
 from towpath.engine.shard_tensor import ShardTensor
-from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
+from towpath.engine.trace import Interval, Trace
+from towpath.errors import ShardError, StepError, StrategyError, TopologyError, TowpathError
 from towpath.spec import presets
 from towpath.spec.precision import Precision
 from towpath.spec.schedule import Schedule, Transfer
@@ -38,6 +40,7 @@ def shard(
     units: UnitChoice | None = None,
     precision: Precision | None = None,
     group: dist.ProcessGroup | None = None,
+    values: Values | None = None,
 ) -> Model:
     """Shard `model` in place by `strategy` (a preset's name or a Strategy) and return it.
 
@@ -45,6 +48,11 @@ def shard(
     together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
     `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
     the values of rank 0's parameters and buffers are everyone's afterwards.
+    `values`: where the parameters' values come from instead. `values(name, start, end)` gives the elements [start, end)
+    of the parameter `name` in row-major order, 1-D and of any floating dtype; for a name it does not know it raises
+    KeyError. Each rank asks for what it holds and nothing else: none ever holds a whole unit. A tied parameter is asked
+    for under its names, until one is known; persistent buffers that it knows come from it too. Where it fails on one
+    rank, all ranks raise; the model, by then without values, must be built anew.
     """
     groups = Groups(group)
     precision = precision or Precision()
@@ -57,7 +65,9 @@ def shard(
         _check_class(model)
         layouts = lay_out(model, units)
         check_exchangeable(layouts, groups)
-        lines = [f"strategy {resolved.to_toml()}", f"{precision}", *describe(layouts)]
+        if values is not None:
+            check_values(layouts)
+        lines = [f"strategy {resolved.to_toml()}", f"{precision}", _told(values), *describe(layouts)]
         agree(groups, lines, None)
     except TowpathError as error:
         if lines:
@@ -65,9 +75,13 @@ def shard(
         failure = error
         agree(groups, lines, failure)
         raise
-    engine = build(model, resolved, layouts, precision, groups)
+    engine = build(model, Order(resolved, precision, values), layouts, groups)
     _become_sharded(model, engine)
     return model
+
+
+def _told(values: Values | None) -> str:
+    return "values as the model has them" if values is None else "values as values= gives them"
 
 
 def _resolve(strategy: str | Strategy, topology: Topology | None, world: int) -> Strategy:
@@ -186,6 +200,17 @@ class Stats:
     buffers_made: int
     seconds_host: float
 
+    def since(self, earlier: Stats) -> Stats:
+        """What was done after `earlier`, of the same model; memory and the last step as they are now."""
+        before = {t.transfer: t for t in earlier.transfers}
+        transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)
+        return replace(
+            self,
+            transfers=tuple(t for t in transfers if t.calls or t.seconds_exposed),
+            buffers_made=self.buffers_made - earlier.buffers_made,
+            seconds_host=self.seconds_host - earlier.seconds_host,
+        )
+
     @property
     def inter_bytes(self) -> int:
         return sum(t.inter_bytes for t in self.transfers)
@@ -223,8 +248,40 @@ def stats(model: nn.Module) -> Stats:
     return Stats(tuple(record.totals()), record.last_step, memory, engine.buffers_made, record.host.seconds)
 
 
+def record_of(model: nn.Module) -> Record:
+    """What counts a sharded model's transfers: a look at its sums is quicker than `stats`."""
+    return _engine(model).wiring.record
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Generator[Trace]:
+    """Inside, what a sharded model's steps do is recorded; afterwards the trace's `intervals` tell it.
+
+    Every rank must trace the same steps: they begin together, which makes their clocks comparable.
+    """
+    wiring = _engine(model).wiring
+    if wiring.record.trace is not None:
+        raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
+    wiring.finish()
+    # Twice: whoever came early to the first is as late as all the others for the second.
+    wiring.groups.barrier()
+    wiring.groups.barrier()
+    trace = wiring.record.trace = Trace(wiring.device)
+    try:
+        yield trace
+        wiring.finish()
+    finally:
+        wiring.record.trace = None
+    trace.end()
+
+
+def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interval, ...]]:
+    """On rank 0 what every rank traced, by rank; elsewhere nothing. Every rank must call this."""
+    return dict(enumerate(_engine(model).wiring.groups.collect_objects(trace.intervals)))
+
+
 def _optimizer_bytes(engine: Engine) -> int:
-    parameters = list(parameters_of(engine.units))
+    parameters = [p for unit in engine.units for p in unit.parameters]
     mine = {id(p) for p in parameters}
     if not engine.optimizers:
         engine.optimizers.update(optimizers_of(parameters))

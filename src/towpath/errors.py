@@ -8,6 +8,9 @@
     │   └── MismatchError    the ranks were given different things
     ├── ShardTensorError     an operation that needs the whole tensor met a slice of it
     ├── StepError            a training step in an order that would give wrong numbers
+    ├── ConfigError          a configuration, model or data that `towpath train` cannot use
+    ├── TrainError           a training run that cannot go on
+    ├── CheckpointError      a checkpoint that cannot be written, read, or used for this model
     └── LabError             the laboratory could not be raised, or lost a node
 
 Each message says what was got, what was expected and what to do. An `assert` is for our own bugs only.
@@ -46,6 +49,18 @@ class ShardTensorError(TowpathError):
 
 class StepError(TowpathError):
     """A training step in an order that would give wrong numbers."""
+
+
+class ConfigError(TowpathError):
+    """A configuration, or a model or data it names, that cannot be used: the user's to mend."""
+
+
+class TrainError(TowpathError):
+    """A training run that cannot go on: a loss that is not finite, a rank that failed."""
+
+
+class CheckpointError(TowpathError):
+    """A checkpoint that cannot be written, is not what was written, or is of another model."""
 
 
 class LabError(TowpathError):

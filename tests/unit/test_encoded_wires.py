@@ -8,7 +8,7 @@ import towpath
 from towpath.errors import StrategyError
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Op
-from towpath.spec.strategy import Kind, Strategy
+from towpath.spec.strategy import WIRED, Kind, Strategy
 from towpath.topology.cluster import Extent, Topology
 
 TWO = Topology(2, 2)
@@ -22,7 +22,7 @@ def inter_bytes(strategy: Strategy, micro_steps: int = 1) -> int:
 
 
 def wires(strategy: Strategy) -> dict[str, str]:
-    return {kind.value: str(strategy.wire(kind)) for kind in list(Kind)[:5] if strategy.wire(kind).encoding}
+    return {kind.value: str(strategy.wire(kind)) for kind in WIRED if strategy.wire(kind).encoding}
 
 
 def test_the_presets_are_those_of_the_paper() -> None:

@@ -15,6 +15,7 @@ from typing import Protocol, final
 import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.watched import watched
 from towpath.spec.formats import NARROW, Codec, dtype_name
 
 
@@ -89,9 +90,9 @@ class Encoded(Packing):
         kept: Sequence[torch.Tensor | None],
         seed: int,
     ) -> None:
-        self._codec, self._kernels = codec, kernels_for(device)
+        self._codec, self._kernels = codec, watched(kernels_for(device))
         self._sum_elements, self._memory = sum_elements, memory
-        self.kept, self._seed = kept, seed
+        self.kept, self.draws = kept, Draws(seed)
 
     def size(self, elements: int) -> int:
         return self._codec.encoded_bytes(elements)
@@ -143,10 +144,17 @@ class Encoded(Packing):
         torch.where(total.isfinite(), total, error, out=error)
 
     def _next_seed(self) -> int:
-        self._seed = another(self._seed)
-        return self._seed
+        return self.draws.next()
 
 
-def another(seed: int) -> int:
-    """Every message has its own."""
-    return (seed * 0x9E3779B1 + 0x7FEB352D) & 0xFFFFFFFF
+class Draws:
+    """The seeds of stochastic rounding: every message has its own."""
+
+    __slots__ = ("seed",)
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def next(self) -> int:
+        self.seed = (self.seed * 0x9E3779B1 + 0x7FEB352D) & 0xFFFFFFFF
+        return self.seed

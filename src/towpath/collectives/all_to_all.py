@@ -21,7 +21,7 @@ from typing import final
 
 import torch
 
-from towpath.codecs.packing import Encoded, Packing, Plain
+from towpath.codecs.packing import Draws, Encoded, Packing, Plain
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.messages import Message, Posted, post
 from towpath.spec.routes import AllToAll, Piece, bounds, hops_of, piece_bounds
@@ -78,6 +78,10 @@ class AllToAllReduceScatter(Collective):
     def state(self) -> tuple[torch.Tensor, ...]:
         kept = self._packing.kept if isinstance(self._packing, Encoded) else ()
         return tuple(k for k in kept if k is not None)
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        return (self._packing.draws,) if isinstance(self._packing, Encoded) else ()
 
     def _stage(self, part: int) -> _Stage:
         members, grid, elements = self._members, self._members.grid, self._binding.elements

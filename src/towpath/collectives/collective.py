@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from towpath.codecs.packing import Draws
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Grid, Group, Op, bounds
 from towpath.spec.schedule import Transfer
@@ -102,6 +103,11 @@ class Collective(ABC):
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         """What it keeps from one run to the next."""
+        return ()
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        """The seeds it draws for stochastic rounding, from one run to the next."""
         return ()
 
     @abstractmethod

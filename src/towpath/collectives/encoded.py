@@ -8,7 +8,8 @@ from typing import final
 import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.codecs.packing import another
+from towpath.codecs.packing import Draws
+from towpath.codecs.watched import watched
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.spec.formats import Codec
 from towpath.spec.routes import bounds, encoded_slice
@@ -20,19 +21,23 @@ class EncodedAllGather(Collective):
 
     def __init__(self, codec: Codec, binding: Binding, members: Members, inner: Collective, scratch: Scratch) -> None:
         self._codec, self._members, self._inner, self._scratch = codec, members, inner, scratch
-        self._kernels = kernels_for(scratch.device)
+        self._kernels = watched(kernels_for(scratch.device))
         count = len(members.group.ranks)
         self._bytes = encoded_slice(codec, binding.elements, count)
         self._bounds = [bounds(binding.elements, count, slot) for slot in range(count)]
-        self._seed = members.slot
+        self._draws = Draws(members.slot)
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        return (self._draws,)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         messages = self._scratch.take(self._bytes * len(self._bounds), torch.uint8)
         each = messages.view(len(self._bounds), -1)
         mine = each[self._members.slot]
         if shard.numel():
-            self._seed = another(self._seed)
-            self._kernels.encode(self._codec, shard, mine[: self._codec.encoded_bytes(shard.numel())], self._seed)
+            place = mine[: self._codec.encoded_bytes(shard.numel())]
+            self._kernels.encode(self._codec, shard, place, self._draws.next())
         self._inner.run(messages, mine)
         for message, (start, end) in zip(each, self._bounds, strict=True):
             if start < end:

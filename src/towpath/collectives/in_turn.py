@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
 
 
@@ -21,6 +22,10 @@ class ReduceThenGather(Collective):
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         return self.reduce.state
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        return (*self.reduce.draws, *self.gather.draws)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         mine = self.binding.own_slice(region, self.members)

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 
+from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.flat import all_gather_single
 from towpath.errors import MismatchError, StepError
@@ -90,6 +91,10 @@ class Verified(Collective):
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         return self._inner.state
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        return self._inner.draws
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         check_fit(self._binding, self._members, region, shard)

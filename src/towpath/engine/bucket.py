@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
 from towpath.engine.partial import Peers
@@ -33,22 +34,17 @@ from towpath.spec.strategy import Kind
 from towpath.spec.transitions import Cut
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
 class Bucket:
     def __init__(
         self,
         layout: BucketLayout,
         plan: BucketPlan,
-        values: torch.Tensor,
+        start: Flat,
         wiring: Wiring,
         peers: Peers,
         mesh: Mesh,
         writes: WriteMark,
     ) -> None:
-        """`values`: the whole flat buffer in the parameters' own dtype, alike on every rank."""
         self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
         self.lines: dict[Kind, list[Line]] = {}
@@ -56,10 +52,8 @@ class Bucket:
         self.mark = WriteMark(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
-        kept = self._slice(values, plan.params)
-        self.shard = kept.to(compute, copy=kept.numel() < values.numel())
-        master = self._slice(values, plan.optimizer)
-        self.master = master.to(own, copy=True) if plan.has_master else self.own_slice(self.shard, plan.params)
+        self.shard = start.part(plan.params, compute)
+        self.master = start.part(plan.optimizer, own) if plan.has_master else self.own_slice(self.shard, plan.params)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
         self.copied = -1  # the version of the weights that the copy holds
@@ -118,6 +112,7 @@ class Bucket:
             peers,
             place.parallel,
             mesh.counts(place.parallel),
+            tuple(rank for rank, slot in enumerate(cut.slots) if slot == cut.slots[self.rank]),
         )
         start, end = where.in_cut()
         attributes = dict(vars(parameter))

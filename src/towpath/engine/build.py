@@ -7,26 +7,26 @@ import hashlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from towpath.engine.bucket import Bucket, torch_dtype
+from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
-from towpath.engine.initialise import materialise_buffers, materialised
-from towpath.engine.layout import BucketLayout, ParameterPlace, UnitLayout, device_of
-from towpath.engine.parallel import Mesh, local_part, mesh_of
+from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers, torch_dtype
+from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
+from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial import Peers
 from towpath.engine.span import WriteMark
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.spec.precision import Precision
-from towpath.spec.schedule import BucketPlan, plan_unit
+from towpath.spec.schedule import UnitPlan, plan_unit
 from towpath.spec.strategy import Kind, Strategy
 from towpath.topology.groups import Groups
 
@@ -118,9 +118,27 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
     return {kind}.union(*(_with_subclasses(c) for c in kind.__subclasses__()))
 
 
-def build(
-    model: nn.Module, strategy: Strategy, layouts: list[UnitLayout], precision: Precision, groups: Groups
-) -> Engine:
+def check_values(layouts: list[UnitLayout]) -> None:
+    """What `values` cannot give."""
+    split = next((p for p in _places(layouts) if p.parallel is not None), None)
+    if split is not None:
+        raise ShardError(
+            f"values= gives elements of whole parameters, and {split.names[0]} is a DTensor on a tensor-parallel mesh. "
+            "Build the model with its values, or without the mesh."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is to be built."""
+
+    strategy: Strategy
+    precision: Precision
+    values: Values | None
+
+
+def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Groups) -> Engine:
+    strategy, precision = order.strategy, order.precision
     wiring = Wiring(groups, device_of(layouts))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and any(strategy.wire(kind).encoding for kind in Kind):
@@ -129,18 +147,33 @@ def build(
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
             "without codecs."
         )
-    peers = _peers(strategy, groups, mesh)
-    writes = WriteMark()
+    source = _source(order.values, wiring)
+    shared = _Shared(wiring, _peers(strategy, groups, mesh), mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
-        units = [_unit(layout, strategy, precision, wiring, peers, mesh, writes) for layout in layouts]
-    for buffer in model.buffers():  # after the parameters: a module may draw both anew
-        values = buffer.detach().contiguous()
-        groups.broadcast(values)
-        buffer.data.copy_(values)
-    engine = Engine(strategy, precision, units, wiring, writes)
+        units = [_unit(layout, plan_unit(strategy, layout.spec, precision), source, shared) for layout in layouts]
+    _fill_buffers(model, source, groups)  # after the parameters: a module may draw both anew
+    if order.values is not None:
+        agree(groups, [], source.failure())
+    engine = Engine(strategy, precision, units, wiring, shared.writes)
     attach(engine, torch_dtype(precision.params) if precision.params else None)
     return engine
+
+
+def _source(values: Values | None, wiring: Wiring) -> Source:
+    if values is None:
+        return FromModel(wiring.groups, wiring.device)
+    return FromValues(values, wiring.rank, wiring.device)
+
+
+def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
+    """Every rank's become rank 0's: they are small, and may be drawn at random."""
+    for name, buffer in model.named_buffers():
+        path, _, attribute = name.rpartition(".")
+        passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
+        values = (buffer if passing else source.buffer(name, buffer)).detach().contiguous()
+        groups.broadcast(values)
+        buffer.data.copy_(values)
 
 
 @contextmanager
@@ -159,32 +192,22 @@ def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:
     return [p for unit in layouts for bucket in unit.buckets for p in bucket.places]
 
 
-def _unit(
-    layout: UnitLayout,
-    strategy: Strategy,
-    precision: Precision,
-    wiring: Wiring,
-    peers: Peers,
-    mesh: Mesh,
-    writes: WriteMark,
-) -> Unit:
-    plan = plan_unit(strategy, layout.spec, precision)
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all buckets of a model have in common."""
+
+    wiring: Wiring
+    peers: Peers
+    mesh: Mesh
+    writes: WriteMark
+
+
+def _unit(layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
     buckets: list[Bucket] = []
-    for bucket, bucket_plan in zip(layout.buckets, plan.buckets, strict=True):
-        values = _flat_values(bucket, bucket_plan, wiring)
-        buckets.append(Bucket(bucket, bucket_plan, values, wiring, peers, mesh, writes))
-    return Unit(layout, plan, buckets, wiring)
-
-
-def _flat_values(bucket: BucketLayout, plan: BucketPlan, wiring: Wiring) -> torch.Tensor:
-    """The parameters one after the other, as rank 0 has them."""
-    flat = torch.zeros(plan.numel, dtype=torch_dtype(plan.own_dtype), device=wiring.device)
-    with torch.no_grad(), materialised(bucket.places, wiring.device):
-        for place in bucket.places:
-            module, attribute = place.owners[0]
-            place.of(flat).copy_(local_part(module.get_parameter(attribute)))
-    wiring.groups.broadcast(flat)
-    return flat
+    for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
+        flat = source.flat(bucket, planned)
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.peers, shared.mesh, shared.writes))
+    return Unit(layout, plan, buckets, shared.wiring)
 
 
 def _peers(strategy: Strategy, groups: Groups, mesh: Mesh) -> Peers:

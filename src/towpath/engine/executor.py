@@ -10,12 +10,11 @@ Reductions are launched in one order on all ranks, whatever order the gradients 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from towpath.engine.bucket import Bucket
@@ -59,6 +58,8 @@ class Engine:
         self._usage = wiring.lines(usage_transfers(strategy, parameters))
         self._bitmap = torch.zeros(parameters, dtype=torch.uint8, device=wiring.device)
         self.weights, self.gradients = self._pools()
+        # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
+        self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
 
     def _pools(self) -> tuple[SlotPool, SlotPool]:
@@ -79,6 +80,11 @@ class Engine:
             gradients.reserve(self.root, self.root.plan.gradient_needs)
         return weights, gradients
 
+    @property
+    def writes(self) -> int:
+        """To parameters, so far."""
+        return self._writes.version
+
     # Forward --------------------------------------------------------------------------------------------------------
 
     @on_host
@@ -94,6 +100,7 @@ class Engine:
                 self._begin_pass()
         self._gather(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
         unit.show(whole=True)
+        self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
 
     def _gather(self, unit: Unit, kind: Kind, keep_copy: bool = False) -> None:
         """Make the unit whole; meanwhile begin with the one that came next when this one last ran."""
@@ -108,6 +115,7 @@ class Engine:
 
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
+        self.wiring.record.ends("recompute" if in_backward() else "forward", unit.name)
         unit.show(whole=unit.pinned or unit.running)
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not in_backward() and not (unit.kept and graph_follows):
@@ -147,6 +155,7 @@ class Engine:
         use.running, use.done, use.left = True, False, 0
         self._gather(unit, Kind.BACKWARD_GATHER)
         unit.show(whole=True)  # for what is recomputed inside the unit
+        self.wiring.record.begins("backward", unit.name)
 
     @on_host
     def left_for_input(self, use: Use, _: torch.Tensor) -> None:
@@ -157,6 +166,7 @@ class Engine:
         unit = use.unit
         use.running, use.done = False, True
         unit.backwards += 1
+        self.wiring.record.ends("backward", unit.name)
         # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.
         if unit.backwards >= unit.forwards:
             self._finish(unit)
@@ -213,9 +223,10 @@ class Engine:
 
     @on_host
     def _end_backward(self) -> None:
+        self.wiring.record.ends("backward", None)
         with torch.no_grad():
             for unit in self.units:
-                _close(unit)
+                unit.end_uses()
                 unit.release()
             for unit in self._order:
                 self._finish(unit)
@@ -238,8 +249,17 @@ class Engine:
 
     def _change_wires(self) -> None:
         """Where a codec serves for the first steps only, and they are over: other collectives, in the same groups."""
-        if self.step not in self._changes:
-            return
+        if self.step in self._changes:
+            self._take_wires()
+
+    def go_to(self, step: int) -> None:
+        """Go on as after `step` boundaries, over the wires that serve then. Every rank must do so, between steps."""
+        self.discard()
+        self.step = step
+        if any(self._changes):
+            self._take_wires()
+
+    def _take_wires(self) -> None:
         now = self.strategy.at(self.step)
         for unit in self.units:
             plan = plan_unit(now, unit.plan.spec, self.precision)
@@ -282,13 +302,14 @@ class Engine:
 
     def _abandon(self) -> None:
         """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""
+        self.wiring.record.ends("backward", None)
         for handle in (*self._synced, *(s.busy for s in self.gradients.all)):
             if handle is not None:
                 handle.wait()
         self._rest()
         self.wiring.micro_step = 0
         for unit in self.units:
-            _close(unit)
+            unit.end_uses()
             unit.release()
             unit.gradients = None
             for bucket in unit.trainable:
@@ -333,6 +354,10 @@ class Engine:
 
     def reshard(self) -> None:
         """Undo `unshard`, and take over what was written to the whole parameters meanwhile."""
+        for told in self.before_rewrite:
+            tell = told()
+            if tell is not None:
+                tell()
         for unit in self.units:
             if not unit.pinned:
                 continue
@@ -366,17 +391,3 @@ class Engine:
         """How many buffers were allocated so far: slots, wire buffers, and what every bucket keeps."""
         kept = sum(nbytes > 0 for u in self.units for b in u.buckets for nbytes in b.memory_bytes().values())
         return self.weights.made + self.gradients.made + self.wiring.buffers_made + kept
-
-
-def _close(unit: Unit) -> None:
-    """Whatever was walked backward in this pass is done."""
-    for use in unit.uses:
-        if use.running:
-            use.running, use.done = False, True
-
-
-def parameters_of(units: list[Unit]) -> Iterator[nn.Parameter]:
-    for unit in units:
-        for bucket in unit.buckets:
-            for place in bucket.layout.places:
-                yield place.parameter

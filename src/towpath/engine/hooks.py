@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import torch
@@ -29,8 +29,13 @@ def attach(engine: Engine, compute_dtype: torch.dtype | None) -> None:
 
 def become(module: nn.Module, role: type[Any]) -> None:
     """Add `role` to the module's class, which keeps its name: libraries look at it."""
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (role, cls), {"__module__": cls.__module__})
+    module.__class__ = _with_role(type(module), role)
+
+
+@cache
+def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
+    """One class for all blocks of a model: torch.compile makes a graph for each class, and gives up after eight."""
+    return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
 
 
 class UnitModule(nn.Module):

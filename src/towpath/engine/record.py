@@ -5,17 +5,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import wraps
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Collective, Members
+from towpath.engine.trace import Mark, Trace
 from towpath.errors import StepError
 from towpath.spec.schedule import Transfer
+from towpath.spec.strategy import Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,21 @@ class TransferStats:
     seconds_in_flight: float
     seconds_exposed: float
 
+    def since(self, earlier: TransferStats) -> TransferStats:
+        return TransferStats(
+            self.transfer,
+            self.calls - earlier.calls,
+            self.intra_bytes - earlier.intra_bytes,
+            self.inter_bytes - earlier.inter_bytes,
+            self.seconds_in_flight - earlier.seconds_in_flight,
+            self.seconds_exposed - earlier.seconds_exposed,
+        )
+
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+Begun = tuple[float, Mark | None]  # by the clock, and for the trace
 
 
 class HostClock:
@@ -84,17 +99,56 @@ def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, 
     return timed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """Over all transfers since the start. Bytes: sent by all ranks together; seconds: this rank's."""
+
+    calls: int = 0
+    intra_bytes: int = 0
+    inter_bytes: int = 0
+    exposed_seconds: Mapping[Kind, float] = field(default_factory=dict[Kind, float])
+    host_seconds: float = 0.0
+
+    @property
+    def seconds_exposed(self) -> float:
+        return sum(self.exposed_seconds.values())
+
+    def plus(self, other: Sums, sign: int = 1) -> Sums:
+        kinds = (*self.exposed_seconds, *other.exposed_seconds)
+        mine, theirs = self.exposed_seconds, other.exposed_seconds
+        return Sums(
+            calls=self.calls + sign * other.calls,
+            intra_bytes=self.intra_bytes + sign * other.intra_bytes,
+            inter_bytes=self.inter_bytes + sign * other.inter_bytes,
+            exposed_seconds={k: mine.get(k, 0.0) + sign * theirs.get(k, 0.0) for k in kinds},
+            host_seconds=self.host_seconds + sign * other.host_seconds,
+        )
+
+    def since(self, earlier: Sums) -> Sums:
+        return self.plus(earlier, sign=-1)
+
+
+@dataclass(slots=True)
+class _Total:
+    """Of one transfer."""
+
+    intra_bytes_each: int
+    inter_bytes_each: int
+    calls: int = 0
+    seconds_in_flight: float = 0.0
+    seconds_exposed: float = 0.0
+
+
 class Record:
-    """The transfers of the running step and of the last whole one, and totals since the start."""
+    """The transfers of the running step and of the last whole one, totals since the start, and a trace if one is on."""
 
     def __init__(self) -> None:
         self.host = HostClock()
+        self.trace: Trace | None = None
         self._lock = threading.Lock()  # lanes are threads
         self._step: list[Transfer] = []
         self.last_step: tuple[Transfer, ...] = ()
-        self._calls: dict[Transfer, int] = defaultdict(int)
-        self._in_flight: dict[Transfer, float] = defaultdict(float)
-        self._exposed: dict[Transfer, float] = defaultdict(float)
+        self._totals: dict[Transfer, _Total] = {}
 
     def submitted(self, transfer: Transfer, micro_step: int) -> None:
         with self._lock:
@@ -104,28 +158,92 @@ class Record:
         with self._lock:
             self.last_step, self._step = tuple(self._step), []
 
-    def finished(self, transfer: Transfer, seconds: float) -> None:
+    def begin(self) -> Begun:
+        seconds = time.perf_counter()
+        return seconds, None if self.trace is None else self.trace.mark(seconds)
+
+    def finished(self, transfers: Sequence[Transfer], begun: Begun) -> None:
+        """These were one message."""
+        began, mark = begun
+        ended = time.perf_counter()
         with self._lock:
-            self._calls[transfer] += 1
-            self._in_flight[transfer] += seconds
+            for transfer in transfers:
+                total = self._total(transfer)
+                total.calls += 1
+                total.seconds_in_flight += (ended - began) / len(transfers)
+        if self.trace is not None and mark is not None:
+            self.trace.transferred(transfers, mark, self.trace.mark(ended))
 
-    def exposed_by(self, transfers: list[Transfer]) -> Callable[[float], None]:
-        """What to tell the seconds that the computation waited for these transfers: they are shared out evenly."""
+    def waited(self, transfers: Sequence[Transfer], seconds: float) -> None:
+        """The computation waited for these transfers: the seconds are shared out evenly."""
+        now = time.perf_counter()
+        self.host.take_off(seconds)
+        with self._lock:
+            for transfer in transfers:
+                self._total(transfer).seconds_exposed += seconds / len(transfers)
+        if self.trace is not None and transfers:  # without any, it was a lane's arithmetic
+            self.trace.waited(transfers, now - seconds, now)
 
-        def tell(seconds: float) -> None:
-            self.host.take_off(seconds)
-            with self._lock:
-                for transfer in transfers:
-                    self._exposed[transfer] += seconds / len(transfers)
+    def _total(self, transfer: Transfer) -> _Total:
+        total = self._totals.get(transfer)  # looked up once: a transfer's hash is that of all it consists of
+        if total is None:
+            total = self._totals[transfer] = _Total(transfer.intra_bytes, transfer.inter_bytes)
+        return total
 
-        return tell
+    def begins(self, work: str, unit: str) -> None:
+        """From here on the thread that trains computes this."""
+        if self.trace is not None:
+            self.trace.enter(work, unit or "root")
+
+    def ends(self, work: str, unit: str | None) -> None:
+        """No more of it; None: of no unit."""
+        if self.trace is not None:
+            self.trace.leave(work, None if unit is None else unit or "root")
 
     def totals(self) -> list[TransferStats]:
         with self._lock:
             return [
-                TransferStats(t, n, n * t.intra_bytes, n * t.inter_bytes, self._in_flight[t], self._exposed[t])
-                for t, n in self._calls.items()
+                TransferStats(
+                    transfer,
+                    total.calls,
+                    total.calls * total.intra_bytes_each,
+                    total.calls * total.inter_bytes_each,
+                    total.seconds_in_flight,
+                    total.seconds_exposed,
+                )
+                for transfer, total in self._totals.items()
+                if total.calls
             ]
+
+    def sums(self) -> Sums:
+        """Quick: for a look after every step."""
+        with self._lock:
+            totals = list(self._totals.items())
+        exposed: dict[Kind, float] = defaultdict(float)
+        for transfer, total in totals:
+            exposed[transfer.kind] += total.seconds_exposed
+        return Sums(
+            calls=sum(t.calls for _, t in totals),
+            intra_bytes=sum(t.calls * t.intra_bytes_each for _, t in totals),
+            inter_bytes=sum(t.calls * t.inter_bytes_each for _, t in totals),
+            exposed_seconds=dict(exposed),
+            host_seconds=self.host.seconds,
+        )
+
+
+@final
+class Waits:
+    """What a lane tells of somebody's waiting for these transfers."""
+
+    def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:
+        self._record, self._transfers = record, transfers
+
+    def __call__(self, seconds: float) -> None:
+        self._record.waited(self._transfers, seconds)
+
+    def held(self) -> AbstractContextManager[None]:
+        trace = self._record.trace
+        return nullcontext() if trace is None or not self._transfers else trace.waiting(self._transfers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +256,12 @@ class Line:
     record: Record
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        start = time.perf_counter()
+        begun = self.record.begin()
         try:
             self.collective.run(region, shard)
         except RuntimeError as error:
             raise StepError(self.failure(error)) from error
-        self.record.finished(self.transfer, time.perf_counter() - start)
+        self.record.finished([self.transfer], begun)
 
     def failure(self, error: RuntimeError) -> str:
         ranks = self.members.group.ranks
@@ -163,11 +281,10 @@ class Bundle:
     collective: CoalescedAllGather
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        start = time.perf_counter()
+        record = self.lines[0].record
+        begun = record.begin()
         try:
             self.collective.run(regions, shards)
         except RuntimeError as error:
             raise StepError(self.lines[0].failure(error)) from error
-        seconds = (time.perf_counter() - start) / len(self.lines)
-        for line in self.lines:
-            line.record.finished(line.transfer, seconds)
+        record.finished([line.transfer for line in self.lines], begun)

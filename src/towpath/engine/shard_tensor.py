@@ -12,15 +12,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 
 from towpath.collectives.flat import all_gather_single
+from towpath.engine.boxes import Box, boxes_of
 from towpath.engine.partial import NO_TORCH_FUNCTION, Partial
 from towpath.engine.span import Span, WriteMark
 from towpath.errors import ShardTensorError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
 
@@ -122,6 +127,39 @@ class ShardTensor(torch.Tensor):
             "a ShardTensor cannot be pickled: it is one rank's slice. Save p.full_tensor(), or use "
             "torch.distributed.checkpoint, which saves every slice once."
         )
+
+    # What torch.distributed.checkpoint asks of a tensor class: this rank's slice, as boxes of its shape ---------------
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from towpath.engine.chunks import write_items  # loads what only checkpoints need
+
+        return write_items(fqn, self.local, self.shape, self.boxes())
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Asked for before this tensor is loaded, on every rank: also on those that hold none of it."""
+        if self.mark is not None:
+            self.mark.written()
+        from towpath.engine.chunks import chunks_of
+
+        return chunks_of(self.boxes())
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        """The box that begins at the index's offsets: a view of this rank's slice."""
+        start, _ = self.span.bounds()
+        box = next((b for b in self.boxes() if b.offsets == tuple(index.offset or ())), None)
+        if box is None:
+            raise ShardTensorError(f"{index.fqn}: no box of {self} begins at {index.offset}. Plan the load anew.")
+        return self.local.detach()[box.start - start : box.end - start].view(box.sizes)
+
+    def boxes(self) -> list[Box]:
+        if self.span.parallel is not None:
+            raise ShardTensorError(
+                f"{self} is split over a tensor-parallel mesh besides, which checkpoints do not know yet. Save "
+                "full_tensor() of every parameter."
+            )
+        start, end = self.span.bounds()
+        whole = Box((0,) * self.dim(), tuple(self.shape), 0, 0)
+        return list(boxes_of(self.shape, start, end)) if self.numel() else [whole]
 
     __torch_function__ = NO_TORCH_FUNCTION
 

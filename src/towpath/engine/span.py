@@ -39,6 +39,7 @@ class Span:
     peers: Peers
     parallel: Parallel | None = None
     counts: bool = True  # in norms and sums; of what is the same on a whole mesh, only one copy does
+    holders: tuple[int, ...] = ()  # the ranks that hold the same slice, this one among them
 
     @property
     def whole_shape(self) -> torch.Size:

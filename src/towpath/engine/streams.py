@@ -10,11 +10,23 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, final
 
 import torch
 
 Job = Callable[[], None]
+
+
+class Exposed(Protocol):
+    """What is told that somebody waits for a job."""
+
+    def __call__(self, seconds: float) -> None:
+        """A thread has waited so long."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Around the order to a stream to wait: how long it does, the device alone knows."""
+        ...
 
 
 class Handle(ABC):
@@ -27,10 +39,10 @@ class Handle(ABC):
 
 class Lane(ABC):
     @abstractmethod
-    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Callable[[float], None] | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
         """Queue `job` behind the lane's earlier jobs, `after`, and what the caller has computed so far.
 
-        `exposed` is told the seconds that somebody waited for it.
+        `exposed` is told when somebody waits for it.
         """
 
     @abstractmethod
@@ -45,7 +57,7 @@ class ThreadLane(Lane):
     def __init__(self, name: str) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"towpath-{name}")
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Callable[[float], None] | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
         def run() -> None:
             with torch.no_grad():
                 for handle in after:
@@ -61,7 +73,7 @@ class ThreadLane(Lane):
 
 @final
 class _ThreadHandle(Handle):
-    def __init__(self, future: Future[None], after: Sequence[Handle], exposed: Callable[[float], None] | None) -> None:
+    def __init__(self, future: Future[None], after: Sequence[Handle], exposed: Exposed | None) -> None:
         self._future = future
         self._after = after
         self._exposed = exposed
@@ -91,15 +103,16 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Callable[[float], None] | None = None) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             for handle in after:
-                handle.wait()  # the lane's stream is current here: it is the one that waits
+                assert isinstance(handle, _StreamHandle)
+                handle.join()
             job()
         event = torch.cuda.Event()
         event.record(self._stream)
-        return _StreamHandle(event)
+        return _StreamHandle(event, exposed)
 
     def close(self) -> None:
         """A stream needs no closing."""
@@ -107,11 +120,16 @@ class StreamLane(Lane):
 
 @final
 class _StreamHandle(Handle):
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
+    def __init__(self, event: torch.cuda.Event, exposed: Exposed | None) -> None:
+        self._event, self._exposed = event, exposed
+
+    def join(self) -> None:
+        """Let the current stream wait: a lane's, and no computation is held up by it."""
+        torch.cuda.current_stream().wait_event(self._event)
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        with nullcontext() if self._exposed is None else self._exposed.held():
+            self.join()
 
 
 def make_lane(name: str, device: torch.device) -> Lane:

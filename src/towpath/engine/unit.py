@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -126,6 +126,17 @@ class Unit:
     def idle(self) -> bool:
         """Whole, though nothing computes with it."""
         return self.ahead or self.through
+
+    def end_uses(self) -> None:
+        """Whatever was walked backward in this pass is done."""
+        for use in self.uses:
+            if use.running:
+                use.running, use.done = False, True
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The user's."""
+        return (place.parameter for bucket in self.buckets for place in bucket.layout.places)
 
     def rest(self) -> None:
         """Nothing computes with the weights now."""

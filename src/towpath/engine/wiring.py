@@ -9,7 +9,7 @@ import torch
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.select import select
-from towpath.engine.record import Bundle, Line, Record
+from towpath.engine.record import Bundle, Line, Record, Waits
 from towpath.engine.streams import Handle, Job, Lane, make_lane
 from towpath.spec.schedule import LANES, Transfer
 from towpath.spec.strategy import Kind
@@ -55,10 +55,17 @@ class Wiring:
         transfers = [line.transfer for line in lines]
         for transfer in transfers:
             self.record.submitted(transfer, self.micro_step)
+        if self.record.trace is not None:
+            job = self.record.trace.during(job, self.micro_step)
         lane = LANES[kind]
         if lane not in self._lanes:
             self._lanes[lane] = make_lane(lane, self.device)
-        return self._lanes[lane].submit(job, after, self.record.exposed_by(transfers))
+        return self._lanes[lane].submit(job, after, Waits(self.record, transfers))
+
+    def finish(self) -> None:
+        """Return once all that was submitted is done."""
+        for lane in self._lanes.values():
+            lane.submit(lambda: None).wait()
 
     def forget_scratch(self) -> None:
         """Wire buffers are made anew: what travels now is of other lengths and dtypes."""

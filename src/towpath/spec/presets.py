@@ -12,7 +12,7 @@ from typing import Any
 from towpath.errors import StrategyError
 from towpath.spec.placement import Placement
 from towpath.spec.routes import ALL_TO_ALL, Grid
-from towpath.spec.strategy import Kind, Strategy
+from towpath.spec.strategy import WIRED, Kind, Strategy
 from towpath.spec.transitions import Move
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Extent, Topology
@@ -93,6 +93,7 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
 _WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
 _GRADIENTS = (Kind.REDUCE, Kind.SYNC)
+_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_until")
 
 
 def strategies() -> tuple[str, ...]:
@@ -110,52 +111,60 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
     take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
     """
-    placer = _PLACERS.get(name)
-    if placer is None:
-        close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]
-        raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
-    wires = {kind.value: options.pop(kind.value) for kind in list(Kind)[:5] if kind.value in options}
+    placer = _placer(name)
+    _check_known(name, placer, options)
+    wires = {kind.value: options.pop(kind.value) for kind in WIRED if kind.value in options}
     route: str | None = options.pop("route", None)
-    weights, gradients = _CODECS.get(name, ("none", "none"))
-    named = "gradients" in options
-    weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
-    feedback: str = options.pop("feedback", "none")
-    until: int = options.pop("gradients_until", 0)
-    known = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    if unknown := set(options) - set(known):
-        every = [
-            *known,
-            "weights",
-            "gradients",
-            "feedback",
-            "gradients_until",
-            "route",
-            *(k.value for k in list(Kind)[:5]),
-        ]
-        raise StrategyError(
-            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(every)}."
-        )
-    if gradients == "none" and (feedback != "none" or until):
-        raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
-    on_weights = None if weights == "none" else Wire("flat", weights)
-    on_gradients = None if gradients == "none" else Wire("two-hop", gradients, feedback, until)
-    if route is not None and named and on_gradients is not None and route not in ALL_TO_ALL:
-        raise StrategyError(
-            f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
-            f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."
-        )
+    encoded = _encoded(name, route, options)
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
-    chosen = {kind.value: Wire(route) for kind in list(Kind)[:5]} if route is not None else _default_wires(made)
-    for kind in (*_WEIGHTS, *_GRADIENTS):
+    chosen = {kind.value: Wire(route) for kind in WIRED} if route is not None else _default_wires(made)
+    for kind, wire in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
             continue
         taken = chosen.get(kind.value, Wire()).route
-        if kind in _WEIGHTS and on_weights is not None:
-            chosen[kind.value] = replace(on_weights, route=taken if route or taken != "flat" else BEST_ROUTE)
-        if kind in _GRADIENTS and on_gradients is not None:
-            chosen[kind.value] = replace(on_gradients, route=taken if taken in ALL_TO_ALL else "two-hop")
+        if kind in _WEIGHTS:
+            chosen[kind.value] = replace(wire, route=taken if route or taken != "flat" else BEST_ROUTE)
+        else:
+            chosen[kind.value] = replace(wire, route=taken if taken in ALL_TO_ALL else "two-hop")
     return replace(made, **(chosen | wires))
+
+
+def _placer(name: str) -> Callable[..., Placement]:
+    if name not in _PLACERS:
+        close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]
+        raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
+    return _PLACERS[name]
+
+
+def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
+    extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
+    known = [*extents, *_CODEC_OPTIONS, "route", *(kind.value for kind in WIRED)]
+    if unknown := set(options) - set(known):
+        raise StrategyError(
+            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
+        )
+
+
+def _encoded(name: str, route: str | None, options: dict[str, Any]) -> dict[Kind, Wire]:
+    """Of the options (which it takes out) and the preset's own codecs: a wire for each kind that has a codec."""
+    named = "gradients" in options
+    weights, gradients = _CODECS.get(name, ("none", "none"))
+    weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
+    feedback, until = options.pop("feedback", "none"), options.pop("gradients_until", 0)
+    if gradients == "none" and (feedback != "none" or until):
+        raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
+    wires: dict[Kind, Wire] = {}
+    if weights != "none":
+        wires |= dict.fromkeys(_WEIGHTS, Wire("flat", weights))
+    if gradients != "none":
+        wires |= dict.fromkeys(_GRADIENTS, Wire("two-hop", gradients, feedback, until))
+        if route is not None and named and route not in ALL_TO_ALL:
+            raise StrategyError(
+                f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
+                f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."
+            )
+    return wires
 
 
 def _crosses(moves: tuple[Move, ...], topology: Topology) -> bool:
@@ -172,4 +181,4 @@ def _default_wires(made: Strategy) -> dict[str, Wire]:
     def gains(moves: tuple[Move, ...]) -> bool:
         return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
 
-    return {k.value: Wire(BEST_ROUTE) for k in list(Kind)[:5] if gains(getattr(made.moves, k.value))}
+    return {k.value: Wire(BEST_ROUTE) for k in WIRED if gains(getattr(made.moves, k.value))}

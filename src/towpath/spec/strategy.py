@@ -15,7 +15,7 @@ from towpath.topology.cluster import Extent, Topology
 
 
 class Kind(StrEnum):
-    """The kinds of transfer in a step; the first five are fields of Strategy and of Transitions."""
+    """The kinds of transfer in a step."""
 
     GATHER = "gather"
     BACKWARD_GATHER = "backward_gather"
@@ -23,6 +23,10 @@ class Kind(StrEnum):
     SYNC = "sync"
     PUBLISH = "publish"
     USAGE = "usage"
+
+
+# Those that a strategy chooses a wire for: fields of Strategy, and of Transitions.
+WIRED = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
-        for kind in list(Kind)[:5]:
+        for kind in WIRED:
             wire = self.wire(kind)
             if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise StrategyError(
@@ -63,13 +67,13 @@ class Strategy:
 
     def at(self, step: int) -> Strategy:
         """The strategy of optimizer step `step`, counted from 0: codecs may serve for the first steps only."""
-        wires = {kind.value: self.wire(kind).at(step) for kind in list(Kind)[:5]}
+        wires = {kind.value: self.wire(kind).at(step) for kind in WIRED}
         return replace(self, **wires)
 
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
         lines += [f"  {LABELS[name]:<16} {extent!s:>7}" for name, extent in self.placement.extents()]
-        for kind in list(Kind)[:5]:
+        for kind in WIRED:
             moves = getattr(self.moves, kind.value)
             what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
             route = f" ({self.wire(kind)})" if moves else ""
@@ -81,7 +85,7 @@ class Strategy:
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
-        for kind in list(Kind)[:5]:
+        for kind in WIRED:
             wire = self.wire(kind)
             values = {f.name: getattr(wire, f.name) for f in fields(Wire)}
             lines.append(f"[{kind.value}]")
@@ -92,7 +96,7 @@ class Strategy:
     def from_toml(text: str) -> Strategy:
         try:
             table = tomllib.loads(text)
-            wires = {kind.value: Wire(**table.pop(kind.value)) for kind in list(Kind)[:5] if kind.value in table}
+            wires = {kind.value: Wire(**table.pop(kind.value)) for kind in WIRED if kind.value in table}
             placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
             return Strategy(Topology(**table.pop("topology")), placement, **wires, **_checked(table))
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:

@@ -49,18 +49,28 @@ class Groups:
         named = dict(part.split(":") for part in config.split(",") if ":" in part)
         return named.get(device.type, config)
 
-    def of(self, partition: Partition, lane: str) -> dist.ProcessGroup:
-        """This rank's group of a partition of the ranks; each lane has its own, so that lanes overlap."""
+    def of(self, partition: Partition, lane: str, backend: str | None = None) -> dist.ProcessGroup:
+        """This rank's group of a partition of the ranks; each lane has its own, so that lanes overlap.
+
+        `backend`: the parent's, unless given.
+        """
         key = (partition, lane)
         if key not in self._made:
             assert self._parent is not None, "a world of one communicates nothing"
             mine = next(ranks for ranks in partition if self.rank in ranks)
             members = [dist.get_global_rank(self._parent, r) for r in mine]
             # Only the members take part: a thousand ranks then make one group each, not a thousand.
-            made = dist.new_group(members, timeout=self._timeout(), use_local_synchronization=True, group_desc=lane)
+            made = dist.new_group(
+                members, timeout=self._timeout(), backend=backend, use_local_synchronization=True, group_desc=lane
+            )
             assert isinstance(made, dist.ProcessGroup), made
             self._made[key] = made
         return self._made[key]
+
+    def leave(self, group: dist.ProcessGroup) -> None:
+        """Close this rank's connections in it, so that whoever waits for this rank there learns that it is gone."""
+        self._made = {key: made for key, made in self._made.items() if made is not group}
+        dist.destroy_process_group(group)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The value of every rank, by rank."""
@@ -69,6 +79,19 @@ class Groups:
         out: list[Any] = [None] * self.world
         dist.all_gather_object(out, value, group=self._parent)
         return out
+
+    def collect_objects(self, value: Any) -> list[Any]:
+        """On rank 0 the value of every rank, by rank; elsewhere nothing."""
+        if self._alone:
+            return [value]
+        out: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(value, out, group=self._parent, group_dst=0)
+        return out or []
+
+    def barrier(self) -> None:
+        """Return when every rank is here."""
+        if self.world > 1:
+            dist.barrier(group=self._parent)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Everyone's `tensor` becomes rank 0's."""
@@ -84,6 +107,35 @@ class Groups:
             except (RuntimeError, AttributeError):
                 continue
         return None
+
+
+def launched() -> bool:
+    """Whether a launcher has placed this process as a rank among others."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_rank() -> int:
+    """Which of its node's ranks this one is."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def meeting_point() -> str:
+    """Where the launcher told the ranks to meet."""
+    return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
+
+
+def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """The variables that make a process this rank of one node, whose ranks meet at a store that listens already."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def detect_topology(groups: Groups | None = None) -> Topology:

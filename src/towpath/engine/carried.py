@@ -1,0 +1,59 @@
+"""What codecs carry from one step to the next on one rank: what they rounded away, and the seeds they draw from.
+
+It is of use to a run of the same strategy on the same cluster only: another run's slices are others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from towpath.engine.executor import Engine
+from towpath.engine.record import Line
+
+_SEEDS = "seeds"
+
+
+def carried(engine: Engine) -> dict[str, torch.Tensor]:
+    """By transfer. The tensors are those in use, but for the seeds."""
+    found = {f"{name}/{i}": kept for name, line in _lines(engine) for i, kept in enumerate(line.collective.state)}
+    seeds = [draws.seed for _, line in _lines(engine) for draws in line.collective.draws]
+    return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
+
+
+def carry_on(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
+    """As if this engine had carried `values` itself. The engine must be at their step."""
+    mine = carried(engine)
+    assert mine.keys() == values.keys(), (mine.keys(), values.keys())
+    for name, value in values.items():
+        if name != _SEEDS:
+            mine[name].copy_(value)
+    draws = [draws for _, line in _lines(engine) for draws in line.collective.draws]
+    for draw, seed in zip(draws, values[_SEEDS].tolist() if draws else [], strict=True):
+        draw.seed = seed
+
+
+def forget(engine: Engine) -> None:
+    """Begin without what was rounded away before."""
+    for _, line in _lines(engine):
+        for kept in line.collective.state:
+            kept.zero_()
+
+
+def fingerprint(engine: Engine) -> str:
+    """Alike for two runs whose ranks carry the same."""
+    lines = [engine.strategy.to_toml(), str(engine.precision), str(engine.wiring.device.type)]
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            lines += [f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}" for p in bucket.layout.places]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _lines(engine: Engine) -> Iterator[tuple[str, Line]]:
+    for unit in engine.units:
+        for number, bucket in enumerate(unit.buckets):
+            for kind, lines in bucket.lines.items():
+                for position, line in enumerate(lines):
+                    yield f"{unit.name or 'root'}/{number}/{kind.value}/{position}", line

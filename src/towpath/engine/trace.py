@@ -1,0 +1,222 @@
+"""What the traced steps did on this rank, as intervals of time on tracks.
+
+    compute         what the thread that trains computes: each unit's forward and backward, and the loop's own phases
+    waiting         its holes: what it waited for, and how long
+    between nodes   transfers that send bytes over cables, while they are under way
+    inside nodes    transfers that send bytes inside nodes
+    codec NAME      encoding and decoding, one track a codec
+
+A time is marked before and after: on a CPU by the clock, on a GPU by an event in the stream that does the work, which
+is read when the trace ends. Bytes are those of all ranks together, as in `towpath.stats`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, final
+
+import torch
+
+from towpath.codecs.watched import watching
+from towpath.spec.formats import Codec
+from towpath.spec.schedule import Transfer
+from towpath.spec.strategy import Kind
+
+COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
+_REST: tuple[str, str] = ("rest of the step", "")
+
+Mark = float | torch.cuda.Event
+Args = dict[str, str | int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """`start_seconds`: since all ranks began the trace together."""
+
+    track: str
+    name: str
+    start_seconds: float
+    seconds: float
+    args: Args
+
+    @property
+    def end_seconds(self) -> float:
+        return self.start_seconds + self.seconds
+
+
+class _Timer(Protocol):
+    def mark(self, clock_seconds: float) -> Mark:
+        """Now, which is `clock_seconds` on the host's clock."""
+        ...
+
+    def seconds(self, mark: Mark) -> float:
+        """From the timer's making to the mark, once `settle()` has returned."""
+        ...
+
+    def settle(self) -> None: ...
+
+
+@final
+class _Clock:
+    def __init__(self) -> None:
+        self._zero = time.perf_counter()
+
+    def mark(self, clock_seconds: float) -> Mark:
+        return clock_seconds
+
+    def seconds(self, mark: Mark) -> float:
+        assert isinstance(mark, float)
+        return mark - self._zero
+
+    def settle(self) -> None:
+        """The clock is read at once."""
+
+
+@final
+class _Events:
+    """In the stream that is current where the mark is set."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)  # all that is marked comes after the zero, on every stream
+        self._zero = torch.cuda.Event(enable_timing=True)
+        self._zero.record(torch.cuda.current_stream(device))
+
+    def mark(self, clock_seconds: float) -> Mark:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, mark: Mark) -> float:
+        assert isinstance(mark, torch.cuda.Event)
+        return self._zero.elapsed_time(mark) / 1e3
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+
+class Trace:
+    """Being recorded until `end()`; then `intervals` has them all, in the order of their beginnings."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.intervals: tuple[Interval, ...] = ()
+        self._lock = threading.Lock()  # lanes are threads
+        self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
+        self._lane = threading.local()
+        self._timer: _Timer = _Events(device) if device.type == "cuda" else _Clock()
+        self._doing: list[tuple[str, str]] = [_REST]  # what the thread that trains does, and around what
+        self._since = self.mark()
+
+    def mark(self, clock_seconds: float | None = None) -> Mark:
+        return self._timer.mark(time.perf_counter() if clock_seconds is None else clock_seconds)
+
+    def _add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
+        with self._lock:
+            self._marked.append((track, name, began, ended, args))
+
+    def end(self) -> None:
+        """Read all that was marked. Nothing may be under way."""
+        self._switch()
+        self._timer.settle()
+        found = [self._interval(*marked) for marked in self._marked]
+        self._marked.clear()
+        # A change of what is computed right after another leaves nothing between them.
+        kept = (i for i in found if i.seconds > 0 or i.track != COMPUTE)
+        self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
+
+    def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
+        start = self._timer.seconds(began)
+        seconds = max(0.0, self._timer.seconds(ended) - start)
+        return Interval(track=track, name=name, start_seconds=start, seconds=seconds, args=args)
+
+    # The thread that trains -----------------------------------------------------------------------------------------
+
+    def enter(self, work: str, unit: str = "") -> None:
+        self._switch()
+        self._doing.append((work, unit))
+
+    def leave(self, work: str, unit: str | None = "") -> None:
+        """It need not be what was entered last: units are through in the order of their gradients. None: all units."""
+        self._switch()
+        found = [i for i, doing in enumerate(self._doing) if doing[0] == work and unit in (None, doing[1])]
+        for index in reversed(found if unit is None else found[-1:]):
+            del self._doing[index]
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """The optimizer, the data, an evaluation: what the engine does not see."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(name)
+
+    def _switch(self) -> None:
+        now = self.mark()
+        self._computed(self._since, now)
+        self._since = now
+
+    def _computed(self, began: Mark, ended: Mark) -> None:
+        work, unit = self._doing[-1]
+        self._add(COMPUTE, f"{work} {unit}".rstrip(), began, ended, {"unit": unit} if unit else {})
+
+    def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
+        """It did nothing but wait for these transfers."""
+        self._computed(self._since, began)
+        self._since = ended
+        self._add(WAITING, _name(transfers), began, ended, _args(transfers))
+
+    @contextmanager
+    def waiting(self, transfers: Sequence[Transfer]) -> Generator[None]:
+        began = self.mark()
+        yield
+        self.waited(transfers, began, self.mark())
+
+    # Lanes ----------------------------------------------------------------------------------------------------------
+
+    def during(self, job: Callable[[], None], micro_step: int) -> Callable[[], None]:
+        """`job`, with what it transfers and encodes being traced as of this micro-step."""
+
+        def traced() -> None:
+            self._lane.micro_step = micro_step
+            with watching(self._coding):
+                job()
+
+        return traced
+
+    def transferred(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
+        """These were one message, on every link class that it takes."""
+        args = _args(transfers) | {"micro_step": getattr(self._lane, "micro_step", 0)}
+        for track, sent_bytes in (
+            (BETWEEN, sum(t.inter_bytes for t in transfers)),
+            (INSIDE, sum(t.intra_bytes for t in transfers)),
+        ):
+            if sent_bytes:
+                self._add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
+
+    @contextmanager
+    def _coding(self, codec: Codec, work: str, elements: int) -> Generator[None]:
+        began = self.mark()
+        yield
+        micro_step: int = getattr(self._lane, "micro_step", 0)
+        self._add(f"{CODEC}{codec}", work, began, self.mark(), {"elements": elements, "micro_step": micro_step})
+
+
+def _name(transfers: Sequence[Transfer]) -> str:
+    first = transfers[0]
+    return first.kind.value if first.kind is Kind.USAGE else f"{first.kind.value} of {first.unit or 'root'}"
+
+
+def _args(transfers: Sequence[Transfer]) -> Args:
+    first = transfers[0]
+    return {
+        "kind": first.kind.value,
+        "unit": first.unit or "root",
+        "route": first.route,
+        "codec": str(first.wire.codec),
+        "calls": len(transfers),
+    }

@@ -1,0 +1,240 @@
+"""A trace of steps on 2×2 ranks: its link tracks add up to `towpath.stats`, and Perfetto can open its file."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import towpath
+from tests.ranks.models import MODELS, TiedGPT
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from towpath.api import intervals_of_ranks, record_of, tracing
+from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+from towpath.errors import StepError
+from towpath.train import perfetto
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+LABELS = ["ddp", "zero3", "hpz", "paro-iig", "zero3@hierarchical", "zero++", "mics gradients=int4:64 feedback=both"]
+MICRO_STEPS = 2
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_tracks_of_the_links_add_up_to_stats(world: Worlds, label: str) -> None:
+    world(SHAPE.world).run(_compare_sums, label)
+
+
+def _compare_sums(label: str) -> None:
+    model, optimizer = _model(label)
+    _train(model, optimizer, steps=2)
+    with tracing(model) as trace:
+        before, sums = towpath.stats(model), record_of(model).sums()
+        _train(model, optimizer, steps=2)
+        done = towpath.stats(model).since(before)
+        looked = record_of(model).sums().since(sums)
+    assert _sum(trace.intervals, BETWEEN, "bytes") == done.inter_bytes > 0, label
+    assert _sum(trace.intervals, INSIDE, "bytes") == done.intra_bytes, label
+    for track, of in ((BETWEEN, "inter_bytes"), (INSIDE, "intra_bytes")):
+        on_it = [t for t in done.transfers if getattr(t, of)]
+        assert _sum(trace.intervals, track, "calls") == sum(t.calls for t in on_it), (label, track)
+        in_flight = sum(t.seconds_in_flight for t in on_it)
+        # The same readings of one clock, in another order of adding.
+        assert _seconds(trace.intervals, track) == pytest.approx(in_flight, abs=1e-9), (label, track)
+    assert _seconds(trace.intervals, WAITING) == pytest.approx(done.seconds_exposed, abs=1e-9), label
+    assert (looked.inter_bytes, looked.intra_bytes) == (done.inter_bytes, done.intra_bytes)
+    assert looked.calls == sum(t.calls for t in done.transfers)
+    assert looked.seconds_exposed == pytest.approx(done.seconds_exposed, abs=1e-9)
+
+
+def test_micro_steps_units_and_codecs_are_told_apart(world: Worlds) -> None:
+    world(SHAPE.world).run(_look_at_args)
+
+
+def _look_at_args() -> None:
+    model, optimizer = _model("zero++")
+    _train(model, optimizer, steps=2)
+    with tracing(model) as trace:
+        _train(model, optimizer, steps=1)
+    between = [i.args for i in trace.intervals if i.track == BETWEEN]
+    found = {(args["kind"], args["unit"], args["micro_step"]) for args in between}
+    scheduled = towpath.schedule(model.towpath_engine.strategy, model, MICRO_STEPS).transfers
+    wanted = {(t.kind.value, t.unit or "root", t.micro_step) for t in scheduled if t.inter_bytes}
+    assert found == wanted
+    codecs = {i.track for i in trace.intervals if i.track.startswith("codec ")}
+    wires = {f"codec {t.wire.codec}" for t in scheduled if t.wire.encoding}
+    assert codecs == wires and len(wires) == 2
+    elements: dict[tuple[str, str], int] = defaultdict(int)
+    for interval in trace.intervals:
+        if interval.track.startswith("codec "):
+            elements[interval.track, interval.name] += int(interval.args["elements"])
+    for transfer in scheduled:
+        if transfer.kind.value == "gather" and transfer.wire.encoding:
+            # Each rank encodes its quarter, and decodes all.
+            elements[f"codec {transfer.wire.codec}", "encode"] -= transfer.elements // SHAPE.world
+            elements[f"codec {transfer.wire.codec}", "decode"] -= transfer.elements
+    gathered = next(f"codec {t.wire.codec}" for t in scheduled if t.kind.value == "gather")
+    assert elements[gathered, "encode"] == elements[gathered, "decode"] == 0
+
+
+def test_compute_is_in_the_order_of_the_units_with_holes_where_it_waited(world: Worlds) -> None:
+    world(SHAPE.world).run(_look_at_compute)
+
+
+def _look_at_compute() -> None:
+    model, optimizer = _model("zero3")
+    _train(model, optimizer, steps=2)
+    with tracing(model) as trace, trace.phase("the step"):
+        _train(model, optimizer, steps=1)
+    computed = [i for i in trace.intervals if i.track == COMPUTE]
+    names = [i.name for i in computed]
+    order = [n for n, _ in ((n, None) for n in dict.fromkeys(names)) if "blocks" in n]
+    forward = [f"forward blocks.{i}" for i in range(4)]
+    assert order == [*forward, *(f"backward blocks.{i}" for i in reversed(range(4)))]
+    assert {"forward root", "backward root", "the step", "rest of the step"} <= set(names)
+    # Together with the waiting they fill the trace, each moment once.
+    held = sorted((i for i in trace.intervals if i.track in (COMPUTE, WAITING)), key=lambda i: i.start_seconds)
+    assert held[0].start_seconds >= 0
+    for one, next_one in pairwise(held):
+        assert next_one.start_seconds == pytest.approx(one.end_seconds, abs=1e-8)
+    # A unit is computed after its gather has begun.
+    gathers = {i.args["unit"]: i for i in reversed(trace.intervals) if i.args.get("kind") == "gather"}
+    for interval in computed:
+        if interval.name.startswith("forward blocks"):
+            assert gathers[interval.args["unit"]].end_seconds <= interval.start_seconds
+
+
+def test_what_a_checkpoint_recomputes_is_told_apart(world: Worlds) -> None:
+    world(SHAPE.world).run(_look_at_recomputation)
+
+
+class Checkpointed(TiedGPT):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+def _look_at_recomputation() -> None:
+    model: Any = towpath.shard(Checkpointed(), strategy_of("zero3", SHAPE))
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model, optimizer, steps=1)
+    with tracing(model) as trace:
+        _train(model, optimizer, steps=1)
+    names = [i.name for i in trace.intervals if i.track == COMPUTE]
+    order = list(dict.fromkeys(n for n in names if n.endswith(("blocks.0", "blocks.1"))))
+    again = [f"{work} blocks.{i}" for i in (1, 0) for work in ("recompute", "backward")]
+    assert [n for n in order if n.startswith("forward")] == ["forward blocks.0", "forward blocks.1"]
+    assert sorted(order[2:]) == sorted(again) and order[2].endswith("blocks.1"), order
+
+
+def test_a_model_is_traced_once_at_a_time_and_not_beyond(world: Worlds) -> None:
+    world(SHAPE.world).run(_trace_twice)
+
+
+def _trace_twice() -> None:
+    model, optimizer = _model("ddp")
+    with tracing(model), pytest.raises(StepError, match="being traced already"), tracing(model):
+        raise AssertionError("not reached")
+    with pytest.raises(KeyError), tracing(model):
+        raise KeyError
+    with tracing(model) as trace:
+        _train(model, optimizer, steps=1)
+    found = trace.intervals
+    _train(model, optimizer, steps=1)
+    assert trace.intervals is found and record_of(model).trace is None
+
+
+def test_the_file_is_what_perfetto_opens_and_adds_up_to_stats(world: Worlds, tmp_path: Path) -> None:
+    path = tmp_path / "made" / "trace.json"
+    done = world(SHAPE.world).run(_write, path)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = _check_format(events)
+    assert {names[rank, 0] for rank in range(SHAPE.world)} == {f"rank {r}" for r in range(SHAPE.world)}
+    for rank, (inter_bytes, intra_bytes) in enumerate(done):
+        tracks = {name for (pid, _), name in names.items() if pid == rank}
+        assert {COMPUTE, BETWEEN, INSIDE} <= tracks and any(t.startswith("codec int8") for t in tracks), tracks
+        for track, sent_bytes in ((BETWEEN, inter_bytes), (INSIDE, intra_bytes)):
+            on_it = [e for e in events if e["ph"] == "X" and e["pid"] == rank and e["cat"] == track]
+            assert sum(e["args"]["bytes"] for e in on_it) == sent_bytes
+            rows = {names[rank, e["tid"]] for e in on_it}
+            assert rows <= {track, *(f"{track} ({n})" for n in range(2, 20))}
+
+
+def _write(path: Path) -> tuple[int, int]:
+    model, optimizer = _model("zero++")
+    _train(model, optimizer, steps=2)
+    with tracing(model) as trace:
+        before = towpath.stats(model)
+        _train(model, optimizer, steps=1)
+        done = towpath.stats(model).since(before)
+    found = intervals_of_ranks(model, trace)
+    assert bool(found) == (dist.get_rank() == 0)
+    if found:
+        perfetto.write(path, found)
+    return done.inter_bytes, done.intra_bytes
+
+
+def _check_format(events: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    """Against the format of trace events; the names of processes (thread 0) and threads."""
+    names: dict[tuple[int, int], str] = {}
+    threads: dict[tuple[int, int], list[tuple[float, float]]] = defaultdict(list)
+    for event in events:
+        where = (event["pid"], event["tid"])
+        assert all(type(n) is int for n in where)
+        assert type(event["name"]) is str and type(event["args"]) is dict
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "process_sort_index", "thread_name", "thread_sort_index")
+            if event["name"].endswith("_name"):
+                assert type(event["args"]["name"]) is str
+                names[where] = event["args"]["name"]
+            else:
+                assert type(event["args"]["sort_index"]) is int
+        else:
+            assert event["ph"] == "X" and type(event["cat"]) is str
+            assert type(event["ts"]) is float and type(event["dur"]) is float
+            assert event["ts"] >= 0 and event["dur"] >= 0
+            threads[where].append((event["ts"], event["dur"]))
+    assert set(threads) <= set(names)
+    for inside in threads.values():
+        assert inside == sorted(inside)
+        for (start, length), (following, _) in pairwise(inside):
+            assert round(start * 1e3) + round(length * 1e3) <= round(following * 1e3)
+    return names
+
+
+def _model(label: str) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model: Any = towpath.shard(TiedGPT(layers=4, width=32), strategy_of(label, SHAPE))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    entry = MODELS["gpt"]
+    for step in range(steps):
+        for micro in range(MICRO_STEPS):
+            with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
+                entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, step, torch.float32)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _sum(intervals: tuple[Interval, ...], track: str, arg: str) -> int:
+    return sum(int(i.args[arg]) for i in intervals if i.track == track)
+
+
+def _seconds(intervals: tuple[Interval, ...], track: str) -> float:
+    return sum(i.seconds for i in intervals if i.track == track)
