@@ -40,7 +40,7 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 	touch $@
 
 demo: $(READY)
-	$(BIN)/python examples/demo.py
+	$(BIN)/towpath demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup

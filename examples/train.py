@@ -8,36 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import gpt
 import towpath
+from towpath.train.config import DataConfig
+from towpath.train.data import open_tokens
+from towpath.train.gpt import GPT, Shape
 
-MICRO_STEPS = 2
+MICRO_STEPS, BATCH, LENGTH = 2, 4, 128
 
 
 def main(strategy: str = "paro-iig", steps: str = "10") -> None:
     dist.init_process_group()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # The sources of Python's standard library, as bytes; each rank reads samples of its own.
+    tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
     torch.manual_seed(0)
-    model = towpath.shard(gpt.GPT(), strategy)  # nodes and ranks as the launcher placed them
+    shape = Shape(vocabulary=tokens.vocabulary, width=192, depth=6, heads=6, kv_heads=6, hidden=512, tied=True)
+    model = towpath.shard(GPT(shape), strategy)  # nodes and ranks as the launcher placed them
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = gpt.batches(dist.get_rank(), batch=4, length=128)
     for step in range(int(steps)):
         for micro in range(MICRO_STEPS):
+            inputs, targets = tokens.train.batch(((step * MICRO_STEPS + micro) * world + rank) * BATCH, BATCH)
             with contextlib.nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
-                loss = model(*next(data))
+                loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 (loss / MICRO_STEPS).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if dist.get_rank() == 0:
+        if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.3f}", flush=True)
-    if dist.get_rank() == 0:
+    if rank == 0:
         print(towpath.stats(model))
     dist.destroy_process_group()
 

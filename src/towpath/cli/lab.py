@@ -16,8 +16,7 @@ from towpath.lab import Lab, Rate, Result
 from towpath.lab.launch import check_script
 from towpath.lab.run import describe
 from towpath.topology.cluster import Topology
-
-_BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
+from towpath.train.progress import size
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
 
@@ -89,10 +88,7 @@ def _table(result: Result, inter: Rate, intra: Rate | None) -> Table:
 
 
 def _carried(count_bytes: int, seconds: float, rate: Rate | None) -> str:
-    amount, unit = float(count_bytes), 0
-    while amount >= 1000 and unit < len(_BYTE_UNITS) - 1:
-        amount, unit = amount / 1000, unit + 1
-    text = f"{amount:.3g} {_BYTE_UNITS[unit]}" if amount < 999.5 else f"{amount:.0f} {_BYTE_UNITS[unit]}"
+    text = size(count_bytes)
     return text if rate is None else f"{text} {count_bytes / seconds / rate.bytes_per_second:5.1%}"
 
 

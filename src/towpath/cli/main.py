@@ -13,9 +13,12 @@ from typing import Annotated, Any
 import typer
 
 import towpath
-from towpath.cli import lab
-from towpath.errors import TowpathError
+from towpath.cli import checkpoint, data, export, lab
+from towpath.cli.demo import demo
+from towpath.cli.train import train
+from towpath.errors import TowpathError, TrainError
 
+_FAILED = 1
 _USAGE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 _TERMINATED = 128 + signal.SIGTERM
@@ -30,7 +33,13 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+app.command()(demo)
+app.command()(train)
+app.add_typer(data.app, name="data")
 app.add_typer(lab.app, name="lab")
+app.add_typer(checkpoint.app, name="checkpoint")
+app.command("export")(export.export)
+app.command("import")(export.import_)
 
 
 @app.callback(invoke_without_command=True)
@@ -39,7 +48,7 @@ def root(
 ) -> None:
     """Train large PyTorch models across nodes whose link to each other is narrow.
 
-    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- train.py`
+    Example: `towpath demo`, and then `towpath train examples/gpt.toml --ranks 2`
     """
     if version:
         print(f"towpath {towpath.__version__}")
@@ -51,12 +60,20 @@ def root(
 def main() -> None:
     """The console's entry point."""
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(_run(sys.argv[1:]))
+    try:
+        status = _run(sys.argv[1:])
+    finally:
+        # All is taken down: what comes now ends the process, and must be no exception in what Python does at its end.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+    sys.exit(status)
 
 
 def _run(arguments: list[str]) -> int:
     try:
         status: Any = app(arguments, standalone_mode=False)
+    except TrainError as error:
+        return _complain(str(error), _FAILED)
     except TowpathError as error:
         return _complain(str(error))
     except (typer.Abort, KeyboardInterrupt):
@@ -72,9 +89,11 @@ def _run(arguments: list[str]) -> int:
     return status if isinstance(status, int) else 0
 
 
-def _complain(message: str) -> int:
-    print(f"towpath: {' '.join(message.split())}", file=sys.stderr)
-    return _USAGE
+def _complain(message: str, status: int = _USAGE) -> int:
+    # In one piece: other ranks write to the same place.
+    sys.stderr.write(f"towpath: {' '.join(message.split())}\n")
+    sys.stderr.flush()
+    return status
 
 
 def _terminate(*_: object) -> None:

@@ -1,0 +1,353 @@
+"""What `towpath train` is told: a TOML file of six sections, each a frozen dataclass that checks itself.
+
+    [model]  [data]  [train]  [strategy]  [log]  [checkpoint]
+
+`Config.load(path, ["train.steps=20"])` reads it, `str(config)` writes all of it, and what that writes loads as the same
+Config. Whatever can be judged without data, model or ranks is judged here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
+
+from towpath.errors import ConfigError
+from towpath.spec import presets
+from towpath.spec.strategy import Strategy
+from towpath.topology.cluster import Extent, Topology
+
+
+def _key(default: Any, about: str) -> Any:
+    """A key of a section, with what the written file says of it."""
+    return field(default=default, metadata={"about": about})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Our own GPT, unless `hf` names another model."""
+
+    NAME: ClassVar = "model"
+
+    hf: str = _key("", "a Hugging Face model: folder or config.json; of the rest, weights")
+    weights: str = _key("", "safetensors to start from, file or folder; empty: new weights")
+    width: int = _key(256, "of the embedding")
+    depth: int = _key(8, "blocks")
+    heads: int = _key(8, "attention heads in a block")
+    kv_heads: int = _key(0, "key and value heads, shared by groups of heads; 0: as many")
+    hidden: int = _key(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32")
+    tied: bool = _key(True, "whether the output uses the embedding's weights")
+    vocabulary: int = _key(0, "tokens the model knows; 0: as many as the tokenizer has")
+
+    def __post_init__(self) -> None:
+        _positive(self, "width", "depth", "heads")
+        _not_negative(self, "kv_heads", "hidden", "vocabulary")
+        if self.width % (2 * self.heads):
+            _refuse(self, "width", self.width, f"a multiple of 2 × heads = {2 * self.heads}")
+        if self.kv_heads and self.heads % self.kv_heads:
+            _refuse(self, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """One source of tokens; none means the sources of the Python standard library."""
+
+    NAME: ClassVar = "data"
+
+    text: tuple[str, ...] = _key((), "text files, folders or globs")
+    tokens: str = _key("", "a folder that `towpath data prepare` made")
+    dataset: str = _key("", "a folder with a Hugging Face dataset on disk")
+    column: str = _key("text", "the dataset's column with the text")
+    tokenizer: str = _key("bytes", "'bytes', or a tokenizer.json")
+    held_out: float = _key(0.05, "the share at the end that only evaluation reads")
+
+    def __post_init__(self) -> None:
+        named = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
+        if len(named) > 1:
+            _refuse(self, named[1], getattr(self, named[1]), f"only one source; data.{named[0]} is given too")
+        if not 0 <= self.held_out < 1:
+            _refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """How it is trained. `batch` is the whole job's: the same training on any number of ranks."""
+
+    NAME: ClassVar = "train"
+
+    steps: int = _key(200, "optimizer steps")
+    batch: int = _key(32, "sequences of one optimizer step, over all ranks")
+    micro_batch: int = _key(4, "sequences that a rank computes at once")
+    length: int = _key(256, "tokens of a sequence")
+    learning_rate: float = _key(1e-3, "its peak, after the warm-up")
+    final_share: float = _key(0.1, "share of the peak at which the cosine ends")
+    warmup: float = _key(0.1, "share of the steps that lead up to the peak")
+    weight_decay: float = _key(0.1, "of matrices; vectors decay never")
+    betas: tuple[float, float] = _key((0.9, 0.95), "AdamW's")
+    eps: float = _key(1e-8, "AdamW's")
+    clip: float = _key(1.0, "the largest global norm of the gradient; 0: as it is")
+    seed: int = _key(0, "of new weights, the order of the data, and dropout")
+    precision: str = _key("fp32", "of what travels and computes, fp32 or bf16; the masters are fp32")
+    reduce: str = _key("", "what gradients are summed in; empty: as precision")
+    checkpointing: bool = _key(False, "keep a block's input only; recompute the rest in backward")
+    compile: bool = _key(False, "torch.compile for each block")
+    not_finite: str = _key("stop", "when a loss or gradient is not finite: stop, or skip the step")
+    evaluate_every: int = _key(0, "steps between evaluations of what is held out; 0: at the end")
+    evaluate_batches: int = _key(4, "batches of train.batch sequences that an evaluation reads")
+    threads: int = _key(0, "CPU threads of a rank; 0: its share of the node's cores")
+
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "batch", "micro_batch", "length", "learning_rate", "eps", "evaluate_batches")
+        _not_negative(self, "weight_decay", "clip", "seed", "evaluate_every", "threads")
+        if self.batch % self.micro_batch:
+            _refuse(self, "micro_batch", self.micro_batch, f"a divisor of train.batch = {self.batch}")
+        for key in ("warmup", "final_share"):
+            if not 0 <= getattr(self, key) <= 1:
+                _refuse(self, key, getattr(self, key), "a share from 0 to 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            _refuse(self, "betas", self.betas, "two numbers from 0 up to, not including, 1")
+        _one_of(self, "precision", *DTYPES)
+        _one_of(self, "reduce", "", *DTYPES)
+        _one_of(self, "not_finite", "stop", "skip")
+
+    def micro_steps(self, world: int) -> int:
+        """Of one optimizer step, on each of `world` ranks."""
+        at_once = world * self.micro_batch
+        if self.batch % at_once:
+            raise ConfigError(
+                f"train.batch = {self.batch} sequences cannot be shared out: {world} ranks × train.micro_batch "
+                f"{self.micro_batch} compute {at_once} at once. Make the batch a multiple of that."
+            )
+        return self.batch // at_once
+
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyConfig:
+    """A preset and its options, as `towpath.strategy()` takes them, or a file that `Strategy.to_toml()` wrote."""
+
+    NAME: ClassVar = "strategy"
+
+    name: str = _key("zero3", "a preset (README), or the path of a strategy's TOML file")
+    nodes: int = _key(0, "nodes; 0: as the launcher placed the ranks")
+    ranks_per_node: int = _key(0, "ranks on each; 0: as the launcher placed them")
+    route: str = _key("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
+    weights: str = _key("", "codec of weights between nodes: int8; none; empty: the preset's")
+    gradients: str = _key("", "codec of gradients between nodes, such as int4:64+hadamard")
+    feedback: str = _key("", "hops that keep what gradients lose: first, second, both")
+    gradients_until: int = _key(0, "steps for which the gradients' codec serves; 0: all")
+    group: tuple[int, ...] = _key((), "mics: [local, nodes] of its partition group")
+    params: tuple[int, ...] = _key((), "lins: [local, nodes] over which parameters are spread")
+    grads: tuple[int, ...] = _key((), "lins: the same of gradients")
+    optimizer: tuple[int, ...] = _key((), "lins: the same of optimizer states")
+    backward_params: tuple[int, ...] = _key((), "lins: the same of a copy for the backward pass")
+
+    def __post_init__(self) -> None:
+        if (self.nodes > 0) != (self.ranks_per_node > 0):
+            _refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
+        for key in _EXTENTS:
+            if len(getattr(self, key)) not in (0, 2):
+                _refuse(self, key, list(getattr(self, key)), "[local, nodes]")
+        if self.file is None and self.name not in presets.strategies():
+            close = difflib.get_close_matches(self.name, presets.strategies(), n=1, cutoff=0.0)[0]
+            _refuse(self, "name", self.name, f"a preset ({close}?) or the path of a .toml file")
+
+    @property
+    def file(self) -> Path | None:
+        return Path(self.name) if self.name.endswith(".toml") else None
+
+    def make(self, topology: Topology) -> Strategy:
+        """On the cluster that runs, `topology`, unless this section says how to cut that."""
+        if self.nodes:
+            topology = Topology(self.nodes, self.ranks_per_node)
+        options: dict[str, Any] = {key: getattr(self, key) for key in _OPTIONS if getattr(self, key)}
+        options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
+        if self.file is None:
+            return presets.strategy(self.name, topology, **options)
+        if options:
+            raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
+        try:
+            return Strategy.from_toml(self.file.read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}.") from None
+
+
+_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_until")
+_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogConfig:
+    """What is written, and where. The metrics are always."""
+
+    NAME: ClassVar = "log"
+
+    folder: str = _key("towpath-run", "of metrics.jsonl and all else that the run writes")
+    every: int = _key(1, "steps between rows of metrics")
+    tensorboard: bool = _key(False, "also write TensorBoard's events there")
+    wandb: str = _key("", "also log to this project of Weights & Biases")
+    wandb_offline: bool = _key(True, "keep it in the folder; `wandb sync` sends it")
+    trace: tuple[int, ...] = _key((), "steps of which to write a trace for ui.perfetto.dev")
+
+    def __post_init__(self) -> None:
+        _positive(self, "every")
+        if any(step < 1 for step in self.trace):
+            _refuse(self, "trace", list(self.trace), "steps, counted from 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, and where it goes on. Its last state is saved always, also when it is told to stop."""
+
+    NAME: ClassVar = "checkpoint"
+
+    folder: str = _key("", "of the checkpoints; empty: checkpoints in log.folder")
+    every: int = _key(0, "steps between checkpoints; 0: only the last state")
+    keep: int = _key(2, "how many of the newest stay; 0: all")
+    keep_every: int = _key(0, "besides, those whose step this divides stay; 0: none")
+    background: bool = _key(True, "write while the next steps run")
+    resume: str = _key("auto", "auto: from the newest in the folder; off; or a path")
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "every", "keep", "keep_every")
+        if self.keep_every and not self.keep:
+            _refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
+        if not self.resume:
+            _refuse(self, "resume", self.resume, "auto, off or a path")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self) -> None:
+        beyond = [step for step in self.log.trace if step > self.train.steps]
+        if beyond:
+            raise ConfigError(f"log.trace names step {beyond[0]}, but train.steps is {self.train.steps}.")
+
+    @staticmethod
+    def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+        try:
+            table = tomllib.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}.") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is not TOML: {error}.") from None
+        for override in overrides:
+            _override(table, override)
+        return Config.of(table)
+
+    @staticmethod
+    def of(table: Mapping[str, Any]) -> Config:
+        """Sections by name, each a table of its keys."""
+        sections: dict[str, type[Any]] = {f.name: f.default_factory for f in fields(Config)}  # pyright: ignore
+        made: dict[str, Any] = {}
+        for name, keys in table.items():
+            kind = sections.get(name)
+            if kind is None:
+                raise ConfigError(f"unknown section [{name}]; {_closest(name, sections)}")
+            if not isinstance(keys, Mapping):
+                raise ConfigError(f"{name} = {keys!r}: expected a section [{name}] with keys of its own.")
+            made[name] = _section(kind, keys)
+        return Config(**made)
+
+    def __str__(self) -> str:
+        sections = [getattr(self, f.name) for f in fields(self)]
+        return "\n".join(_written(section) for section in sections)
+
+
+def _section(kind: type[Any], keys: Mapping[str, Any]) -> Any:
+    types = get_type_hints(kind)
+    known = {f.name for f in fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in keys.items():
+        if key not in known:
+            raise ConfigError(f"unknown key {kind.NAME}.{key}; {_closest(key, known)}")
+        values[key] = _typed(types[key], value, f"{kind.NAME}.{key}")
+    return kind(**values)
+
+
+def _typed(kind: Any, value: Any, key: str) -> Any:
+    """`value` as a key of type `kind` holds it, if it is one."""
+    if get_origin(kind) is tuple:
+        inner = [a for a in get_args(kind) if a is not Ellipsis]
+        values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        if len(inner) == len(values) or Ellipsis in get_args(kind):
+            return tuple(_typed(inner[0], v, key) for v in values)
+        raise ConfigError(f"{key} = {value!r}: expected {len(inner)} values.")
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigError(f"{key} = {json.dumps(value, default=str)}: expected {names[kind]}.")
+    return value
+
+
+def _override(table: dict[str, Any], text: str) -> None:
+    """`section.key=value`, the value as in TOML; what is none there is text."""
+    path, equals, value = text.partition("=")
+    section, dot, key = path.strip().partition(".")
+    if not (equals and dot and section and key):
+        raise ConfigError(f"{text!r} is not an override; expected section.key=value, such as train.steps=20.")
+    try:
+        parsed: Any = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    keys = table.setdefault(section, {})
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{section} = {keys!r}: expected a section [{section}] with keys of its own.")
+    keys[key] = parsed
+
+
+def _closest(name: str, known: Any) -> str:
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+    return f"did you mean {close!r}? Known: {', '.join(names)}."
+
+
+def _written(section: Any) -> str:
+    """As TOML, which JSON's scalars and lists are too. Each key with what it means."""
+    pairs = [(f, f"{f.name} = {_toml(getattr(section, f.name))}") for f in fields(section)]
+    assert all(f.default is not MISSING for f, _ in pairs)
+    lines = [f"{text:<32} # {f.metadata['about']}" for f, text in pairs]
+    return "\n".join([f"[{section.NAME}]", *lines, ""])
+
+
+def _toml(value: Any) -> str:
+    return repr(value) if isinstance(value, float) else json.dumps(value)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror or str(error)) if isinstance(error, OSError) else f"it is not text ({error})"
+
+
+def _refuse(section: Any, key: str, got: Any, expected: str) -> None:
+    raise ConfigError(f"{section.NAME}.{key} = {got!r}: expected {expected}.")
+
+
+def _positive(section: Any, *keys: str) -> None:
+    for key in keys:
+        if not getattr(section, key) > 0:
+            _refuse(section, key, getattr(section, key), "more than 0")
+
+
+def _not_negative(section: Any, *keys: str) -> None:
+    for key in keys:
+        if not getattr(section, key) >= 0:
+            _refuse(section, key, getattr(section, key), "0 or more")
+
+
+def _one_of(section: Any, key: str, *allowed: str) -> None:
+    if getattr(section, key) not in allowed:
+        _refuse(section, key, getattr(section, key), f"one of {', '.join(map(repr, allowed))}")

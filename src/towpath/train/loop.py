@@ -1,0 +1,227 @@
+"""The training loop: one optimizer step after the other, on one rank.
+
+step        micro-steps of forward and backward → global norm → finite on every rank? → AdamW → what was measured
+samples     one counter for the whole job; which of them a rank computes follows from it (data.py)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from towpath.api import record_of
+from towpath.errors import TrainError
+from towpath.spec.strategy import Strategy
+from towpath.train.config import TrainConfig
+from towpath.train.data import Windows
+from towpath.train.job import Job
+from towpath.train.models import Built, next_token_loss
+
+# So many steps in a row without a finite gradient, and skipping them does not help.
+_SKIPPED_AT_MOST = 10
+
+
+@dataclass(slots=True)
+class Clocks:
+    """Seconds of the thread that trains, by what it did; what `towpath.stats` counts lies inside `passes`."""
+
+    data: float = 0.0
+    passes: float = 0.0  # forward and backward, with what they wait for
+    optimizer: float = 0.0
+    agreement: float = 0.0  # the mean loss over all ranks, and whether it is finite
+    evaluation: float = 0.0
+
+    @property
+    def own_seconds(self) -> float:
+        """What a step takes beside its passes."""
+        return self.data + self.optimizer + self.agreement
+
+    @contextmanager
+    def on(self, what: str) -> Generator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, what, getattr(self, what) + time.perf_counter() - began)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one optimizer step came to, over all ranks."""
+
+    number: int  # counted from 1
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    skipped: bool
+
+
+@dataclass(slots=True)
+class Training:
+    """A sharded model in training: what a checkpoint of it holds beside the model and the optimizer is its position."""
+
+    config: TrainConfig
+    strategy: Strategy
+    job: Job
+    built: Built
+    model: Any
+    optimizer: torch.optim.Optimizer
+    windows: Windows
+    held_out: Windows | None
+    done: int = 0  # optimizer steps
+    samples: int = 0  # read so far, by all ranks together
+    skipped: int = 0  # steps in a row whose gradient was not finite
+    stopped: bool = False  # some rank was told to stop, and now all know
+    clocks: Clocks = field(default_factory=Clocks)
+
+    @property
+    def micro_steps(self) -> int:
+        return self.config.micro_steps(self.job.world)
+
+    @property
+    def flops(self) -> float:
+        """Of one step, over all ranks, as utilisation counts them."""
+        length = self.config.length
+        return self.built.flops_per_token(length) * length * self.config.batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.done, "samples": self.samples, "skipped": self.skipped}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.done, self.samples, self.skipped = (state_dict[key] for key in ("steps", "samples", "skipped"))
+
+    def step(self, stop: bool = False) -> Step:
+        """`stop`: this rank was told to. After this step all ranks know."""
+        began = time.perf_counter()
+        rate = learning_rate(self.config, self.done)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        loss = self._accumulate()
+        with self._on("optimizer"):
+            norm = self._clip()
+        loss, gradient_norm, finite = self._agree(loss, norm, stop)
+        if finite:
+            with self._on("optimizer"):
+                self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.done += 1
+        self.samples += self.config.batch
+        self._guard(finite, loss, gradient_norm)
+        return Step(
+            number=self.done,
+            loss=loss,
+            gradient_norm=gradient_norm,
+            learning_rate=rate,
+            seconds=time.perf_counter() - began,
+            skipped=not finite,
+        )
+
+    def _accumulate(self) -> Tensor:
+        """Forward and backward of every micro-step; the mean loss of this rank's samples."""
+        micro_steps = self.micro_steps
+        total = torch.zeros((), device=self.job.device)
+        for micro_step in range(micro_steps):
+            with self._on("data"):
+                inputs, targets = self._samples(micro_step)
+            with self.clocks.on("passes"), nullcontext() if micro_step == micro_steps - 1 else self.model.no_sync():
+                loss = next_token_loss(self.model, inputs, targets) / micro_steps
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _samples(self, micro_step: int) -> tuple[Tensor, Tensor]:
+        rank, at_once = self.job.rank, self.config.micro_batch
+        first = self.samples + (micro_step * self.job.world + rank) * at_once
+        return self._on_device(self.windows.batch(first, at_once))
+
+    def _on_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        device = self.job.device
+        if device.type != "cuda":
+            return pair
+        inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in pair)
+        return inputs, targets
+
+    def _clip(self) -> Tensor:
+        parameters = list(self.model.parameters())
+        if self.config.clip > 0:
+            return nn.utils.clip_grad_norm_(parameters, self.config.clip)
+        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+    def _agree(self, loss: Tensor, norm: Tensor, stop: bool) -> tuple[float, float, bool]:
+        """The job's loss and norm, and whether both are finite: the same answer on every rank, from one all-reduce."""
+        with self._on("agreement"):
+            mine = torch.stack([loss.double(), norm.to(loss.device).double(), loss.new_tensor(stop).double()])
+            mean_loss, mean_norm, stopping = self.job.mean(mine)
+        self.stopped = stopping > 0
+        return mean_loss, mean_norm, math.isfinite(mean_loss) and math.isfinite(mean_norm)
+
+    def _guard(self, finite: bool, loss: float, norm: float) -> None:
+        self.skipped = 0 if finite else self.skipped + 1
+        if finite or (self.config.not_finite == "skip" and self.skipped < _SKIPPED_AT_MOST):
+            return
+        advice = "lower train.learning_rate, or set train.not_finite=skip to leave out single steps"
+        if self.config.not_finite == "skip":
+            advice = f"{self.skipped} steps in a row were skipped; lower train.learning_rate"
+        raise TrainError(
+            f"step {self.done}: the loss is {loss:g} and the norm of its gradient {norm:g}. The weights are those of "
+            f"step {self.done - self.skipped}: {advice}."
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float | None, float]:
+        """The mean loss of the held-out part, the same windows every time, and the seconds it took."""
+        if self.held_out is None:
+            return None, 0.0
+        before = self.clocks.evaluation
+        with self._on("evaluation"):
+            self.model.eval()
+            total = torch.zeros((), device=self.job.device, dtype=torch.float64)
+            at_once, count = self.config.micro_batch, self.config.evaluate_batches * self.config.batch
+            turns = count // (at_once * self.job.world)
+            for turn in range(turns):
+                first = (turn * self.job.world + self.job.rank) * at_once
+                total += next_token_loss(self.model, *self._on_device(self.held_out.evenly(first, at_once, count)))
+            self.model.train()
+            loss = self.job.mean(total.view(1))[0] / turns
+        return loss, self.clocks.evaluation - before
+
+    @contextmanager
+    def _on(self, what: str) -> Generator[None]:
+        """Its seconds go to the clock of that name, and to the trace if there is one."""
+        trace = record_of(self.model).trace
+        with self.clocks.on(what), nullcontext() if trace is None else trace.phase(what):
+            yield
+
+
+def learning_rate(config: TrainConfig, done: int) -> float:
+    """After `done` steps: a straight line up to the peak, then a cosine down to its final share."""
+    warmup = round(config.warmup * config.steps)
+    if done < warmup:
+        return config.learning_rate * (done + 1) / warmup
+    progress = (done - warmup) / max(1, config.steps - warmup)
+    low = config.final_share
+    return config.learning_rate * (low + (1 - low) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
+
+
+def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
+    """Matrices decay; vectors (norms, biases) do not."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [g for g in groups if g["params"]],
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=all(p.device.type in ("cpu", "cuda") for p in trained),
+    )

@@ -1,0 +1,167 @@
+"""What several strategies made of the same training, as plots."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, Interval
+
+# One colour a strategy, or a part of a bar: told apart also where red and green are not.
+_COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")
+_MEGA = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One strategy's training, as rank 0 saw it. Seconds and bytes: of one optimizer step, in the mean."""
+
+    strategy: str
+    losses: tuple[float, ...]  # by step
+    ends: tuple[float, ...]  # seconds from the start of the first step to the end of each
+    validation: float | None
+    step_seconds: float
+    exposed_seconds: float
+    host_seconds: float  # the engine's, the optimizer's, the data's: all that is neither compute nor waiting
+    cable_bytes: float | None  # sent over a node's cable, counted by the kernel; None where there is no cable
+    scheduled_bytes: int  # the same, as towpath.schedule() foretells it
+    inside_bytes: float  # sent inside one node
+    memory_bytes: dict[str, int]
+    timeline: tuple[Interval, ...]  # of one step on rank 0
+
+    @property
+    def compute_seconds(self) -> float:
+        return max(0.0, self.step_seconds - self.exposed_seconds - self.host_seconds)
+
+
+def svg(draw: Callable[[Any, Any], None], outcomes: Sequence[Outcome], size: tuple[float, float]) -> str:
+    """What `draw` puts on a figure, as an <svg> whose text is text and whose colours are the page's."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "towpath", "font.size": 9, "font.family": "sans-serif"}
+    ):
+        figure = Figure(figsize=size, layout="constrained")
+        figure.patch.set_alpha(0)
+        draw(figure, outcomes)
+        out = io.StringIO()
+        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _colour(number: int) -> str:
+    return _COLOURS[number % len(_COLOURS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    title: str
+    about: str
+    draw: Callable[[Any, Sequence[Outcome]], None]
+    size: tuple[float, float] = (5.2, 3.3)  # in inches, of which a page makes what it has room for
+
+
+def _axes(figure: Any, xlabel: str, ylabel: str) -> Any:
+    axes = figure.add_subplot()
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25, linewidth=0.6)
+    return axes
+
+
+def _loss_steps(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    axes = _axes(figure, "optimizer steps", "training loss")
+    for i, outcome in enumerate(outcomes):
+        axes.plot(
+            range(1, len(outcome.losses) + 1),
+            outcome.losses,
+            color=_colour(i),
+            linewidth=1.3,
+            label=outcome.strategy,
+        )
+    axes.legend(frameon=False)
+
+
+def _loss_seconds(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    axes = _axes(figure, "seconds", "training loss")
+    for i, outcome in enumerate(outcomes):
+        axes.plot(outcome.ends, outcome.losses, color=_colour(i), linewidth=1.3, label=outcome.strategy)
+        axes.plot(outcome.ends[-1:], outcome.losses[-1:], "o", color=_colour(i), markersize=4)
+    axes.legend(frameon=False)
+
+
+def _stacked(figure: Any, outcomes: Sequence[Outcome], label: str, parts: dict[str, list[float]]) -> None:
+    axes = _axes(figure, label, "")
+    names = [o.strategy for o in outcomes]
+    left = [0.0] * len(names)
+    for i, (part, values) in enumerate(parts.items()):
+        axes.barh(names, values, left=left, color=_colour(i), label=part, height=0.62)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside upper left")
+
+
+def _step_time(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    parts = {
+        "compute": [o.compute_seconds for o in outcomes],
+        "exposed communication": [o.exposed_seconds for o in outcomes],
+        "optimizer, data, engine": [o.host_seconds for o in outcomes],
+    }
+    _stacked(figure, outcomes, "seconds", parts)
+
+
+def _speed(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    slowest = max(o.step_seconds for o in outcomes)
+    parts = {f"steps in {slowest:.2f} s": [slowest / o.step_seconds for o in outcomes]}
+    _stacked(figure, outcomes, "times as fast as the slowest", parts)
+
+
+def _bytes(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    parts = {
+        "between nodes": [(o.scheduled_bytes if o.cable_bytes is None else o.cable_bytes) / _MEGA for o in outcomes],
+        "inside nodes": [o.inside_bytes / _MEGA for o in outcomes],
+    }
+    _stacked(figure, outcomes, "MB", parts)
+
+
+def _memory(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    kinds = list(dict.fromkeys(kind for o in outcomes for kind, held in o.memory_bytes.items() if held))
+    parts = {kind.replace("_", " "): [o.memory_bytes.get(kind, 0) / _MEGA for o in outcomes] for kind in kinds}
+    _stacked(figure, outcomes, "MB", parts)
+
+
+def draw_timelines(figure: Any, outcomes: Sequence[Outcome]) -> None:
+    """For each strategy: what one step of rank 0 computed, and what its links carried meanwhile."""
+    axes = _axes(figure, "milliseconds", "")
+    tracks = {COMPUTE: (_COLOURS[0], 0), INSIDE: (_COLOURS[2], 1), BETWEEN: (_COLOURS[1], 2)}
+    ticks: list[tuple[float, str]] = []
+    for i, outcome in enumerate(outcomes):
+        begin = min(interval.start_seconds for interval in outcome.timeline)
+        for interval in outcome.timeline:
+            if interval.track not in tracks:
+                continue
+            colour, row = tracks[interval.track]
+            span = ((interval.start_seconds - begin) * 1e3, interval.seconds * 1e3)
+            axes.broken_barh([span], (i * 4 + row, 0.82), facecolors=colour, alpha=0.8, linewidth=0)
+        ticks.append((i * 4 + 1.4, outcome.strategy))
+    axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    handles = [(axes.broken_barh([(0, 0)], (0, 0), facecolors=c), name) for name, (c, _) in tracks.items()]
+    figure.legend(*zip(*handles, strict=True), frameon=False, ncols=3, loc="outside upper left")
+
+
+PLOTS = (
+    Plot("Loss against steps", "A lossless strategy changes what travels, not what is learned.", _loss_steps),
+    Plot("Loss against seconds", "The same steps, as long as the network makes them.", _loss_seconds),
+    Plot("Where a step's time goes", "The mean step, on rank 0.", _step_time),
+    Plot("Speed", "Of the same steps, with the same batch.", _speed),
+    Plot("Bytes of one step", "Over the cable of one node, and inside it.", _bytes),
+    Plot("Memory of a rank", "What the engine holds, after the first steps.", _memory),
+)

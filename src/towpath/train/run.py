@@ -1,0 +1,142 @@
+"""A training run on each of its ranks, from the configuration to the last step."""
+
+from __future__ import annotations
+
+import os
+import random
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import nn
+
+from towpath.api import shard
+from towpath.engine.initialise import Values
+from towpath.errors import ConfigError
+from towpath.spec.precision import Precision
+from towpath.train.bar import progress_bar
+from towpath.train.config import DTYPES, Config, TrainConfig
+from towpath.train.data import Tokens, open_tokens
+from towpath.train.job import Job, joined
+from towpath.train.loop import Training, adamw
+from towpath.train.models import Built, build, checkpoint_blocks, compile_blocks
+from towpath.train.saves import Saves, goes_on
+from towpath.train.stopping import stopping
+from towpath.train.watch import Watch, check_log
+
+
+def train(config: Config) -> None:
+    with stopping() as stop, joined() as job, job.answering():
+        with job.alike():
+            if job.rank == 0:
+                check_log(config.log)
+        training = begin(config, job)
+        stop.begun = True
+        with Saves(config, training) as saves, Watch(config, training) as watch:
+            while training.done < config.train.steps and not training.stopped:
+                with watch.traced(training.done + 1):
+                    step = training.step(stop.wanted)
+                watch.stepped(step)
+                saves.stepped()
+                if _evaluates(config.train, training.done) and not training.stopped:  # there may be 25 s to save in
+                    watch.evaluated(*training.evaluate())
+
+
+def _evaluates(config: TrainConfig, done: int) -> bool:
+    every = config.evaluate_every
+    return done == config.steps or (every > 0 and done % every == 0)
+
+
+def begin(config: Config, job: Job) -> Training:
+    """The model, sharded, and its data: or the same ConfigError on every rank."""
+    torch.set_num_threads(config.train.threads or _share_of_cores(job))
+    with job.alike():
+        config.train.micro_steps(job.world)
+        strategy = config.strategy.make(job.topology)
+    tokens = _tokens(config, job)
+    with job.alike():
+        built = _build(config, tokens)
+    _check_alike(job, config, tokens)
+    nodes, ranks = strategy.topology.nodes, strategy.topology.ranks_per_node
+    job.say(
+        f"{built.parameters / 1e6:.1f} million parameters, {strategy.name} on {nodes} × {ranks} {job.device.type} ranks"
+    )
+    torch.manual_seed(config.train.seed)
+    values = _none_yet(built.model) if goes_on(config, job) else built.values
+    model = shard(built.model, strategy, precision=_precision(config), values=values)
+    _seed_all(config.train.seed + 1 + job.rank)  # of dropout and the like: another one on every rank
+    model.train()
+    return Training(
+        config=config.train,
+        strategy=strategy,
+        job=job,
+        built=built,
+        model=model,
+        optimizer=adamw(model.parameters(), config.train),
+        windows=tokens.train,
+        held_out=tokens.held_out,
+    )
+
+
+def _seed_all(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _share_of_cores(job: Job) -> int:
+    # Of those this process may use: a container, or a scheduler, may leave it fewer than the node has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // job.topology.ranks_per_node)
+
+
+def _tokens(config: Config, job: Job) -> Tokens:
+    with job.alike(), progress_bar("Tokens") if job.rank == 0 else nullcontext() as progress:
+        tokens = open_tokens(
+            config.data,
+            config.train.length,
+            seed=config.train.seed,
+            first_here=job.leads_node,
+            wait=job.groups.barrier,
+            progress=progress,
+        )
+    windows = f"{len(tokens.train):,} sequences of {config.train.length} tokens"
+    job.say(f"{tokens.about}: {windows}, vocabulary {tokens.vocabulary:,}")
+    return tokens
+
+
+def _build(config: Config, tokens: Tokens) -> Built:
+    built = build(config.model, tokens.vocabulary)
+    if config.train.checkpointing:
+        checkpoint_blocks(built)
+    if config.train.compile:
+        compile_blocks(built)
+    return built
+
+
+def _none_yet(model: nn.Module) -> Values:
+    """For what a checkpoint will fill."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def zeros(name: str, start: int, end: int) -> torch.Tensor:
+        if name not in names:
+            raise KeyError(name)
+        return torch.zeros(end - start)
+
+    return zeros
+
+
+def _precision(config: Config) -> Precision:
+    reduce = config.train.reduce
+    return Precision(DTYPES[config.train.precision], DTYPES[reduce] if reduce else None)
+
+
+def _check_alike(job: Job, config: Config, tokens: Tokens) -> None:
+    """What would train apart in silence, if it differed between ranks."""
+    mine = {"configuration": str(config), "data": tokens.fingerprint}
+    for rank, theirs in enumerate(job.groups.gather_objects(mine)):
+        for what in mine:
+            if theirs[what] != mine[what]:
+                raise ConfigError(
+                    f"rank {job.rank} and rank {rank} differ in their {what}. Give all the same files and arguments."
+                )

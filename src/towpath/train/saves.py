@@ -1,0 +1,135 @@
+"""A run's checkpoints: where it goes on, when it saves, and what it says of both."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+from types import TracebackType
+
+from towpath import checkpoint
+from towpath.checkpoint import folders
+from towpath.checkpoint.manifest import NAME as MANIFEST
+from towpath.errors import ConfigError, TrainError
+from towpath.train.config import Config
+from towpath.train.job import Job
+from towpath.train.loop import Training
+
+
+def goes_on(config: Config, job: Job) -> bool:
+    """Whether there is a checkpoint to resume from: then new values for the model would be drawn and sent in vain."""
+    source = _source(config)
+    found = source is not None and (checkpoint.latest(source) is not None or (source / MANIFEST).exists())
+    return all(job.groups.gather_objects(found))
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.checkpoint.folder or Path(config.log.folder, "checkpoints"))
+
+
+def _source(config: Config) -> Path | None:
+    resume = config.checkpoint.resume
+    return None if resume == "off" else _folder(config) if resume == "auto" else Path(resume)
+
+
+# Options of the optimizer that the configuration tells: what it says now counts, not what it said then.
+_TOLD = ("betas", "eps", "weight_decay")
+
+
+class Saves:
+    """`with Saves(…) as saves:` around the steps: resumes before the first, keeps the last. Every rank alike."""
+
+    def __init__(self, config: Config, training: Training) -> None:
+        told = config.checkpoint
+        self._folder, self._source = _folder(config), _source(config)
+        self._every, self._steps = told.every, config.train.steps
+        self._training, self._job = training, training.job
+        self._rank = training.job.rank  # which a process group that is gone no longer tells
+        if self._source != self._folder:
+            with self._job.alike():
+                self._set_aside()
+        built = training.built
+        self._state = checkpoint.State(
+            training.model, training.optimizer, config=built.config_json, names=built.names, training=training
+        )
+        self._saver = checkpoint.Saver(
+            self._folder,
+            self._state,
+            keep_last=told.keep or None,
+            keep_every=told.keep_every or None,
+            background=told.background,
+        )
+        self._saved: int | None = None  # the step whose state is in the folder, or on its way
+
+    def _set_aside(self) -> None:
+        """What this run does not go on from, but a later `auto` would take for a newer state of it."""
+        begin = folders.step_of(self._source) if self._source and self._source.parent == self._folder else -1
+        others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
+        if self._rank or not others:
+            return
+        beside = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
+        target = next(path for path in beside if not path.exists())
+        try:
+            target.mkdir()
+            for path in others:
+                path.rename(target / path.name)
+        except OSError as error:
+            raise ConfigError(f"checkpoint.folder: cannot move {self._folder} aside: {error.strerror}.") from None
+        self._job.say(
+            f"note: {len(others)} checkpoints of another run were in {self._folder}; they are in {target} now"
+        )
+
+    def __enter__(self) -> Saves:
+        if self._source is not None:
+            self._go_on(self._source)
+        return self
+
+    def _go_on(self, source: Path) -> None:
+        groups = self._training.optimizer.param_groups
+        told = [{key: group[key] for key in _TOLD} for group in groups]
+        loaded = checkpoint.load(source, self._state)
+        for group, options in zip(groups, told, strict=True):
+            group.update(options)
+        if loaded is None:
+            if source != self._folder:
+                raise ConfigError(f"checkpoint.resume = '{source}': expected a checkpoint, or a folder of some.")
+            return
+        for note in loaded.notes:
+            self._job.say(f"note: {note}")
+        left = self._steps - self._training.done
+        todo = f"{left} to go" if left > 0 else f"none is left of train.steps = {self._steps}"
+        self._job.say(f"resumed from {loaded.path}: {self._training.done} steps are done, {todo}")
+        if source == self._folder:
+            self._saved = loaded.step
+
+    def stepped(self) -> None:
+        if self._every and self._training.done % self._every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        self._saver.save(self._training.done)
+        self._saved = self._training.done
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is not None:
+            self._tell_what_is_left()
+            return
+        if self._saved != self._training.done:
+            self._save()
+        outcome = self._saver.close()
+        if outcome is not None and not outcome.ok:
+            raise TrainError(f"the state after step {self._training.done} was not saved; {self._left()}.")
+        if outcome is not None:
+            self._job.say(f"checkpoint: {outcome.path}")
+        if self._training.stopped and self._training.done < self._steps:
+            self._job.say(f"stopped after step {self._training.done}. The same command goes on from there.")
+
+    def _tell_what_is_left(self) -> None:
+        """To save, all ranks are needed. Each says so: which of them are alive is not known."""
+        done = self._training.done
+        if self._saved != done:
+            sys.stderr.write(f"rank {self._rank}: step {done} was not saved; {self._left()}.\n")
+
+    def _left(self) -> str:
+        newest = checkpoint.latest(self._folder)
+        return "there is no checkpoint of this run" if newest is None else f"the same command goes on from {newest}"

@@ -1,0 +1,509 @@
+"""`towpath train` as a whole, on ranks: what a configuration trains, what is written, and how everybody fails alike.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks.server import World, run_ranks
+from tests.ranks.strategies import ROUNDING
+from towpath import strategies
+from towpath.errors import TowpathError, TrainError
+from towpath.train import corpus, loop, models, run
+from towpath.train.config import Config, DataConfig
+from towpath.train.job import joined
+from towpath.train.loop import Training
+from towpath.train.metrics import JsonLines
+from towpath.train.prepare import Plan, prepare
+from towpath.train.run import begin, train
+
+Worlds = Callable[[int], World]
+Rows = list[dict[str, Any]]
+
+STEPS = 8
+
+TINY: dict[str, dict[str, Any]] = {
+    "model": {"width": 16, "depth": 2, "heads": 2},
+    # eps = 1e-5: design.md, section 8.
+    "train": {
+        "steps": STEPS,
+        "batch": 8,
+        "micro_batch": 1,
+        "length": 16,
+        "learning_rate": 1e-2,
+        "eps": 1e-5,
+        "evaluate_batches": 2,
+        "threads": 1,
+    },
+    "strategy": {"nodes": 2, "ranks_per_node": 2},
+}
+
+# Losses of about 5.5 in fp32, whose gradients are summed in another order: each differs by some roundings of 5e-7, and
+# eight steps of AdamW with eps = 1e-5 make of that no more than this.
+ROUNDED = 2e-5
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    text = folder / "text.txt"
+    text.write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
+    prepare(corpus.find(DataConfig(text=(str(text),))), "bytes", folder / "tokens", Plan(workers=1))
+    return folder / "tokens"
+
+
+@pytest.fixture
+def config(tokens: Path, tmp_path: Path) -> Callable[..., Config]:
+    """`config(train={"steps": 3}, …)`: the tiny one, with these keys instead. It begins anew, whatever is there."""
+
+    def of(**sections: dict[str, Any]) -> Config:
+        table = {"data": {"tokens": str(tokens)}, "log": {"folder": str(tmp_path / "run")}} | TINY
+        table["checkpoint"] = {"resume": "off"}
+        names = table.keys() | sections.keys()
+        return Config.of({name: table.get(name, {}) | sections.get(name, {}) for name in names})
+
+    return of
+
+
+def _on(nodes: int, ranks_per_node: int) -> dict[str, Any]:
+    return {"nodes": nodes, "ranks_per_node": ranks_per_node}
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    table = asdict(config)
+    return Config.of({name: table[name] | sections.get(name, {}) for name in table})
+
+
+def rows_of(config: Config, kind: str = "train") -> Rows:
+    lines = Path(config.log.folder, "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def _train(config: Config) -> tuple[str, str]:
+    """What it printed on stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        train(config)
+    return out.getvalue(), err.getvalue()
+
+
+def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
+    """The losses, then the held-out loss and the weights."""
+    with joined() as job, contextlib.redirect_stderr(io.StringIO()):
+        training = begin(config, job)
+        losses = [training.step().loss for _ in range(config.train.steps)]
+        held_out, _ = training.evaluate()
+        assert held_out is not None
+        return losses, held_out, _weights(training)
+
+
+def _weights(training: Training) -> dict[str, Tensor]:
+    return {name: p.full_tensor().clone() for name, p in training.model.named_parameters()}
+
+
+# --- the same training ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of transformers, with dropout."""
+    from transformers import GPT2Config
+
+    folder = tmp_path_factory.mktemp("gpt2")
+    made = GPT2Config(vocab_size=256, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    assert made.resid_pdrop > 0
+    made.save_pretrained(folder)
+    return folder
+
+
+SAME = ("loss", "learning_rate", "gradient_norm", "tokens", "inter_bytes", "intra_bytes", "skipped")
+
+
+@pytest.mark.parametrize("label", ["zero3", "paro-iig", "zero++"])
+def test_twice_the_same_is_the_same_bit_for_bit(
+    world: Worlds, config: Callable[..., Config], gpt2: Path, label: str, tmp_path: Path
+) -> None:
+    """A Hugging Face model, with dropout; codecs too."""
+    found: list[Any] = []
+    for name in ("first", "second"):
+        # In the other run a tensor of another shape is drawn before: it is the seed that counts, not what was.
+        mine = config(model={"hf": str(gpt2)}, strategy={"name": label}, log={"folder": str(tmp_path / name)})
+        world(4).run(torch.rand, len(name))
+        world(4).run(_train, mine)
+        weights = [weights for _, _, weights in world(4).run(_steps, mine)]
+        rows = [{key: row[key] for key in SAME} for row in rows_of(mine)]
+        found.append((rows, rows_of(mine, "validation")[0]["loss"], weights))
+    (rows, held_out, weights), (rows_again, held_out_again, weights_again) = found
+    assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)  # it learns
+    assert rows == rows_again and held_out == held_out_again
+    for mine, again in zip(weights, weights_again, strict=True):
+        assert all(torch.equal(mine[name], again[name]) for name in mine)
+
+
+@pytest.fixture(scope="module")
+def alone(tokens: Path) -> tuple[list[float], float]:
+    """What one rank trains."""
+    mine = Config.of(TINY | {"data": {"tokens": str(tokens)}, "strategy": {}})
+    losses, held_out, _ = run_ranks(_steps, 1, mine)[0]
+    assert losses[-1] < losses[0] - 0.5
+    return losses, held_out
+
+
+def _near(found: tuple[list[float], float, Any], expected: tuple[list[float], float]) -> None:
+    assert found[0] == pytest.approx(expected[0], abs=ROUNDED, rel=0)
+    assert found[1] == pytest.approx(expected[1], abs=ROUNDED, rel=0)
+
+
+LOSSLESS: list[dict[str, Any]] = [
+    *({"name": name} for name in strategies() if name not in ("lins", *ROUNDING)),
+    {"name": "mics", "group": [2, 2]},
+    {"name": "zero3", "route": "hierarchical"},
+    {"name": "lins", "params": [1, 1], "grads": [2, 1], "optimizer": [2, 2]},
+]
+
+
+@pytest.mark.parametrize("options", LOSSLESS, ids=lambda options: "-".join(map(str, options.values())))
+def test_every_lossless_strategy_trains_alike(
+    world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float], options: dict[str, Any]
+) -> None:
+    for found in world(4).run(_steps, config(strategy=options)):
+        _near(found, alone)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 1), (2, 4), (1, 2), (1, 8)])
+def test_any_number_of_ranks_and_micro_steps_trains_alike(
+    world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float], ranks: int, micro_batch: int
+) -> None:
+    mine = config(train={"micro_batch": micro_batch}, strategy=_on(1, ranks))
+    for found in world(ranks).run(_steps, mine):
+        _near(found, alone)
+
+
+@pytest.mark.parametrize("clip", [0.5, 0.0])
+def test_a_run_is_what_plain_pytorch_makes_of_its_settings(
+    world: Worlds, config: Callable[..., Config], clip: float
+) -> None:
+    """The order of samples, the learning rate, what decays, what is clipped: written out by hand."""
+    mine = config(train={"clip": clip, "weight_decay": 0.5, "seed": 3})
+    for found, expected in world(4).run(_plain_beside, mine):
+        assert found == pytest.approx(expected, abs=ROUNDED, rel=0)
+
+
+def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
+    train = config.train
+    with joined() as job, contextlib.redirect_stderr(io.StringIO()):
+        training = begin(config, job)
+    built: Any = models.build(config.model, 256).model
+    plain = type(built)(built.shape)
+    with torch.no_grad():
+        for name, values in _weights(training).items():
+            plain.get_parameter(name).copy_(values)
+    decaying = [p for p in plain.parameters() if p.dim() > 1]
+    others = [p for p in plain.parameters() if p.dim() == 1]
+    assert decaying and others
+    groups = [{"params": decaying, "weight_decay": train.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=train.betas, eps=train.eps)
+    losses: list[float] = []
+    for step in range(STEPS):
+        inputs, targets = training.windows.batch(step * train.batch, train.batch)
+        loss = nn.functional.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        if train.clip:
+            nn.utils.clip_grad_norm_(plain.parameters(), train.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = loop.learning_rate(train, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return [training.step().loss for _ in range(STEPS)], losses
+
+
+def test_recomputing_blocks_changes_no_bit(world: Worlds, config: Callable[..., Config]) -> None:
+    both = [config(train={"checkpointing": on}) for on in (False, True)]
+    (losses, held_out, weights), (again, held_out_again, weights_again) = (world(4).run(_steps, c)[0] for c in both)
+    assert losses == again and held_out == held_out_again
+    assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
+
+
+def test_compiled_blocks_train_alike(
+    world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float]
+) -> None:
+    for found in world(4).run(_compiled, config(train={"compile": True, "checkpointing": True})):
+        _near(found, alone)
+
+
+def _compiled(config: Config) -> Any:
+    asked: list[models.Built] = []
+
+    def compile_blocks(built: models.Built) -> None:
+        asked.append(built)
+        models.compile_blocks(built, backend="aot_eager")  # without a compiler for the machine's own code
+
+    before, run.compile_blocks = run.compile_blocks, compile_blocks
+    try:
+        with warnings.catch_warnings():
+            # It looks at the .grad of a block's input, and hides the warning in a way that does not work for errors.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+            found = _steps(config)
+    finally:
+        run.compile_blocks = before
+        torch._dynamo.reset()
+    assert len(asked) == 1
+    return found
+
+
+def test_in_bf16_the_masters_stay_fp32(
+    world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float]
+) -> None:
+    mine = config(train={"precision": "bf16", "reduce": "fp32"})
+    losses, _, weights = world(4).run(_steps, mine)[0]
+    # 8 bits: each logit, of order 1, is off by some 0.004 at most; the mean over 128 tokens by less.
+    assert losses == pytest.approx(alone[0], abs=0.02, rel=0)
+    assert losses != alone[0]
+    for values in weights.values():
+        assert values.dtype == torch.float32
+    assert any(not torch.equal(values, values.bfloat16().float()) for values in weights.values())
+
+
+# --- losses that are not finite ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [1.0, 0.0])
+def test_a_loss_that_is_not_finite_stops_every_rank_and_changes_no_weight(
+    world: Worlds, config: Callable[..., Config], clip: float
+) -> None:
+    for told, unchanged in world(4).run(_stopped, config(train={"clip": clip})):
+        assert unchanged
+        assert told.startswith("step 3: the loss is nan") and "The weights are those of step 2" in told
+
+
+def _stopped(config: Config) -> tuple[str, bool]:
+    with joined() as job, contextlib.redirect_stderr(io.StringIO()), _poisoned({2}):
+        training = begin(config, job)
+        training.step()
+        training.step()
+        before = _weights(training)
+        with pytest.raises(TrainError) as stopped:
+            training.step()
+        after = _weights(training)
+        return str(stopped.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_skipped_steps_are_counted_and_the_training_goes_on(world: Worlds, config: Callable[..., Config]) -> None:
+    mine = config(train={"not_finite": "skip"})
+    printed = world(4).run(_poisoned_train, mine, {1, 2})
+    assert "step 2 was skipped: loss nan" in printed[0][1]
+    assert [row["skipped"] for row in rows_of(mine)] == [0, 1, 1, 0, 0, 0, 0, 0]
+    assert [row["loss"] for row in rows_of(mine)[1:3]] == ["NaN", "NaN"]
+    assert all(math.isfinite(row["loss"]) for row in rows_of(mine)[3:])
+
+
+def test_too_many_skipped_steps_end_it_on_every_rank(world: Worlds, config: Callable[..., Config]) -> None:
+    mine = config(train={"not_finite": "skip", "steps": 30})
+    for kind, told in world(4).run(_failed, mine, "_poisoned_train", set(range(4, 30))):
+        assert kind == "TrainError"
+        assert told.startswith("step 14: ") and "those of step 4: 10 steps in a row were skipped" in told
+
+
+def _poisoned_train(config: Config, steps: set[int]) -> tuple[str, str]:
+    with _poisoned(steps):
+        return _train(config)
+
+
+@contextlib.contextmanager
+def _poisoned(steps: set[int]) -> Any:
+    """The loss of rank 2 is NaN in these steps, counted from 0."""
+    whole, passes = loop.next_token_loss, 0
+    per_step = TINY["train"]["batch"] // (4 * TINY["train"]["micro_batch"])
+
+    def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal passes
+        loss = whole(model, inputs, targets)
+        if not model.training:
+            return loss
+        passes += 1
+        return loss * math.nan if dist.get_rank() == 2 and (passes - 1) // per_step in steps else loss
+
+    loop.next_token_loss = loss_of
+    try:
+        yield
+    finally:
+        loop.next_token_loss = whole
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_says_and_writes(world: Worlds, config: Callable[..., Config]) -> None:
+    mine = config(train={"evaluate_every": 3}, log={"trace": [2, 5], "tensorboard": True})
+    (out, err), *others = world(4).run(_train, mine)
+    assert others == [("", "")] * 3
+    assert "Where the time went (8 steps" in out and "What was sent, by all ranks together" in out
+    assert "vocabulary 256" in err and "zero3 on 2 × 2 cpu ranks" in err
+    assert "8/8  loss" in err and "step 6: held-out loss" in err
+    assert max(map(len, out.splitlines())) <= 100
+
+    assert [row["step"] for row in rows_of(mine)] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in rows_of(mine, "validation")] == [3, 6, 8]
+    assert Config.load(Path(mine.log.folder, "config.toml")) == mine
+    assert list(Path(mine.log.folder, "tensorboard").glob("events.out.*"))
+    for step in mine.log.trace:
+        found = json.loads(Path(mine.log.folder, f"trace-step-{step:06}.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in found} == {0, 1, 2, 3}
+        for track, key in (("between nodes", "inter_bytes"), ("inside nodes", "intra_bytes")):
+            sent = sum(e["args"]["bytes"] for e in found if e["pid"] == 0 and e.get("cat") == track)
+            assert sent == rows_of(mine)[step - 1][key] > 0
+
+
+def test_runs_that_share_a_folder_are_told_apart(world: Worlds, config: Callable[..., Config]) -> None:
+    for seed in (1, 2):
+        world(2).run(_train, config(train={"steps": 2, "seed": seed}, strategy=_on(2, 1)))
+    starts = rows_of(config(), "start")
+    assert [(row["step"], row["config"]["train"]["seed"]) for row in starts] == [(0, 1), (0, 2)]
+    lines = Path(config().log.folder, "metrics.jsonl").read_text().splitlines()
+    kinds = [json.loads(line)["kind"] for line in lines]
+    assert kinds == ["start", "train", "train", "validation"] * 2
+
+
+def test_weights_and_biases_keeps_a_run_offline(world: Worlds, config: Callable[..., Config], tmp_path: Path) -> None:
+    mine = config(train={"steps": 2}, strategy=_on(2, 1), log={"wandb": "towpath-tests"})
+    world(2).run(_train_nowhere, mine, str(tmp_path))
+    assert len(list(Path(mine.log.folder, "wandb").glob("offline-run-*/run-*.wandb"))) == 1
+
+
+def _train_nowhere(config: Config, home: str) -> None:
+    """A user without a key, and no way out."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HOME", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR"):
+            patch.setenv(name, home)
+        for name in ("HTTP_PROXY", "HTTPS_PROXY"):
+            patch.setenv(name, "http://127.0.0.1:1")
+        _train(config)
+
+
+def test_where_rows_cannot_be_written_the_training_goes_on_and_says_so(
+    world: Worlds, config: Callable[..., Config]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full here")
+    mine = config()
+    printed = world(4).run(_train_on_a_full_disk, mine)
+    assert "step 3: JsonLines cannot write: [Errno 28] No space left on device" in printed[0][1]
+    assert "Where the time went (8 steps" in printed[0][0]
+
+
+def _train_on_a_full_disk(config: Config) -> tuple[str, str]:
+    write = JsonLines.write
+
+    def full(self: JsonLines, row: Any) -> None:
+        if row.step == 3:
+            self._file = open("/dev/full", "a")  # noqa: PTH123, SIM115
+        write(self, row)
+
+    JsonLines.write = full
+    try:
+        return _train(config)
+    finally:
+        JsonLines.write = write
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def _failed(config: Config, action: str = "_train", *args: Any) -> tuple[str, str]:
+    try:
+        globals()[action](config, *args)
+    except TowpathError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("it trained")
+
+
+REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
+    "missing file": ({"data": {"tokens": "", "text": "nowhere.txt"}}, "nowhere.txt is not there"),
+    "empty corpus": ({"data": {"tokens": "", "text": "{tmp}/empty.txt"}}, "no text in"),
+    "vocabulary": ({"model": {"vocabulary": 100}}, "model.vocabulary = 100: the tokenizer has 256 tokens"),
+    "length": ({"train": {"length": 1_000_000}}, "one sequence of train.length = 1000000 needs 1000001"),
+    "batch": ({"train": {"batch": 6}}, "train.batch = 6 sequences cannot be shared out: 4 ranks"),
+    "no weights": ({"model": {"weights": "nowhere"}}, "no safetensors at nowhere"),
+    "no model": ({"model": {"hf": "nowhere"}}, "expected a config.json"),
+    "strategy": ({"strategy": {"name": "mics", "group": [3, 1]}}, "3"),
+    "cluster": ({"strategy": {"nodes": 3, "ranks_per_node": 1}}, "3"),
+    "strategy file": ({"strategy": {"name": "nowhere.toml"}}, "cannot read nowhere.toml"),
+    "log folder": ({"log": {"folder": "/dev/null/run"}}, "cannot make /dev/null/run"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_begin_is_one_line_on_every_rank(
+    world: Worlds, config: Callable[..., Config], case: str, tmp_path: Path
+) -> None:
+    sections, words = REFUSED[case]
+    (tmp_path / "empty.txt").write_text("")
+    if text := sections.get("data", {}).get("text"):
+        sections = {"data": {"tokens": "", "text": [text.replace("{tmp}", str(tmp_path))]}}
+    for kind, told in world(4).run(_failed, config(**sections)):
+        assert kind != "TrainError" and words in told
+        assert "\n" not in told
+
+
+@pytest.mark.parametrize("lacking", [0, 2])
+@pytest.mark.parametrize("key", ["data.tokens", "data.text", "model.weights", "model.hf"])
+def test_a_rank_without_the_file_ends_all(
+    world: Worlds, config: Callable[..., Config], key: str, lacking: int, gpt2: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a line\n" * 1000)
+    section, _, name = key.partition(".")
+    there = {"data.tokens": config().data.tokens, "data.text": [str(text)], "model.hf": str(gpt2)}
+    value = there.get(key, str(gpt2))
+    sections = {section: {"tokens": ""} | {name: value} if section == "data" else {name: value}}
+    found = world(4).run(_lacking, config(**sections), section, name, lacking, str(tmp_path / "cache"))
+    for rank, (kind, told) in enumerate(found):
+        assert kind == "ConfigError" and "\n" not in told
+        if rank == lacking:
+            assert "nowhere" in told and "cannot take part" not in told
+        else:
+            assert f"rank {lacking} cannot take part: " in told or "the first rank of this node has not made" in told
+
+
+def _lacking(config: Config, section: str, name: str, lacking: int, cache: str) -> tuple[str, str]:
+    if dist.get_rank() == lacking:
+        config = _with(config, **{section: {name: "nowhere"}})
+    elif name == "weights":  # of which only the first to look at it may complain
+        config = _with(config, model={"weights": ""})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", cache)
+        return _failed(config)
+
+
+def test_ranks_with_other_settings_refuse_to_train(world: Worlds, config: Callable[..., Config]) -> None:
+    for rank, (kind, told) in enumerate(world(4).run(_apart, config())):
+        assert kind == "ConfigError"
+        assert told.startswith(f"rank {rank} and rank {0 if rank == 3 else 3} differ in their configuration")
+
+
+def _apart(config: Config) -> tuple[str, str]:
+    return _failed(_with(config, train={"seed": 7}) if dist.get_rank() == 3 else config)
+
+
+def test_a_trace_that_cannot_be_written_ends_no_training(world: Worlds, config: Callable[..., Config]) -> None:
+    run = config(train={"steps": 3}, strategy=_on(2, 1), log={"trace": [2]})
+    Path(run.log.folder, "trace-step-000002.json").mkdir(parents=True)  # in its place
+    _, told = world(2).run(_train, run)[0]
+    assert "step 2: the trace cannot be written" in told
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3]

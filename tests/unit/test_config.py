@@ -1,0 +1,121 @@
+"""What `towpath train` may be told, how it is refused, and that what is written loads as what was read."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from towpath.errors import ConfigError
+from towpath.spec.presets import strategies
+from towpath.spec.strategy import Strategy
+from towpath.topology.cluster import Extent, Topology
+from towpath.train.config import Config, StrategyConfig, TrainConfig
+
+
+def test_what_is_written_loads_as_the_same() -> None:
+    config = Config.of(
+        {
+            "model": {"width": 64, "heads": 2, "tied": False},
+            "data": {"text": ["a.txt", 'odd "name".txt'], "held_out": 0.1},
+            "train": {"steps": 7, "learning_rate": 3, "betas": [0.8, 0.9], "clip": float("inf")},
+            "strategy": {"name": "mics", "group": [2, 1], "gradients": "int4:64"},
+            "log": {"trace": [3, 5], "wandb": "project"},
+        }
+    )
+    assert Config.of(tomllib.loads(str(config))) == config
+
+
+def test_the_defaults_are_written_with_what_they_mean() -> None:
+    for line in str(Config()).splitlines():
+        assert not line or line.startswith("[") or " # " in line, line
+
+
+def test_overrides_are_toml_and_what_is_not_is_text(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[train]\nsteps = 5\n")
+    overrides = ["train.steps=9", "strategy.name=paro-iig", "data.text=x.txt"]
+    overrides += ["train.betas=[0.5, 0.6]", "model.tied=false"]
+    config = Config.load(file, overrides)
+    assert (config.train.steps, config.strategy.name, config.data.text) == (9, "paro-iig", ("x.txt",))
+    assert (config.train.betas, config.model.tied) == ((0.5, 0.6), False)
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ({"train": {"stepz": 3}}, "unknown key train.stepz; did you mean 'steps'?"),
+        ({"trian": {}}, r"unknown section \[trian\]; did you mean 'train'?"),
+        ({"train": 3}, r"train = 3: expected a section \[train\]"),
+        ({"train": {"steps": "many"}}, 'train.steps = "many": expected a whole number'),
+        ({"train": {"steps": True}}, "train.steps = true: expected a whole number"),
+        ({"train": {"steps": 1.5}}, "train.steps = 1.5: expected a whole number"),
+        ({"train": {"steps": 0}}, "train.steps = 0: expected more than 0"),
+        ({"train": {"learning_rate": float("nan")}}, "train.learning_rate = nan: expected more than 0"),
+        ({"train": {"betas": [0.9]}}, "expected 2 values"),
+        ({"train": {"betas": [0.9, 1.0]}}, "up to, not including, 1"),
+        ({"train": {"precision": "int8"}}, "expected one of 'fp32', 'bf16'"),
+        ({"train": {"batch": 6, "micro_batch": 4}}, "train.micro_batch = 4: expected a divisor of train.batch = 6"),
+        ({"model": {"width": 100, "heads": 8}}, "model.width = 100: expected a multiple of 2 × heads = 16"),
+        ({"model": {"heads": 8, "kv_heads": 3}}, "expected a divisor of heads = 8"),
+        ({"data": {"text": ["a"], "tokens": "b"}}, "expected only one source; data.text is given too"),
+        ({"data": {"held_out": 1.0}}, "data.held_out = 1.0"),
+        ({"strategy": {"name": "zerro3"}}, r"expected a preset \(zero3\?\)"),
+        ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
+        ({"strategy": {"group": [2]}}, r"strategy.group = \[2\]: expected \[local, nodes\]"),
+        ({"log": {"trace": [0]}}, "counted from 1"),
+        ({"log": {"trace": [500]}}, "log.trace names step 500, but train.steps is 200"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_in_one_line(table: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as caught:
+        Config.of(table)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("override", ["steps=3", "train.steps", "train.=3", ".steps=3", "="])
+def test_an_override_that_names_no_key_is_refused(tmp_path: Path, override: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("")
+    with pytest.raises(ConfigError, match="is not an override"):
+        Config.load(file, [override])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read the configuration .*absent.toml: No such file"):
+        Config.load(tmp_path / "absent.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[train\n")
+    with pytest.raises(ConfigError, match=r"broken.toml is not TOML"):
+        Config.load(broken)
+    broken.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not text"):
+        Config.load(broken)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
+    config = TrainConfig(batch=24, micro_batch=4)
+    assert [config.micro_steps(world) for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
+    with pytest.raises(ConfigError, match=r"4 ranks × train.micro_batch 4 compute 16 at once"):
+        config.micro_steps(4)
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_every_preset_is_a_strategy_section(name: str) -> None:
+    assert StrategyConfig(name=name).make(Topology(2, 2)).name == name
+
+
+def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
+    made = StrategyConfig(name="mics", group=(2, 2), gradients="int4:64", feedback="both").make(Topology(4, 2))
+    assert made.placement.params == Extent(2, 2)
+    assert made.sync.feedback == "both"
+    file = tmp_path / "s.toml"
+    file.write_text(made.to_toml())
+    assert StrategyConfig(name=str(file)).make(Topology(4, 2)) == made
+    with pytest.raises(ConfigError, match="remove route"):
+        StrategyConfig(name=str(file), route="ring").make(Topology(4, 2))
+    cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).make(Topology(2, 2))
+    assert cut.topology == Topology(4, 1)
+    assert Strategy.from_toml(cut.to_toml()) == cut

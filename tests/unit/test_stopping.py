@@ -1,0 +1,77 @@
+"""What a signal does to a run: before its steps, between them, and where the main thread is stuck."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from towpath.train.stopping import stopping
+
+
+def test_the_first_signal_asks_and_what_was_there_before_comes_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with stopping() as stop:
+            stop.begun = True
+            assert not stop.wanted
+            signal.raise_signal(number)
+            assert stop.wanted
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_before_the_first_step_a_signal_is_what_it_was_before() -> None:
+    with pytest.raises(KeyboardInterrupt), stopping() as stop:
+        signal.raise_signal(signal.SIGINT)
+    assert not stop.wanted
+
+
+def test_in_another_thread_nothing_is_handled() -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        with stopping() as stop:
+            seen.append(stop.wanted)
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False] and signal.getsignal(signal.SIGTERM) == before
+
+
+STUCK = """
+import ctypes, sys
+sys.path.insert(0, sys.argv[1])
+from towpath.train import stopping
+stopping._GRACE_SECONDS = 0.1
+with stopping.stopping() as stop:
+    stop.begun = True
+    print("begun", flush=True)
+    sleep = ctypes.CDLL(None).sleep  # in C, as a collective: Python's handlers do not run
+    while True:
+        left = sleep(60)
+        while left:
+            left = sleep(left)
+"""
+
+
+def test_a_second_signal_ends_a_process_whose_main_thread_is_stuck() -> None:
+    import towpath
+
+    source = str(Path(towpath.__file__).parents[1])
+    with subprocess.Popen([sys.executable, "-c", STUCK, source], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "begun\n"
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.3)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
