@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from examples import gpt
+from benchmarks import gpt
 
 import towpath
 from tests.ranks.strategies import ROUNDING, strategy_of

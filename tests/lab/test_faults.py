@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from examples import gpt
+from benchmarks import gpt
 
 import towpath
 from towpath.errors import StepError

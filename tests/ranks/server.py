@@ -45,6 +45,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._dynamo",  # the optimizers load it at their first step: a second for every rank
+    "torch.distributed.checkpoint",
     "torch.nn.utils",
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",

@@ -40,6 +40,7 @@ from tests.ranks.strategies import strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin
 from towpath import Topology, errors
 from towpath.spec.strategy import Kind
+from towpath.spec.units import BucketSpec
 
 Worlds = Callable[[int], World]
 
@@ -977,7 +978,8 @@ def _train_from_meta(label: str) -> None:
 
 def test_from_the_meta_device_a_rank_never_holds_more_than_one_unit_beyond_its_shards(world: Worlds) -> None:
     blocks = 6
-    unit = sum(p.nbytes for p in nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).double().parameters())
+    root = BucketSpec(tuple(p.numel() for _ in range(2) for p in nn.Linear(WIDTH, WIDTH).parameters()), "float64")
+    unit = root.padded(slices=4) * 8  # they are drawn in the very buffer that is cut into shards
     for peak in world(4).run(_materialise_watched, blocks):
         # The largest unit is the root, of two Linears; a block has one.
         assert 0 < peak <= unit

@@ -1,0 +1,258 @@
+"""A run whose ranks are killed, again and again, ends as one that nobody disturbed: bit for bit.
+
+    python benchmarks/soak.py [CASE …] [--kills 20] [--seed 0] [--folder DIR] [-o benchmarks/results/soak.json]
+
+`torchrun --max-restarts` runs `towpath train` with four ranks. A random rank gets SIGKILL at a random moment: so many
+steps after a restart and a part of one, or while the ranks still start. Every second step is saved, and every fsync
+takes a tenth of a second more, as on a slow disk, so that many of the kills fall into a save. In the end:
+
+    every row of metrics, also of steps that were taken twice, has the undisturbed run's loss to the bit
+    every file of the last checkpoint (weights, optimizer, random numbers, codecs) is the undisturbed run's, to the byte
+    every checkpoint that was published verifies, the newest also after each kill, and nothing half written is left
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RANKS = 4
+SAVED_EVERY = 2
+STEPS_BETWEEN_KILLS = 6  # at most
+SLOW_SECONDS = 0.1
+WORKER = "--as-rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Options of `towpath train` beside the common ones."""
+
+    name: str
+    options: tuple[str, ...]
+
+
+CASES = (
+    Case("zero3", ("strategy.name=zero3",)),
+    Case("zero++ feedback", ("strategy.name=zero++", "strategy.feedback=both")),
+    Case("paro-iig at once", ("strategy.name=paro-iig", "checkpoint.background=false")),
+)
+
+
+class Run:
+    """`towpath train` under torchrun, in a folder of its own."""
+
+    def __init__(self, case: Case, folder: Path, steps: int) -> None:
+        self.folder, self.pids = folder, folder / "pids"
+        self.checkpoints, self.metrics = folder / "checkpoints", folder / "metrics.jsonl"
+        self.pids.mkdir(parents=True)
+        corpus = folder.parent / "corpus.txt"
+        words = random.Random(0).choices(("lock", "barge", "weir", "horse", "towpath", "canal"), k=20_000)
+        corpus.write_text(" ".join(words))
+        self._configuration = folder / "soak.toml"
+        self._configuration.write_text("")
+        self._options = [
+            *("model.width=64", "model.depth=2", "model.heads=4", f"data.text=['{corpus}']"),
+            *(f"train.steps={steps}", "train.batch=8", "train.micro_batch=2", "train.length=32", "train.threads=1"),
+            *("strategy.nodes=2", "strategy.ranks_per_node=2", f"log.folder={folder}"),
+            *(f"checkpoint.every={SAVED_EVERY}", "checkpoint.keep=8", "checkpoint.keep_every=10", *case.options),
+        ]
+
+    @contextmanager
+    def started(self, restarts: int) -> Generator[subprocess.Popen[bytes]]:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
+        command += [__file__, WORKER, str(self.pids), "train", str(self._configuration), *self._options]
+        environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **os.environ}
+        with (self.folder / "output.txt").open("wb") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            try:
+                yield process
+            finally:
+                if process.poll() is None:
+                    process.terminate()  # it ends its ranks
+                process.wait()
+
+    def to_the_end(self) -> None:
+        with self.started(0) as launcher:
+            self.expect(launcher.wait() == 0, "failed")
+
+    def expect(self, held: bool, what: str) -> None:
+        if not held:
+            tail = (self.folder / "output.txt").read_text(errors="replace")[-4000:]
+            raise SystemExit(f"{tail}\n{self.folder.name}: {what}")
+
+    def ranks(self, before: set[int], launcher: subprocess.Popen[bytes]) -> dict[int, int]:
+        """Process by rank, as soon as all of them are there that were started after those of `before`."""
+        while True:
+            found = {rank: int((self.pids / str(rank)).read_text() or 0) for rank in range(RANKS) if self._said(rank)}
+            if len(found) == RANKS and not before & {0, *found.values()}:
+                return found
+            self.expect(launcher.poll() is None, f"torchrun ended early, with {launcher.returncode}")
+            time.sleep(0.005)
+
+    def _said(self, rank: int) -> bool:
+        return (self.pids / str(rank)).exists()
+
+    def rows(self) -> list[dict[str, Any]]:
+        if not self.metrics.exists():
+            return []
+        rows: list[dict[str, Any]] = []
+        for line in self.metrics.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue  # the rank that writes was killed in the middle of it
+        return [row for row in rows if row["kind"] in ("train", "validation")]
+
+    def partial(self) -> list[str]:
+        return [p.name for p in self.checkpoints.glob("*") if "." in p.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    rank: int
+    steps: int  # after a restart
+    step: int  # the last that rank 0 had written of
+    saving: bool  # a checkpoint was half written
+    seconds_to_restart: float
+
+
+def disturb(run: Run, kills: int, dice: random.Random) -> list[Kill]:
+    """Run to the end, with so many ranks killed on the way."""
+    from towpath import checkpoint
+
+    done: list[Kill] = []
+    seen: set[int] = set()
+    starting_seconds = 5.0
+    killed_at = time.perf_counter()
+    with run.started(kills) as launcher:
+        for _ in range(kills):
+            ranks = run.ranks(seen, launcher)
+            began = time.perf_counter()
+            waited = began - killed_at
+            rows, steps = len(run.rows()), dice.randrange(STEPS_BETWEEN_KILLS + 1)
+            while steps and len(run.rows()) < rows + steps:
+                run.expect(launcher.poll() is None, f"torchrun ended early, with {launcher.returncode}")
+                time.sleep(0.005)
+            if steps:
+                starting_seconds = min(starting_seconds, time.perf_counter() - began)
+            time.sleep(dice.uniform(0.0, 0.2 if steps else starting_seconds))
+            doomed = dice.randrange(RANKS)
+            saving = bool(run.partial())
+            os.kill(ranks[doomed], signal.SIGKILL)
+            killed_at = time.perf_counter()
+            seen |= set(ranks.values())
+            at = max((row["step"] for row in run.rows()), default=0)
+            done.append(Kill(doomed, steps, at, saving, waited))
+            newest = checkpoint.latest(run.checkpoints)
+            if newest is not None:
+                verdict = checkpoint.verify(newest)
+                run.expect(verdict.ok, f"after a kill: {verdict.problem}")
+            print(f"  kill {len(done):2}: rank {doomed} at step {at}{', while saving' if saving else ''}", flush=True)
+        run.expect(launcher.wait() == 0, f"torchrun ended with {launcher.returncode}")
+    return done
+
+
+def compare(disturbed: Run, undisturbed: Run) -> dict[str, Any]:
+    """What was asked for, or an end with what differs."""
+    from towpath import checkpoint
+
+    expected = {(row["kind"], row["step"]): row["loss"] for row in undisturbed.rows()}
+    rows = [((row["kind"], row["step"]), row["loss"]) for row in disturbed.rows()]
+    differing = sorted({key for key, loss in rows if expected.get(key) != loss})
+    disturbed.expect(not differing, f"losses differ: {differing[:5]}")
+    missing = sorted(expected.keys() - {key for key, _ in rows})
+    last, reference = (max(run.checkpoints.glob("step-??????")) for run in (disturbed, undisturbed))
+    disturbed.expect(last.name == reference.name, f"ended with {last.name}, expected {reference.name}")
+    files = sorted(path.name for path in reference.glob("*.safetensors"))
+    for name in files:
+        alike = (last / name).read_bytes() == (reference / name).read_bytes()
+        disturbed.expect(alike, f"{last.name}/{name} differs from the undisturbed run's")
+    published = sorted(disturbed.checkpoints.glob("step-??????"))
+    for path in published:
+        verdict = checkpoint.verify(path)
+        disturbed.expect(verdict.ok, f"{verdict.problem}")
+    disturbed.expect(not disturbed.partial(), f"left behind: {disturbed.partial()}")
+    return {
+        "steps": len([key for key in expected if key[0] == "train"]),
+        "steps_taken": len([key for key, _ in rows if key[0] == "train"]),
+        "rows_lost": len(missing),
+        "files_alike": len(files),
+        "checkpoints_verified": len(published),
+    }
+
+
+def soak(case: Case, folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    steps = (STEPS_BETWEEN_KILLS + 2) * kills  # more than can be done before the last kill
+    undisturbed, disturbed = Run(case, folder / "undisturbed", steps), Run(case, folder / "disturbed", steps)
+    undisturbed.to_the_end()
+    done = disturb(disturbed, kills, random.Random(seed))
+    found = compare(disturbed, undisturbed)
+    return {"kills": len(done), "while_saving": sum(k.saving for k in done), **found, "each": [asdict(k) for k in done]}
+
+
+def as_rank(pids: str, arguments: list[str]) -> None:
+    """`towpath` with a slow disk, in a process that says which one it is."""
+    from towpath.topology.groups import local_rank
+
+    name = Path(pids, f".{local_rank()}")
+    name.write_text(str(os.getpid()))
+    name.rename(Path(pids, str(local_rank())))
+    from towpath.cli.main import main
+
+    faulthandler.register(signal.SIGUSR1)  # kill -USR1: where it stands
+    quick = os.fsync
+
+    def slow(handle: int) -> None:
+        time.sleep(SLOW_SECONDS)
+        quick(handle)
+
+    os.fsync = slow
+    sys.argv = ["towpath", *arguments]
+    main()
+
+
+def main() -> None:
+    from results_file import keep, selected
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(c.name for c in CASES)}; default: all")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    for case in selected(CASES, options.cases):
+        folder = Path(tempfile.mkdtemp(prefix="towpath-soak-", dir=options.folder))
+        print(f"{case.name}: {folder}", flush=True)
+        found = soak(case, folder, options.kills, options.seed)
+        shutil.rmtree(folder)  # after a failure it stays, to be looked at
+        print(
+            f"{case.name}: {found['kills']} kills, {found['while_saving']} of them while saving; {found['steps']} "
+            f"steps ({found['steps_taken']} taken) with the undisturbed run's losses and weights, bit for bit; "
+            f"{found['checkpoints_verified']} checkpoints verified",
+            flush=True,
+        )
+        if options.output:
+            keep(options.output, {"case": asdict(case), "seed": options.seed, **found}, [c.name for c in CASES])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [WORKER]:
+        as_rank(sys.argv[2], sys.argv[3:])
+    else:
+        main()

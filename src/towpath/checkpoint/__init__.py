@@ -1,0 +1,34 @@
+"""Checkpoints that any strategy, any number of ranks and any crash can resume from.
+
+    state = State(model, optimizer, schedule=scheduler, data=loader)
+    saver = Saver("runs/a", state, keep_last=3)
+    resumed = load("runs/a", state)          # the newest one that is sound, or None
+    saver.save(step); saver.close()
+
+A checkpoint is a folder `step-000120` of safetensors files and a manifest in JSON: no pickle, and nobody's code.
+May import: engine, lab, and everything below.
+"""
+
+from towpath.checkpoint.checks import Verdict, latest, verify
+from towpath.checkpoint.export import export, import_safetensors
+from towpath.checkpoint.load import Loaded, load
+from towpath.checkpoint.manifest import Manifest, read_manifest
+from towpath.checkpoint.save import Outcome, Saver, Saving, save
+from towpath.checkpoint.state import State
+
+__all__ = [
+    "Loaded",
+    "Manifest",
+    "Outcome",
+    "Saver",
+    "Saving",
+    "State",
+    "Verdict",
+    "export",
+    "import_safetensors",
+    "latest",
+    "load",
+    "read_manifest",
+    "save",
+    "verify",
+]

@@ -1,0 +1,228 @@
+"""Leaving and arriving without ranks: Hugging Face's safetensors, or a plain state dict, and back.
+
+Tensor by tensor: the largest one is all that is ever in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from towpath.checkpoint import files, folders
+from towpath.checkpoint.boxed import whole_tensor
+from towpath.checkpoint.manifest import File, Manifest, Stored, StoredBox, read_manifest, write_manifest
+from towpath.errors import CheckpointError
+
+INDEX = "model.safetensors.index.json"
+_PREFIX = "model."
+
+Progress = Callable[[int], None]  # told how many bytes were done
+
+
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    *,
+    format: str = "safetensors",
+    max_shard_bytes: int = 5_000_000_000,
+    config: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> list[Path]:
+    """Write the model of a checkpoint into a new or empty folder; what was written.
+
+    `format`: 'safetensors', as `from_pretrained` reads it (with config.json, if the checkpoint holds the model's
+    configuration or `config` is given), or 'torch', a state dict for `torch.load(..., weights_only=True)`.
+    Of tied parameters only the first name is written, as Hugging Face does it.
+    """
+    source, target = Path(checkpoint), Path(folder)
+    if format not in ("safetensors", "torch"):
+        raise CheckpointError(f"format is 'safetensors' or 'torch'; got {format!r}.")
+    manifest = read_manifest(source)
+    manifest.check_sizes(source)
+    names: dict[str, str] = manifest.values.get("names", {})
+    held = {n.removeprefix(_PREFIX): t for n, t in manifest.tensors.items() if n.startswith(_PREFIX)}
+    tensors = {names.get(name, name): stored for name, stored in held.items()}
+    if not tensors:
+        raise CheckpointError(f"{source} holds no model.")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
+    target.mkdir(parents=True, exist_ok=True)
+    reading = _Source(source, tensors, progress or _silent)
+    if format == "torch":
+        return [_export_torch(reading, manifest, target)]
+    written = _export_safetensors(reading, target, max_shard_bytes)
+    config = config if config is not None else manifest.values.get("config")
+    if config is not None:
+        written.append(target / "config.json")
+        written[-1].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    folder: Path
+    tensors: Mapping[str, Stored]
+    progress: Progress
+
+    def read(self, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
+        tensor = whole_tensor(self.folder, name, self.tensors[name], into)
+        self.progress(self.tensors[name].bytes)
+        return tensor
+
+
+def _export_safetensors(source: _Source, target: Path, max_shard_bytes: int) -> list[Path]:
+    parts = _parts(source.tensors, max_shard_bytes)
+    names = (
+        ["model.safetensors"]
+        if len(parts) == 1
+        else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    )
+    for name, part in zip(names, parts, strict=True):
+        entries = files.in_order(files.Entry(n, source.tensors[n].dtype, source.tensors[n].shape) for n in part)
+        writer = files.FileWriter(target / name, entries, {"format": "pt"})
+        try:
+            for entry in entries:
+                writer.write(files.bytes_of(source.read(entry.name)))
+            writer.close()
+        finally:
+            writer.abandon()
+    written = [target / name for name in names]
+    if len(parts) > 1:
+        total = sum(t.bytes for t in source.tensors.values())
+        homes = {n: name for name, part in zip(names, parts, strict=True) for n in part}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
+        written.append(target / INDEX)
+        written[-1].write_text(json.dumps(index, indent=2) + "\n")
+    return written
+
+
+def _parts(tensors: Mapping[str, Stored], max_bytes: int) -> list[list[str]]:
+    parts: list[list[str]] = [[]]
+    filled = 0
+    for name, stored in tensors.items():
+        if parts[-1] and filled + stored.bytes > max_bytes:
+            parts.append([])
+            filled = 0
+        parts[-1].append(name)
+        filled += stored.bytes
+    return parts
+
+
+def _export_torch(source: _Source, manifest: Manifest, target: Path) -> Path:
+    """The tensors lie in files while torch.save goes through them: the system may drop them from memory at any time."""
+    scratch = target / f".parts-{uuid.uuid4().hex[:8]}"
+    scratch.mkdir()
+    try:
+        state: dict[str, torch.Tensor] = {}
+        for number, (name, stored) in enumerate(source.tensors.items()):
+            dtype, count = files.TORCH_DTYPES[stored.dtype], prod(stored.shape)
+            if count:
+                mapped = torch.from_file(str(scratch / str(number)), shared=True, size=count, dtype=dtype)
+                state[name] = source.read(name, mapped.view(stored.shape))
+            else:
+                state[name] = torch.empty(stored.shape, dtype=dtype)
+        aliases: dict[str, str] = manifest.values.get("model", {}).get("aliases", {})
+        names: dict[str, str] = manifest.values.get("names", {})
+        state.update({names.get(a, a): state[names.get(f, f)] for a, f in aliases.items() if names.get(f, f) in state})
+        path = target / "model.pt"
+        torch.save(state, path)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return path
+
+
+def import_safetensors(
+    source: str | Path, root: str | Path, *, config: Mapping[str, Any] | None = None, progress: Progress | None = None
+) -> Path:
+    """Make a checkpoint of step 0, without an optimizer, from a safetensors file or a folder of them; its path.
+
+    `config`: the model's configuration; that of the folder's config.json, unless given.
+    """
+    source, root = Path(source), Path(root)
+    sources = _safetensors_in(source)
+    found = source / "config.json" if source.is_dir() else source.parent / "config.json"
+    if config is None and found.is_file():
+        config = json.loads(found.read_text())
+    final = folders.checkpoint_of(root, 0)
+    if final.exists():
+        raise CheckpointError(f"{final} is there already: import into a new folder.")
+    partial = folders.partial_of(root, 0, uuid.uuid4().hex[:8])
+    partial.mkdir(parents=True)
+    try:
+        facts: dict[str, File] = {}
+        tensors: dict[str, Stored] = {}
+        for number, path in enumerate(sources):
+            name = f"rank-{number:05d}.safetensors"
+            facts[name], held = _take_over(path, partial / name, progress or _silent)
+            twice = next((n for n in held if n in tensors), None)
+            if twice is not None:
+                raise CheckpointError(f"{twice.removeprefix(_PREFIX)} is in {path} and in a file before it.")
+            tensors.update(held)
+        manifest = Manifest(
+            step=0,
+            written_by=f"towpath {version('towpath')}, imported from {source.name}",
+            seconds=time.time(),
+            world=1,
+            strategy=None,
+            files=facts,
+            tensors=dict(sorted(tensors.items())),
+            values={"model": {"aliases": {}}, **({"config": config} if config is not None else {})},
+        )
+        write_manifest(partial, manifest)
+        folders.publish(partial, final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def _safetensors_in(source: Path) -> list[Path]:
+    if source.is_file():
+        return [source]
+    index = source / INDEX
+    if index.is_file():
+        homes: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        return [source / name for name in sorted(set(homes.values()))]
+    found = sorted(source.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{source}: expected a .safetensors file, or a folder with some; found none.")
+    return found
+
+
+def _take_over(path: Path, target: Path, progress: Progress) -> tuple[File, dict[str, Stored]]:
+    """Copy one file, under the names that a checkpoint's tensors have."""
+    held: dict[str, Stored] = {}
+    try:
+        with safe_open(path, "pt") as source:
+            names: list[str] = list(source.keys())
+            slices = {f"{_PREFIX}{name}": source.get_slice(name) for name in names}
+            entries = files.in_order(
+                files.Entry(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+            )
+            writer = files.FileWriter(target, entries, {})
+            try:
+                for entry in entries:
+                    tensor = source.get_tensor(entry.name.removeprefix(_PREFIX)).contiguous()
+                    at, crc = writer.at, writer.write(files.bytes_of(tensor))
+                    box = StoredBox((0,) * tensor.dim(), entry.sizes, target.name, at, crc)
+                    held[entry.name] = Stored(entry.dtype, entry.sizes, (box,))
+                    progress(entry.bytes)
+                return writer.close(), held
+            finally:
+                writer.abandon()
+    except (SafetensorError, KeyError, OSError) as error:  # a dtype that nobody has told us of
+        raise CheckpointError(f"{path} cannot be imported ({error}).") from error
+
+
+def _silent(_: int) -> None:
+    """Nobody watches."""

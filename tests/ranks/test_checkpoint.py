@@ -1,0 +1,549 @@
+"""Checkpoints on real ranks: what one strategy saves any other resumes from, and no failure takes the others along.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import towpath
+from tests.ranks.checkpoints import Content, Run, content, differing, rank
+from tests.ranks.models import MODELS
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from towpath import Topology, checkpoint
+from towpath.checkpoint import files, storage
+from towpath.checkpoint.snapshot import Snapshot
+from towpath.errors import CheckpointError
+
+Worlds = Callable[[int], World]
+
+SHAPE = Topology(2, 2)
+
+
+# --- across strategies and worlds ------------------------------------------------------------------------------------
+
+
+def test_what_any_strategy_saves_any_other_loads_bit_for_bit_on_any_number_of_ranks(
+    world: Worlds, tmp_path: Path
+) -> None:
+    """Each loads what the one before saved, and saves it anew; in the end the first has what it had."""
+    expected = world(4).run(_train_and_save, tmp_path, "zero3", SHAPE)[0]
+    chain = [
+        ("mics:1x2", Topology(4, 1)),
+        ("zero++", SHAPE),
+        ("paro-iig", Topology(3, 1)),
+        ("ddp", Topology(1, 1)),
+        ("zero3", SHAPE),
+    ]
+    for step, (label, shape) in enumerate(chain, 3):
+        for wrong in world(shape.world).run(_load_and_save, tmp_path, label, shape, step, expected):
+            assert wrong == [], f"step {step}: {label} on {shape}"
+
+
+def _train_and_save(root: Path, label: str, shape: Topology) -> Content:
+    run = Run.of(label, shape)
+    run.train(range(2))
+    assert checkpoint.save(root, 2, run.state()).ok
+    return run.content()
+
+
+def _load_and_save(root: Path, label: str, shape: Topology, step: int, expected: Content) -> list[str]:
+    run = Run.of(label, shape).spoil()
+    loaded = checkpoint.load(root, run.state())
+    assert loaded is not None and loaded.step == step - 1
+    wrong = differing(run.content(), expected)
+    saver = checkpoint.Saver(root, run.state())
+    saver.save(step)
+    outcome = saver.close()
+    assert outcome is not None and outcome.ok, outcome
+    return wrong
+
+
+@pytest.mark.parametrize("label", ["zero3", "mics:2x1", "paro-nig"])
+def test_the_next_losses_are_those_of_the_uninterrupted_run(world: Worlds, tmp_path: Path, label: str) -> None:
+    """Bit for bit under the same strategy; within rounding under another, which sums in another order."""
+    for here, there, same in world(4).run(_interrupted, tmp_path, label):
+        assert here == there if same else here == pytest.approx(there, rel=1e-9)
+
+
+def _interrupted(root: Path, label: str) -> tuple[list[float], list[float], bool]:
+    run = Run.of("zero3", SHAPE, dtype=torch.float64)
+    run.train(range(2))
+    checkpoint.save(root, 2, run.state())
+    expected = run.train(range(2, 7))
+    resumed = Run.of(label, SHAPE, dtype=torch.float64).spoil()
+    checkpoint.load(root, resumed.state())
+    return resumed.train(range(2, 7)), expected, label == "zero3"
+
+
+def test_masters_are_saved_whatever_computes(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_other_precision, tmp_path)
+
+
+def _other_precision(root: Path) -> None:
+    low = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
+    run = Run.of("zero3", SHAPE, precision=low)
+    run.train(range(2))
+    checkpoint.save(root, 2, run.state())
+    for options in ({"precision": low}, {}):
+        resumed = Run.of("paro-iig", SHAPE, **options).spoil()
+        checkpoint.load(root, resumed.state())
+        assert differing(resumed.content(), run.content()) == []
+        resumed.train([2])
+
+
+# --- what codecs carry -----------------------------------------------------------------------------------------------
+
+
+CODED = ["mics:2x1 gradients=int4:32 feedback=both", "qgz gradients=int8:32+stochastic feedback=first", "zero++"]
+
+
+@pytest.mark.parametrize("label", CODED)
+def test_what_codecs_carry_goes_on_bit_for_bit_and_elsewhere_begins_at_zero(
+    world: Worlds, tmp_path: Path, label: str
+) -> None:
+    world(4).run(_carry, tmp_path, label)
+
+
+def _carry(root: Path, label: str) -> None:
+    run = Run.of(label, SHAPE)
+    run.train(range(3))
+    checkpoint.save(root, 3, run.state())
+    expected = run.train(range(3, 6))
+    resumed = Run.of(label, SHAPE).spoil()
+    loaded = checkpoint.load(root, resumed.state())
+    assert loaded is not None and loaded.notes == ()
+    assert resumed.train(range(3, 6)) == expected
+    assert differing(resumed.content(), run.content()) == []
+    other = Run.of("mics:2x1 gradients=int8:32 feedback=both", SHAPE)
+    other.train(range(2))  # it has something to forget
+    loaded = checkpoint.load(root, other.state())
+    assert loaded is not None and "codec feedback starts at zero" in loaded.notes[0]
+    kept = [t for t in towpath.stats(other.model).memory_bytes.items() if t[0] == "feedback"]
+    assert kept[0][1] > 0
+    lines = [line for u in other.model.towpath_engine.units for b in u.buckets for k in b.lines.values() for line in k]
+    assert not any(t.any() for line in lines for t in line.collective.state)
+
+
+def test_a_codec_that_has_served_does_not_serve_again(world: Worlds, tmp_path: Path) -> None:
+    for sent, expected in world(4).run(_after_until, tmp_path):
+        assert sent == expected
+
+
+def _after_until(root: Path) -> tuple[list[str], list[str]]:
+    strategy = towpath.strategy("qgz", SHAPE, gradients_until=2)
+
+    def train(steps: range, load: bool) -> list[str]:
+        model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy, topology=SHAPE)
+        run = Run(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if load:
+            checkpoint.load(root, run.state())
+        else:
+            run.train(range(3))
+            checkpoint.save(root, 3, run.state())
+        run.train(steps)
+        return sorted({f"{t} {t.wire}" for t in towpath.stats(model).last_step})
+
+    return train(range(3, 4), load=False), train(range(3, 4), load=True)
+
+
+# --- written once, read once -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["ddp", "mics:2x1", "zero3"])
+def test_replicas_are_written_once_by_all_and_each_byte_is_read_once_on_each_node(
+    world: Worlds, tmp_path: Path, label: str
+) -> None:
+    ranks = world(4).run(_count, tmp_path, label)
+    manifest = checkpoint.read_manifest(tmp_path / "step-000001")
+    common = {n: t.bytes for n, t in manifest.tensors.items() if not n.startswith("rank.")}
+    sizes = [f.bytes for f in manifest.files.values()]
+    assert len(sizes) == 4 and max(sizes) < 1.1 * min(sizes)
+    assert all(box.numel for t in manifest.tensors.values() for box in t.boxes)
+    assert all(sum(b.numel for b in t.boxes) * t.itemsize == t.bytes for t in manifest.tensors.values())
+    for node in (ranks[:2], ranks[2:]):
+        ranges = sorted(r for reads in node for r in reads)
+        assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(ranges)), "read twice"
+    read = sum(end - start for reads in ranks for _, start, end in reads)
+    own = sum(t.bytes for n, t in manifest.tensors.items() if n.startswith("rank."))
+    assert read == own + sum(common.values()) * {"ddp": 2, "mics:2x1": 2, "zero3": 1}[label] + (
+        0 if label != "zero3" else _alike(manifest)
+    )
+
+
+def _alike(manifest: checkpoint.Manifest) -> int:
+    """What is alike on all ranks, both nodes read."""
+    return sum(t.bytes for n, t in manifest.tensors.items() if n.startswith("optimizer.") and n.endswith(".step"))
+
+
+def _count(root: Path, label: str) -> list[tuple[str, int, int]]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(300, 511), nn.Linear(511, 300))
+    model = towpath.shard(model, strategy_of(label, SHAPE), topology=SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 300)).sum().backward()
+    optimizer.step()
+    checkpoint.save(root, 1, checkpoint.State(model, optimizer))
+    expected = content(model, optimizer)
+    reads: list[tuple[str, int, int]] = []
+    real = files.take
+
+    def counting(path: Path, start: int, into: memoryview) -> None:
+        reads.append((path.name, start, start + len(into)))
+        real(path, start, into)
+
+    files.take = counting
+    try:
+        with torch.no_grad():
+            model[0].weight.zero_()
+        checkpoint.load(root, checkpoint.State(model, optimizer))
+    finally:
+        files.take = real
+    assert differing(content(model, optimizer), expected) == []
+    return reads
+
+
+# --- in the background -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_saved_in_the_background_is_what_it_was_when_asked_for(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_train_while_saving, tmp_path)
+    assert [p.name for p in sorted(tmp_path.iterdir())] == [f"step-{step:06d}" for step in (2, 4, 5)]
+    assert all(checkpoint.verify(p).ok for p in tmp_path.iterdir())
+
+
+def _train_while_saving(root: Path) -> None:
+    run = Run.of("paro-iig", SHAPE)
+    run.train(range(2))
+    saver = checkpoint.Saver(root, run.state())
+    trained = threading.Event()
+    real = files.put
+
+    def patient(file: Any, data: memoryview) -> None:
+        assert trained.wait(30)
+        real(file, data)
+
+    late = _copy_as_late_as_can_be()
+    files.put = patient
+    try:
+        expected = run.content()
+        saving = saver.save(2)
+        run.train(range(2, 4))
+        assert not saving.done and not (root / "step-000002").exists()
+        trained.set()
+        assert saving.outcome().ok
+        saving = saver.save(4)  # into the same memory
+        saver.settle()
+        assert saving.outcome().ok and saver._pool.made == 1
+        late.undo()
+        trained.clear()
+        saving = saver.save(5)
+        with towpath.full_parameters(run.model):
+            expected_5 = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+        trained.set()
+        assert saving.outcome().ok
+        late = _copy_as_late_as_can_be()
+        saving = saver.save(6)
+        with torch.no_grad():
+            next(run.model.parameters()).mul_(1.0)  # nobody asked
+        saver.settle()
+        assert "written other than by the optimizer's step" in str(saving.outcome().failure)
+    finally:
+        files.put = real
+        late.undo()
+    resumed = Run.of("zero3", SHAPE)
+    checkpoint.load(root / "step-000002", resumed.state())
+    assert differing(resumed.content(), expected) == []
+    checkpoint.load(root / "step-000004", resumed.state())
+    after = resumed.content()
+    assert differing({n: after[n] for n in expected_5}, expected_5) == []
+
+
+def _copy_as_late_as_can_be() -> pytest.MonkeyPatch:
+    """Only when the next step of the optimizer is waiting for it."""
+    waiting, patch = threading.Event(), pytest.MonkeyPatch()
+    real_copy, real_wait = Snapshot._copy, Snapshot.before_step
+
+    def copy(self: Snapshot) -> None:
+        assert waiting.wait(30)
+        waiting.clear()
+        real_copy(self)
+
+    def before_step(self: Snapshot) -> None:
+        waiting.set()
+        real_wait(self)
+
+    patch.setattr(Snapshot, "_copy", copy)
+    patch.setattr(Snapshot, "before_step", before_step)
+    return patch
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_to_write_is_every_ranks_outcome_and_ends_nothing(world: Worlds, tmp_path: Path) -> None:
+    for background in (True, False):
+        root = tmp_path / str(background)
+        outcomes = world(4).run(_fail_to_write, root, background)
+        assert all(of_rank == outcomes[0] for of_rank in outcomes)
+        full, vanished, denied, no_folder, no_room, bad = outcomes[0]
+        assert "rank 2: " in full and "cannot be written (No space left on device)" in full
+        assert "is not there" in vanished or "cannot be written (No such file or directory)" in vanished
+        assert "cannot be written (Permission denied)" in denied
+        assert "cannot be written (File exists)" in no_folder
+        assert "bytes are free, and a checkpoint of step 6 takes" in no_room
+        assert "rank 1: data.loader is a" in bad
+        assert sorted(p.name for p in root.iterdir()) == ["step-000001", "step-000008"]
+        assert all(checkpoint.verify(p).ok for p in root.iterdir())
+
+
+def _fail_to_write(root: Path, background: bool) -> list[str | None]:
+    run = Run.of("zero3", SHAPE)
+    run.train([0])
+    saver = checkpoint.Saver(root, run.state(), background=background)
+    assert saver.save(1).outcome().ok
+    outcomes: list[Any] = []
+
+    def attempt(step: int, saver: checkpoint.Saver = saver) -> None:
+        outcomes.append(saver.save(step).outcome().failure)
+        dist.barrier()
+
+    real_put, real_free = files.put, storage.free_bytes
+
+    def full(file: Any, data: memoryview) -> None:
+        if rank() == 2 and len(data) > 3000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real_put(file, data)
+
+    def vanishing(file: Any, data: memoryview) -> None:
+        if rank() == 0:
+            for path in root.glob("*.partial-*"):
+                path.rename(root.parent / f"gone-{path.name}")
+        real_put(file, data)
+
+    files.put = full
+    attempt(2)
+    files.put = vanishing
+    attempt(3)
+    files.put = real_put
+    read_only = root.parent / f"read-only-{background}"
+    if rank() == 0:
+        (root.parent / f"file-{background}").write_text("no folder")
+        read_only.mkdir(mode=0o555)
+    refused = checkpoint.Saver(read_only, run.state(), background=background, lane="read-only")
+    superuser = os.geteuid() == 0  # for whom nothing is read-only
+    if superuser:
+        os.seteuid(65534)
+    attempt(4, refused)
+    if superuser:
+        os.seteuid(0)
+    dist.barrier()
+    attempt(5, checkpoint.Saver(root.parent / f"file-{background}", run.state(), background=background))
+    storage.free_bytes = lambda folder: 5000
+    attempt(6)
+    storage.free_bytes = real_free
+    bad = {"loader": object()} if rank() == 1 else {}
+    attempt(7, checkpoint.Saver(root, run.state(data=_Extra(bad)), background=background, lane="bad"))
+    run.train([1])
+    assert saver.save(8).outcome().ok
+    return outcomes
+
+
+class _Extra:
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@pytest.mark.parametrize("doomed", [0, 2])
+def test_a_rank_that_dies_while_saving_leaves_the_others_with_a_reason_and_nothing_published_is_touched(
+    tmp_path: Path, doomed: int
+) -> None:
+    with World(4, group_timeout=10.0) as ranks:
+        for connection in ranks._connections:
+            connection.send((_die_while_saving, (tmp_path, doomed), 40.0))
+        survivors = [c for r, c in enumerate(ranks._connections) if r != doomed]
+        for connection in survivors:
+            assert connection.poll(40.0), "a survivor hangs"
+            ok, failure = connection.recv()
+            assert ok, failure
+            assert failure is not None
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000001"
+    assert checkpoint.verify(tmp_path / "step-000001").ok
+
+
+def _die_while_saving(root: Path, doomed: int) -> str | None:
+    run = Run.of("zero3", SHAPE)
+    run.train([0])
+    saver = checkpoint.Saver(root, run.state())
+    assert saver.save(1).outcome().ok
+    dist.barrier()
+    if rank() == doomed:
+        files.put = lambda file, data: os.kill(os.getpid(), signal.SIGKILL)
+    return saver.save(2).outcome().failure
+
+
+def test_a_rank_that_loses_the_others_while_saving_lets_them_know(tmp_path: Path) -> None:
+    """Not only its death does: one that goes on, and waits for them elsewhere, would have them wait for it."""
+    with World(3) as ranks:
+        for failure in ranks.run(_lose_the_others, tmp_path, timeout=50.0):
+            assert failure[0] is not None and "the ranks have lost each other" in (failure[1] or "")
+
+
+def _lose_the_others(root: Path) -> list[str | None]:
+    run = Run.of("zero3", Topology(3, 1))
+    run.train([0])
+    saver = checkpoint.Saver(root, run.state())
+    if rank() == 1:
+        write = storage.FolderWriter.write_data
+
+        def lost(*args: Any) -> Any:
+            write(*args)
+            results: torch.futures.Future[Any] = torch.futures.Future()
+            results.set_result([_Unpicklable()])
+            return results
+
+        storage.FolderWriter.write_data = lost  # pyright: ignore
+    failures = [saver.save(step).outcome().failure for step in (1, 2)]
+    run.train([1])
+    return failures
+
+
+class _Unpicklable:
+    """Breaks on its way to the others, as a message over a dead connection does: DCP does not agree on that."""
+
+    def __reduce__(self) -> Any:
+        raise RuntimeError("Connection closed by peer")
+
+
+# --- loading what is damaged -----------------------------------------------------------------------------------------
+
+
+def test_every_rank_passes_over_what_any_rank_finds_damaged(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_save_three, tmp_path)
+    third, second = tmp_path / "step-000003", tmp_path / "step-000002"
+    (third / "rank-00001.safetensors").unlink()
+    damaged = second / "rank-00002.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-5] ^= 4
+    damaged.write_bytes(content)
+    for step, notes, refusal in world(4).run(_load_the_sound_one, tmp_path):
+        assert step == 1
+        assert "rank-00001.safetensors is missing" in notes[0]
+        assert "rank-00002.safetensors is corrupted" in notes[1]
+        assert "rank-00002.safetensors is corrupted" in refusal
+
+
+def _save_three(root: Path) -> None:
+    run = Run.of("zero3", SHAPE)
+    for step in (1, 2, 3):
+        run.train([step])
+        checkpoint.save(root, step, run.state())
+
+
+def _load_the_sound_one(root: Path) -> tuple[int, tuple[str, ...], str]:
+    run = Run.of("mics:2x1", SHAPE)
+    with pytest.raises(CheckpointError) as refusal:
+        checkpoint.load(root / "step-000002", run.state())
+    loaded = checkpoint.load(root, run.state())
+    assert loaded is not None
+    return loaded.step, loaded.notes, str(refusal.value)
+
+
+def test_a_file_that_one_node_does_not_have_is_an_error_on_every_rank(world: Worlds, tmp_path: Path) -> None:
+    for told in world(4).run(_local_disks, tmp_path):
+        assert "step-000001 was passed over: rank 3:" in told and "is missing" in told
+
+
+def _local_disks(root: Path) -> str:
+    run = Run.of("zero3", SHAPE)
+    checkpoint.save(root, 1, run.state())
+    real = checkpoint.Manifest.check_sizes
+
+    def elsewhere(self: checkpoint.Manifest, folder: Path) -> None:
+        real(self, folder if rank() != 3 else folder / "of-another-node")
+
+    checkpoint.Manifest.check_sizes = elsewhere
+    try:
+        with pytest.raises(CheckpointError) as refusal:
+            checkpoint.load(root, run.state())
+    finally:
+        checkpoint.Manifest.check_sizes = real
+    return str(refusal.value)
+
+
+# --- random numbers, and PyTorch's own checkpoints --------------------------------------------------------------------
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers_and_new_ranks_get_some(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_random_numbers, tmp_path)
+    drawn = world(3).run(_other_random_numbers, tmp_path)
+    assert len(set(drawn)) == 3 and world(3).run(_other_random_numbers, tmp_path) == drawn
+
+
+def _random_numbers(root: Path) -> None:
+    run = Run.of("zero3", SHAPE)
+    torch.manual_seed(100 + rank())
+    checkpoint.save(root, 1, run.state())
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    checkpoint.load(root, run.state())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def _other_random_numbers(root: Path) -> float:
+    run = Run.of("zero3", Topology(3, 1))
+    loaded = checkpoint.load(root, run.state())
+    assert loaded is not None and "random numbers begin anew" in loaded.notes[0]
+    return torch.rand(()).item()
+
+
+def test_pytorchs_own_checkpoints_hold_a_sharded_model_and_its_optimizer(world: Worlds, tmp_path: Path) -> None:
+    expected = world(4).run(_save_by_pytorch, tmp_path)[0]
+    for label, shape in (("paro-iig", SHAPE), ("mics:1x1", Topology(2, 1))):
+        for wrong in world(shape.world).run(_load_by_pytorch, tmp_path, label, shape, expected):
+            assert wrong == []
+
+
+def _by_name(run: Run) -> dict[str, Any]:
+    names = {p: n for n, p in run.model.named_parameters()}
+    return {f"{names[p]}.{key}": value for p, s in run.optimizer.state.items() for key, value in s.items()}
+
+
+def _save_by_pytorch(root: Path) -> Content:
+    import torch.distributed.checkpoint as dcp
+
+    run = Run.of("zero3", SHAPE)
+    run.train(range(2))
+    dcp.save({"model": run.model.state_dict(), "optimizer": _by_name(run)}, checkpoint_id=root)
+    return run.content()
+
+
+def _load_by_pytorch(root: Path, label: str, shape: Topology, expected: Content) -> list[str]:
+    import torch.distributed.checkpoint as dcp
+
+    run = Run.of(label, shape)
+    run.train([0])
+    dcp.load({"model": run.model.state_dict(), "optimizer": _by_name(run)}, checkpoint_id=root)
+    wrong = differing(run.content(), expected)
+    run.train([0])  # the weights that were loaded are published
+    return wrong

@@ -1,0 +1,408 @@
+"""`towpath train` goes on where it was: the losses to come are those of the run that nobody interrupted.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks.server import World
+from towpath import checkpoint
+from towpath.checkpoint import files, storage
+from towpath.errors import TowpathError
+from towpath.train import run
+from towpath.train.config import Config, DataConfig
+from towpath.train.corpus import find
+from towpath.train.data import Windows
+from towpath.train.loop import Step, Training
+from towpath.train.prepare import Plan, prepare
+
+Worlds = Callable[[int], World]
+Told = dict[int, tuple[int, signal.Signals]]
+
+BATCH = 12
+STEPS = 60
+SQUARE = ("strategy.nodes=2", "strategy.ranks_per_node=2")
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """Of a run so small that its steps are the time of their messages."""
+    corpus, tokens = (tmp_path_factory.mktemp("data") / name for name in ("corpus.txt", "tokens"))
+    corpus.write_text(" ".join(random.Random(0).choices(("lock", "barge", "weir", "horse", "canal"), k=4000)))
+    prepare(find(DataConfig(text=(str(corpus),))), "bytes", tokens, Plan())
+    model = ("model.width=16", "model.depth=1", "model.heads=2", "model.hidden=32")
+    train = (f"train.steps={STEPS}", f"train.batch={BATCH}", "train.micro_batch=1", "train.length=8", "train.threads=1")
+    # Not 1e-8: AdamW would make whole steps of what rounding leaves of a gradient that is zero.
+    return (*model, *train, "train.eps=1e-5", "train.evaluate_batches=1", f"data.tokens={tokens}")
+
+
+@dataclass
+class Seen:
+    """What a rank has seen of a run."""
+
+    losses: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # that it computed, in the order of the data
+    said: str = ""
+    error: str = ""
+
+
+def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[[int], object] | None = None) -> Seen:
+    """`told`: by rank, after which step it gets which signal. `before(step)` is called on every rank."""
+    seen = Seen()
+    own_step, own_batch = Training.step, Windows.batch
+
+    def step(training: Training, stop: bool = False) -> Step:
+        if before is not None:
+            before(training.done + 1)
+        done = own_step(training, stop)
+        seen.losses.append(done.loss)
+        after, number = (told or {}).get(training.job.rank, (0, signal.SIGTERM))
+        if after == done.number:
+            signal.raise_signal(number)
+        return done
+
+    def batch(windows: Windows, first: int, count: int) -> Any:
+        seen.samples += range(first, first + count)
+        return own_batch(windows, first, count)
+
+    said = io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(said),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        patch.setattr(Training, "step", step)
+        patch.setattr(Windows, "batch", batch)
+        try:
+            run.train(Config.load(os.devnull, options))
+        except TowpathError as error:
+            seen.error = str(error)
+    seen.said = said.getvalue()
+    return seen
+
+
+def _in(folder: Path, *more: str) -> tuple[str, ...]:
+    return (f"log.folder={folder}", *more)
+
+
+def _files(path: Path) -> dict[str, bytes]:
+    """Weights, optimizer, random numbers, what codecs carry."""
+    return {file.name: file.read_bytes() for file in path.glob("*.safetensors")}
+
+
+# --- across strategies and worlds ------------------------------------------------------------------------------------
+
+# How far losses of about 3 may be apart after 20 steps in fp32: sums in another order differ by 1e-7, and AdamW with
+# eps = 1e-5 raises that where gradients are small.
+ROUNDING = 2e-5
+# What int8 weights and int4 gradients make of them.
+LOSSY = 0.02
+
+OTHERS = {
+    "paro-iig on 3×1": (3, ("strategy.name=paro-iig", "strategy.nodes=3", "strategy.ranks_per_node=1"), ROUNDING),
+    "ddp on one rank": (1, ("strategy.name=ddp",), ROUNDING),
+    "zero++ on 2×2": (4, ("strategy.name=zero++", *SQUARE), LOSSY),
+    "mics on 4×1": (
+        4,
+        ("strategy.name=mics", "strategy.group=[1,2]", "strategy.nodes=4", "strategy.ranks_per_node=1"),
+        ROUNDING,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    world: Worlds, options: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[float]]:
+    """zero3 on 2×2: its checkpoints of steps 20, 40 and 60, and its losses."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    more = _in(folder, *SQUARE, "checkpoint.every=20", "checkpoint.keep=0")
+    seen = world(4).run(_train, (*options, *more))
+    assert not any(rank.error for rank in seen)
+    return folder / "checkpoints", seen[0].losses
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_there(
+    world: Worlds, options: tuple[str, ...], uninterrupted: tuple[Path, list[float]], tmp_path: Path, other: str
+) -> None:
+    saved, losses = uninterrupted
+    ranks, strategy, tolerance = OTHERS[other]
+
+    there = _in(tmp_path / "there", *strategy, f"checkpoint.resume={saved / 'step-000020'}")
+    seen = world(ranks).run(_train, (*options, *there), {0: (39, signal.SIGTERM)})
+    assert len(seen[0].losses) == 20 and seen[0].losses == pytest.approx(losses[20:40], rel=tolerance)
+    assert sorted(s for rank in seen for s in rank.samples) == list(range(20 * BATCH, 40 * BATCH))
+
+    back = _in(tmp_path / "back", *SQUARE, f"checkpoint.resume={tmp_path / 'there' / 'checkpoints'}")
+    seen = world(4).run(_train, (*options, *back))
+    assert len(seen[0].losses) == 20 and seen[0].losses == pytest.approx(losses[40:], rel=tolerance)
+    assert sorted(s for rank in seen for s in rank.samples) == list(range(40 * BATCH, 60 * BATCH))
+
+    if tolerance == LOSSY:  # what the codecs lost they lost before: from here on all is a matter of rounding
+        alone = _in(tmp_path / "alone", "strategy.name=ddp", *back[-1:])
+        assert world(1).run(_train, (*options, *alone))[0].losses == pytest.approx(seen[0].losses, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("strategy", ["zero3", "paro-iig", "zero++ both"])
+def test_the_same_strategy_and_world_go_on_bit_for_bit(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path, strategy: str, background: str
+) -> None:
+    """Losses, weights, optimizer states, random numbers and what codecs carry."""
+    name, _, feedback = strategy.partition(" ")
+    more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=24", "checkpoint.every=5")
+    options = (*options, *more, f"checkpoint.background={background}")
+    whole, parts = _in(tmp_path / "whole"), _in(tmp_path / "parts")
+    losses = world(4).run(_train, (*options, *whole))[0].losses
+    before = world(4).run(_train, (*options, *parts), {2: (11, signal.SIGTERM)})
+    after = world(4).run(_train, (*options, *parts))
+    assert [before[0].losses, after[0].losses] == [losses[:12], losses[12:]]
+    assert "stopped after step 12. The same command goes on from there." in before[0].said
+    assert "12 steps are done, 12 to go" in after[0].said
+    ends = [_files(tmp_path / part / "checkpoints" / "step-000024") for part in ("whole", "parts")]
+    assert len(ends[0]) == 4 and ends[0] == ends[1]
+
+
+# --- from where ------------------------------------------------------------------------------------------------------
+
+
+def test_resume_is_off_auto_or_a_path(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=4", "checkpoint.every=2"))
+    first = world(2).run(_train, options)[0].losses
+    folder = tmp_path / "checkpoints"
+    again = world(2).run(_train, options)[0]
+    assert again.losses == [] and "none is left of train.steps = 4" in again.said
+    assert world(2).run(_train, (*options, f"checkpoint.resume={folder / 'step-000002'}"))[0].losses == first[2:]
+    assert world(2).run(_train, (*options, "checkpoint.resume=off"))[0].losses == first
+    for nothing in (tmp_path / "nowhere", tmp_path):
+        for seen in world(2).run(_train, (*options, f"checkpoint.resume={nothing}")):
+            assert seen.losses == [] and "expected a checkpoint, or a folder of some" in seen.error
+
+
+def test_what_the_configuration_says_now_counts(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
+    first = (*options, *_in(tmp_path, "train.steps=2"))
+    world(1).run(_train, first)
+    changed = ("train.steps=4", "train.weight_decay=0.5", "train.betas=[0.5, 0.6]", "train.eps=0.001")
+    groups = world(1).run(_groups_of, (*first, *changed))[0]
+    assert [(g["weight_decay"], g["betas"], g["eps"]) for g in groups] == [
+        (0.5, (0.5, 0.6), 1e-3),
+        (0.0, (0.5, 0.6), 1e-3),
+    ]
+
+
+def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    own = Training.step
+
+    def step(training: Training, stop: bool = False) -> Step:
+        done = own(training, stop)
+        found[:] = [{k: v for k, v in g.items() if k != "params"} for g in training.optimizer.param_groups]
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Training, "step", step)
+        _train(options)
+    return found
+
+
+def test_a_run_that_begins_anew_sets_other_checkpoints_aside(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Else the next `auto` would take the newer ones of the older run."""
+    world(1).run(_train, (*options, *_in(tmp_path, "train.steps=5")))
+    seen = world(1).run(_train, (*options, *_in(tmp_path, "train.steps=3", "checkpoint.resume=off")))[0]
+    assert "1 checkpoints of another run" in seen.said
+    assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("step-*")) == [
+        "checkpoints.1/step-000005",
+        "checkpoints/step-000003",
+    ]
+
+
+def test_another_model_is_refused_in_one_line_on_every_rank(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=2"))
+    world(2).run(_train, options)
+    errors = {seen.error for seen in world(2).run(_train, (*options, "model.depth=2"))}
+    assert len(errors) == 1
+    [error] = errors
+    assert "the checkpoint is of another model" in error and "\n" not in error
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_that_is_said(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=6", "checkpoint.every=2", "checkpoint.keep=0"))
+    losses = world(2).run(_train, options)[0].losses
+    for step, damage in (("step-000006", _truncate), ("step-000004", _flip)):
+        damage(tmp_path / "checkpoints" / step / "rank-00001.safetensors")
+    seen = world(2).run(_train, options)
+    assert seen[0].losses == losses[2:]
+    for step, what in (("step-000006", "truncated"), ("step-000004", "corrupted")):
+        assert re.search(f"note: {step} was passed over: .*rank-00001.safetensors is {what}", seen[0].said)
+    assert "step-000002: 2 steps are done" in seen[0].said
+    assert all(checkpoint.verify(path).ok for path in (tmp_path / "checkpoints").iterdir())
+
+
+def _truncate(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+# --- when a checkpoint cannot be written -----------------------------------------------------------------------------
+
+
+def test_training_goes_on_when_a_checkpoint_cannot_be_written(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2", "checkpoint.keep=0"))
+    seen = world(2).run(_fail, options, tmp_path / "checkpoints")
+    assert len(seen[0].losses) == 8
+    assert not any(rank.error for rank in seen)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000008"]
+    assert all(checkpoint.verify(path).ok for path in (tmp_path / "checkpoints").iterdir())
+
+
+def _fail(options: tuple[str, ...], folder: Path) -> Seen:
+    """The disk is full in step 4; what is half written vanishes in step 6."""
+    real_put, real_free = files.put, storage.free_bytes
+
+    def vanishing(file: Any, data: memoryview) -> None:
+        for path in folder.glob("*.partial-*"):
+            shutil.rmtree(path, ignore_errors=True)
+        real_put(file, data)
+
+    def before(step: int) -> None:
+        storage.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
+        files.put = vanishing if step in (6, 7) else real_put
+
+    return _train((*options, "checkpoint.background=false"), None, before)
+
+
+def test_where_the_last_state_cannot_be_saved_the_run_has_failed_and_says_what_is_left(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2"))
+    for seen in world(2).run(_fail_last, options):
+        assert "the state after step 5 was not saved" in seen.error and "step-000004" in seen.error
+        assert "stopped after" not in seen.said
+    assert [len(seen.losses) for seen in world(2).run(_train, options)] == [4, 4]
+
+
+def _fail_last(options: tuple[str, ...]) -> Seen:
+    real_free = storage.free_bytes
+
+    def before(step: int) -> None:
+        storage.free_bytes = (lambda folder: 0) if step == 5 else real_free
+
+    seen = _train((*options, "checkpoint.background=false"), {1: (4, signal.SIGTERM)}, before)
+    storage.free_bytes = real_free
+    return seen
+
+
+# --- stopping --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {3: (4, signal.SIGINT)},
+        dict.fromkeys(range(4), (4, signal.SIGTERM)),
+        {0: (5, signal.SIGINT), 1: (4, signal.SIGTERM)},
+    ],
+    ids=["one", "all", "two, at different times"],
+)
+def test_all_ranks_stop_after_the_same_step_and_save(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path, told: Told
+) -> None:
+    seen = world(4).run(_train, (*options, *_in(tmp_path)), told)
+    assert [(len(rank.losses), rank.error) for rank in seen] == [(5, "")] * 4
+    assert "stopped after step 5. The same command goes on from there." in seen[0].said
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000005"]
+    assert checkpoint.verify(tmp_path / "checkpoints" / "step-000005").ok
+
+
+def test_with_a_dead_peer_nothing_is_saved_and_that_is_said(options: tuple[str, ...], tmp_path: Path) -> None:
+    options = (*options, *_in(tmp_path, "checkpoint.every=2"))
+    with World(3) as ranks:
+        for connection in ranks._connections:
+            connection.send((_die, (options, 1, 4), 60.0))
+        for rank in (0, 2):
+            assert ranks._connections[rank].poll(60.0), "a survivor hangs"
+            ok, seen = ranks._connections[rank].recv()
+            assert ok, seen
+            assert re.search(
+                f"rank {rank}: step 3 was not saved; the same command goes on from .*step-000002", seen.said
+            )
+            assert "has died" in seen.error
+    assert checkpoint.latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000002"
+
+
+def _die(options: tuple[str, ...], doomed: int, step: int) -> Seen:
+    """Before the step, when the survivors have been told to stop. What was saved before is published."""
+
+    def before(at: int) -> None:
+        if at == step:
+            dist.barrier()
+            if dist.get_rank() == doomed:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    told = {rank: (step - 1, signal.SIGTERM) for rank in range(3) if rank != doomed}
+    return _train((*options, "checkpoint.background=false"), told, before)
+
+
+@contextlib.contextmanager
+def _command(options: tuple[str, ...]) -> Iterator[subprocess.Popen[str]]:
+    """`towpath train --ranks 2`, in its steps."""
+    command = [sys.executable, "-m", "towpath", "train", os.devnull, "--ranks", "2", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stderr is not None
+            assert any("loss" in line for line in process.stderr), "ended before its first step"
+            yield process
+        finally:
+            process.terminate()
+
+
+def test_the_command_told_to_stop_has_its_ranks_save_and_ends_well(options: tuple[str, ...], tmp_path: Path) -> None:
+    with _command((*options, *_in(tmp_path, "train.steps=100000"))) as process:
+        process.terminate()
+        _, said = process.communicate(timeout=25)
+    assert process.returncode == 0, said
+    stopped = re.search(r"stopped after step (\d+). The same command goes on from there.", said)
+    assert stopped, said
+    newest = checkpoint.latest(tmp_path / "checkpoints")
+    assert newest is not None and newest.name == f"step-{int(stopped[1]):06}"
+
+
+def test_the_command_whose_rank_is_killed_says_so_and_fails(options: tuple[str, ...], tmp_path: Path) -> None:
+    with _command((*options, *_in(tmp_path, "train.steps=100000"))) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+        _, said = process.communicate(timeout=25)
+    assert process.returncode == 1, said
+    assert "was not saved; there is no checkpoint of this run" in said and "Traceback" not in said
