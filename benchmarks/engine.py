@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,8 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import gpt
 import towpath

@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import gpt
 import towpath

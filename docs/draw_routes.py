@@ -23,7 +23,7 @@ import towpath
 from towpath import Topology, Wire
 from towpath.spec.routes import ROUTES, Group, Op, Send, sends, wire_elements
 from towpath.spec.schedule import Transfer
-from towpath.spec.strategy import Kind
+from towpath.spec.strategy import WIRED, Kind
 from towpath.spec.transitions import Move
 
 DOCS = Path(__file__).parent
@@ -394,7 +394,7 @@ def presets_table(shape: Topology = SHAPE) -> str:
         strategy = towpath.strategy(name, shape)
         if any(strategy.wire(kind).encoding for kind in Kind):  # docs/codecs.md
             continue
-        moving = [kind for kind in list(Kind)[:5] if getattr(strategy.moves, kind.value)]
+        moving = [kind for kind in WIRED if getattr(strategy.moves, kind.value)]
         routes: dict[str, list[str]] = defaultdict(list)
         for kind in moving:
             routes[strategy.wire(kind).route].append(f"`{kind.value}`")

@@ -1,0 +1,76 @@
+"""A small GPT and something to train it on: the bytes of the Python standard library's own sources."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+VOCABULARY = 256  # bytes
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(
+        self, width: int = 192, depth: int = 6, heads: int = 6, context: int = 128, vocabulary: int = VOCABULARY
+    ) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Parameter(torch.randn(context, width) * 0.02)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.apply(_initialise)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of predicting `targets`, both [batch, length]."""
+        x = self.tokens(ids) + self.positions[: ids.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
+@cache
+def corpus() -> Tensor:
+    """The sources of the standard library's top folder, one after the other, as bytes."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+
+
+def batches(rank: int, batch: int, length: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (inputs, targets), each rank its own, the same in every run."""
+    text, generator = corpus(), torch.Generator().manual_seed(rank)
+    while True:
+        starts = torch.randint(len(text) - length - 1, (batch,), generator=generator)
+        rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
+        yield rows[:, :-1], rows[:, 1:]

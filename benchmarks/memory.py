@@ -1,0 +1,159 @@
+"""How much memory a rank needs to start: a GPT of a billion fp32 parameters over four ranks under `zero3`.
+
+    python benchmarks/memory.py [CASE …] [--folder /tmp] [-o benchmarks/results/memory.json]
+
+A case builds the model on the meta device and shards it: `loaded` from a safetensors file (4 GB, made in `--folder`
+and removed), `drawn` with new weights, unit by unit. A thread in each rank reads RssAnon every two milliseconds; what
+counts is its peak above the level after the imports, and after a tiny model, which has torch import what it imports
+late. It may be 0.3 of the model (a quarter is the rank's share) and the largest unit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import towpath
+from results_file import keep, selected
+from towpath import lab
+from towpath.train import models
+from towpath.train.config import ModelConfig
+
+SHAPE = towpath.Topology(2, 2)
+MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
+TINY = ModelConfig(width=64, depth=2, heads=2)
+VOCABULARY = 32_000
+SHARE = 0.3
+EVERY_SECONDS = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    from_file: bool
+
+    def measure(self, folder: Path) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            file = Path(temporary, "model.safetensors")
+            weights = str(file) if self.from_file else ""
+            if self.from_file:
+                write(file)
+            with lab.Lab(SHAPE, inter=None) as cluster:
+                ranks = cluster.call(start, weights, timeout_seconds=1800)
+        first = ranks[0]
+        return {
+            "parameters": first["parameters"],
+            "peak_bytes": [rank["peak_bytes"] for rank in ranks],
+            "kept_bytes": [rank["kept_bytes"] for rank in ranks],
+            "model_bytes": first["model_bytes"],
+            "unit_bytes": first["unit_bytes"],
+            "limit_bytes": int(SHARE * first["model_bytes"]) + first["unit_bytes"],
+        }
+
+
+CASES = [Case("loaded", True), Case("drawn", False)]
+
+
+def write(file: Path) -> None:
+    """Some values for every parameter, a piece at a time."""
+    built = models.build(MODEL, VOCABULARY)
+    header: dict[str, Any] = {}
+    end = 0
+    for name, parameter in built.model.named_parameters():
+        start, end = end, end + parameter.nbytes
+        header[built.names[name]] = {"dtype": "F32", "shape": list(parameter.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    piece = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for entry in header.values():
+            left = 4 * prod(entry["shape"])
+            while left:
+                left -= out.write(piece[:left])
+
+
+def start(rank: int, world: int, weights: str) -> dict[str, Any]:
+    """What every rank does."""
+    torch.set_num_threads(1)
+    towpath.shard(models.build(TINY, 256).model, "zero3", topology=SHAPE)
+    built, model, peak, kept = watched(lambda: build_and_shard(weights))
+    sizes = [sum(b.plan.numel for b in unit.buckets) for unit in model.towpath_engine.units]
+    if built.values is not None:
+        check(model, built.values)
+    return {
+        "parameters": built.parameters,
+        "model_bytes": 4 * built.parameters,
+        "unit_bytes": 4 * max(sizes),
+        "peak_bytes": peak,
+        "kept_bytes": kept,
+    }
+
+
+def build_and_shard(weights: str) -> tuple[models.Built, Any]:
+    built = models.build(ModelConfig(**asdict(MODEL) | {"weights": weights}), VOCABULARY)
+    return built, towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
+
+
+def check(model: Any, values: Callable[[str, int, int], torch.Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.to_local(), values(name, *parameter.span.bounds())), name
+
+
+def watched(work: Callable[[], tuple[models.Built, Any]]) -> tuple[models.Built, Any, int, int]:
+    """What `work` made, the peak of RssAnon meanwhile and its level afterwards, both above the level before."""
+    before = rss_anon()
+    peak = before
+    over = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not over.wait(EVERY_SECONDS):
+            peak = max(peak, rss_anon())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        built, model = work()
+    finally:
+        over.set()
+        sampler.join()
+    after = rss_anon()
+    return built, model, max(peak, after) - before, after - before
+
+
+def rss_anon() -> int:
+    with Path("/proc/self/status").open() as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"which of {', '.join(c.name for c in CASES)} (default: all)")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="has room for 4 GB")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    for case in selected(CASES, options.cases):
+        found = case.measure(options.folder)
+        worst = max(found["peak_bytes"])
+        verdict = "met" if worst <= found["limit_bytes"] else "MISSED"
+        print(
+            f"{case.name}: peak {worst / 1e9:.3f} GB of {found['model_bytes'] / 1e9:.3f} GB, unit "
+            f"{found['unit_bytes'] / 1e9:.3f} GB (asked ≤ {found['limit_bytes'] / 1e9:.3f}: {verdict})",
+            flush=True,
+        )
+        if options.output:
+            keep(options.output, {"case": asdict(case), **found, "met": verdict == "met"}, [c.name for c in CASES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Draws docs/step.svg: one training step of a small GPT under three strategies, from a run on the shaped cluster.
+
+python docs/draw_step.py [-o docs/step.svg] [--inter 200mbit] [STRATEGY …]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from towpath import lab
+from towpath.train import demo
+from towpath.train.plots import Outcome, draw_timelines, svg
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("strategies", nargs="*", default=["zero3", "zero++", "paro-iig"])
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_name("step.svg"))
+    parser.add_argument("--inter", default="200mbit")
+    options = parser.parse_args()
+    outcomes: list[Outcome] = []
+    with lab.Lab(demo.TOPOLOGY, inter=options.inter) as cluster:
+        for strategy in options.strategies:
+            config = demo.configuration(strategy, steps=6)
+            outcomes.append(cluster.call(demo.trained, config, True, timeout_seconds=600)[0])
+    drawn = svg(draw_timelines, outcomes, (10, 0.8 + 0.8 * len(outcomes)))
+    # Alone, without a page around it, it needs a ground to be seen on.
+    options.output.write_text(drawn.replace("<svg ", '<svg style="background: #fff" ', 1))
+
+
+if __name__ == "__main__":
+    main()
