@@ -75,9 +75,9 @@ def _listen(reading: int, stop: Stop) -> None:
             if number[0] not in _SIGNALS:
                 continue
             if asked or not stop.begun:
-                # Not `over`: what comes after it, the process group's end, may hang as well.
-                threading.Event().wait(_GRACE_SECONDS)
-                os._exit(128 + number[0])
+                if not stop.over.wait(_GRACE_SECONDS):
+                    os._exit(128 + number[0])
+                return  # what the process does after the run is its own affair
             asked = True
             threading.Thread(target=_worry, args=(stop,), name="towpath signals", daemon=True).start()
 
