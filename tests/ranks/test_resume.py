@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,16 +280,44 @@ def _flip(path: Path) -> None:
 def test_training_goes_on_when_a_checkpoint_cannot_be_written(
     world: Worlds, options: tuple[str, ...], tmp_path: Path
 ) -> None:
-    options = (*options, *_in(tmp_path, "train.steps=8", "checkpoint.every=2", "checkpoint.keep=0"))
-    seen = world(2).run(_fail, options, tmp_path / "checkpoints")
-    assert len(seen[0].losses) == 8
-    assert not any(rank.error for rank in seen)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-000002", "step-000008"]
-    assert all(checkpoint.verify(path).ok for path in (tmp_path / "checkpoints").iterdir())
+    options = (*options, *_in(tmp_path, "train.steps=10", "checkpoint.every=2", "checkpoint.keep=0"))
+    folder = tmp_path / "checkpoints"
+    with _switch_to_read_only(folder) as writable:
+        seen = world(2).run(_fail, options, folder, writable)
+        assert len(seen[0].losses) == 10
+        assert not any(rank.error for rank in seen)
+        for step, why in ((4, "0 bytes are free"), (6, "No such file"), (8, "Read-only|Permission denied")):
+            assert re.search(f"STEP {step} NOT SAVED: .*({why})", seen[0].said), seen[0].said
+        assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000010"]
+        assert all(checkpoint.verify(path).ok for path in folder.iterdir())
 
 
-def _fail(options: tuple[str, ...], folder: Path) -> Seen:
-    """The disk is full in step 4; what is half written vanishes in step 6."""
+@contextlib.contextmanager
+def _switch_to_read_only(folder: Path) -> Iterator[Callable[[bool], None]]:
+    """Root writes whatever the modes of a folder say, but not into what is mounted read-only."""
+    folder.mkdir()
+    if os.geteuid():
+        yield partial(_change_mode, folder)
+        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"root may not mount here: {mounted.stderr.strip()}")
+    try:
+        yield partial(_remount, folder)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def _change_mode(folder: Path, writable: bool) -> None:
+    folder.chmod(0o755 if writable else 0o555)
+
+
+def _remount(folder: Path, writable: bool) -> None:
+    subprocess.run(["mount", "-o", f"remount,{'rw' if writable else 'ro'}", folder], check=True)
+
+
+def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], None]) -> Seen:
+    """The disk is full in step 4; what is half written vanishes in step 6; nobody may write in step 8."""
     real_put, real_free = files.put, storage.free_bytes
 
     def vanishing(file: Any, data: memoryview) -> None:
@@ -299,6 +328,8 @@ def _fail(options: tuple[str, ...], folder: Path) -> Seen:
     def before(step: int) -> None:
         storage.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
         files.put = vanishing if step in (6, 7) else real_put
+        if dist.get_rank() == 0 and step in (8, 9):
+            writable(step == 9)
 
     return _train((*options, "checkpoint.background=false"), None, before)
 
