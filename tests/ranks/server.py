@@ -11,6 +11,7 @@ hangs says where it stands. No ports (a file store), no sleeps, one torch thread
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -161,6 +162,7 @@ def _serve(
 
     warnings_are_errors()
     torch.set_num_threads(1)
+    gc.freeze()  # the collector, and who asks it what there is, need not go through all that was loaded before
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
     with Path(folder, f"stack{rank}").open("w") as stack:

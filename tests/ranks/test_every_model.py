@@ -37,7 +37,7 @@ import towpath
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
-from tests.ranks.twin import TOLERANCE, Loss, Twin
+from tests.ranks.twin import TOLERANCE, Loss, Twin, distance
 from towpath import Topology, errors
 from towpath.spec.strategy import Kind
 from towpath.spec.units import BucketSpec
@@ -973,7 +973,7 @@ def _train_from_meta(label: str) -> None:
             optimizer.step()
             optimizer.zero_grad()
     for (name, found), expected in zip(sharded.named_parameters(), plain.named_parameters(), strict=True):
-        assert (found.full_tensor() - expected[1].detach()).abs().max() <= TOLERANCE, name
+        assert distance(found, expected[1].detach()) <= TOLERANCE, name
 
 
 def test_from_the_meta_device_a_rank_never_holds_more_than_one_unit_beyond_its_shards(world: Worlds) -> None:
