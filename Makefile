@@ -4,7 +4,7 @@
 #   make demo     train a small GPT under several strategies, and print them side by side
 #   make test     the tests, on two workers
 #   make check    ruff, pyright and the import contracts
-#   make parity   every strategy on every shape of cluster with every model (long)
+#   make parity   the tests on ranks with every strategy, on every shape of cluster, with every model (long)
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -51,6 +51,6 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# -m "" lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases.
+# -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases.
 parity: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "" -o console_output_style=count tests/ranks/test_parity.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "not soak" -o console_output_style=count tests/ranks

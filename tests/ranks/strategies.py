@@ -3,9 +3,12 @@ mics weights=int8 gradients=int4."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any
+
+import pytest
 
 import towpath
 from towpath import Extent, Topology
@@ -62,3 +65,15 @@ def _chains(topology: Topology) -> Iterator[tuple[Extent, ...]]:
     for p, g, o in product(legal, repeat=3):
         if p.divides(g) and g.divides(o):
             yield p, g, o
+
+
+def in_turn(labels: Sequence[str], count: int) -> Callable[[Any], Any]:
+    """Parametrizes `label`: each test runs on `count` of them, another test on others; `make parity` runs it on all."""
+
+    def mark(test: Any) -> Any:
+        first = zlib.crc32(test.__name__.encode())
+        chosen = {labels[(first + i * len(labels) // count) % len(labels)] for i in range(count)}
+        rest = [pytest.param(label, marks=pytest.mark.parity) for label in labels if label not in chosen]
+        return pytest.mark.parametrize("label", [*sorted(chosen), *rest])(test)
+
+    return mark

@@ -19,7 +19,7 @@ import towpath
 from tests.ranks.models import MODELS, SEQUENCE, VOCABULARY, GPTBlock, TiedGPT
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import Twin, loss_on
 from towpath import Extent, Topology, errors
 
@@ -29,7 +29,7 @@ SHAPE = Topology(2, 2)
 
 # One of each way that gradients and parameters travel: all-reduce, late and early reduction, two hops, gathers.
 KINDS = ("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-nig", "paro-iig", "lins:1x1|2x1|2x1")
-kinds = pytest.mark.parametrize("label", KINDS)
+kinds = in_turn(KINDS, 3)
 
 _gpt_loss = loss_on("gpt")
 

@@ -36,7 +36,7 @@ from transformers.utils import ModelOutput
 import towpath
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin, distance
 from towpath import Topology, errors
 from towpath.spec.strategy import Kind
@@ -46,7 +46,7 @@ Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("zero3", "hpz", "mics:2x1", "paro-iig", "zero1")
-labels = pytest.mark.parametrize("label", LABELS)
+labels = in_turn(LABELS, 2)
 
 WIDTH = 6
 

@@ -170,12 +170,12 @@ def _relative(found: list[float], expected: list[float]) -> float:
 
 def check(case: Case, world: Callable[[int], World], folder: Path) -> None:
     expected = reference.load_or_train(case.task, folder, _train_reference)
-    for rank, distance in enumerate(world(case.topology.world).run(train, case, expected)):
+    for rank, found in enumerate(world(case.topology.world).run(train, case, expected)):
         limit = TOLERANCE[case.dtype]
-        far = {name: value for name, value in distance.parameters.items() if not value <= limit}
-        assert not far, f"rank {rank}: {len(far)} of {len(distance.parameters)} parameters are off: {far}"
-        assert distance.losses <= limit, f"rank {rank}: losses"
-        assert distance.norms <= limit, f"rank {rank}: norms"
+        far = {name: value for name, value in found.parameters.items() if not value <= limit}
+        assert not far, f"rank {rank}: {len(far)} of {len(found.parameters)} parameters are off: {far}"
+        assert found.losses <= limit, f"rank {rank}: losses"
+        assert found.norms <= limit, f"rank {rank}: norms"
 
 
 def _train_reference(task: Task) -> reference.Result:
