@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("demo")  # which runs once for all of them
+
 PROGRAM = """
 import sys
 import towpath.lab

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks.server import World, run_ranks
-from tests.ranks.strategies import ROUNDING
+from tests.ranks.strategies import ROUNDING, seldom
 from towpath import strategies
 from towpath.errors import TowpathError, TrainError
 from towpath.train import corpus, loop, models, run
@@ -134,7 +134,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAME = ("loss", "learning_rate", "gradient_norm", "tokens", "inter_bytes", "intra_bytes", "skipped")
 
 
-@pytest.mark.parametrize("label", ["zero3", "paro-iig", "zero++"])
+@pytest.mark.parametrize("label", ["zero3", "zero++", seldom("paro-iig")])
 def test_twice_the_same_is_the_same_bit_for_bit(
     world: Worlds, config: Callable[..., Config], gpt2: Path, label: str, tmp_path: Path
 ) -> None:
@@ -145,14 +145,14 @@ def test_twice_the_same_is_the_same_bit_for_bit(
         mine = config(model={"hf": str(gpt2)}, strategy={"name": label}, log={"folder": str(tmp_path / name)})
         world(4).run(torch.rand, len(name))
         world(4).run(_train, mine)
-        weights = [weights for _, _, weights in world(4).run(_steps, mine)]
         rows = [{key: row[key] for key in SAME} for row in rows_of(mine)]
+        written = Path(mine.log.folder, "checkpoints", f"step-{STEPS:06}")
+        weights = [file.read_bytes() for file in sorted(written.glob("*.safetensors"))]
         found.append((rows, rows_of(mine, "validation")[0]["loss"], weights))
     (rows, held_out, weights), (rows_again, held_out_again, weights_again) = found
     assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)  # it learns
     assert rows == rows_again and held_out == held_out_again
-    for mine, again in zip(weights, weights_again, strict=True):
-        assert all(torch.equal(mine[name], again[name]) for name in mine)
+    assert len(weights) == 4 and weights == weights_again
 
 
 @pytest.fixture(scope="module")
@@ -169,8 +169,10 @@ def _near(found: tuple[list[float], float, Any], expected: tuple[list[float], fl
     assert found[1] == pytest.approx(expected[1], abs=ROUNDED, rel=0)
 
 
-LOSSLESS: list[dict[str, Any]] = [
-    *({"name": name} for name in strategies() if name not in ("lins", *ROUNDING)),
+PARO = [name for name in strategies() if name.startswith("paro-")]
+LOSSLESS: list[Any] = [
+    *({"name": name} for name in strategies() if name not in ("lins", *PARO, *ROUNDING)),
+    *({"name": name} if name in ("paro-iig", "paro-nig") else seldom({"name": name}) for name in PARO),
     {"name": "mics", "group": [2, 2]},
     {"name": "zero3", "route": "hierarchical"},
     {"name": "lins", "params": [1, 1], "grads": [2, 1], "optimizer": [2, 2]},
