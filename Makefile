@@ -4,7 +4,7 @@
 #   make demo     train a small GPT under several strategies, and print them side by side
 #   make test     the tests, on two workers
 #   make check    ruff, pyright and the import contracts
-#   make parity   the tests on ranks with every strategy, on every shape of cluster, with every model (long)
+#   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (long)
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -53,4 +53,4 @@ check: $(READY)
 
 # -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases.
 parity: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "not soak" -o console_output_style=count tests/ranks
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "not soak" -o console_output_style=count tests/ranks tests/lab

@@ -34,16 +34,10 @@ def lab(kernel_allows_labs: None) -> Iterator[Callable[..., Lab]]:
     """`lab(2, 2, inter="200mbit")`: a lab of 2 nodes × 2 ranks, raised once a session. Leave it as you found it."""
     raised: dict[tuple[object, ...], Lab] = {}
 
-    def of(
-        nodes: int,
-        ranks: int,
-        inter: str | None = None,
-        intra: str | None = None,
-        preload: tuple[str, ...] = ("torch", "torch.distributed"),
-    ) -> Lab:
-        shape = (nodes, ranks, inter, intra, preload)
+    def of(nodes: int, ranks: int, inter: str | None = None, intra: str | None = None) -> Lab:
+        shape = (nodes, ranks, inter, intra)
         if shape not in raised:
-            raised[shape] = Lab(Topology(nodes, ranks), inter=inter, intra=intra, preload=preload)
+            raised[shape] = Lab(Topology(nodes, ranks), inter=inter, intra=intra)
         return raised[shape]
 
     yield of

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from benchmarks import gpt
 
 import towpath
+from tests.ranks.strategies import seldom
 from towpath.errors import StepError
 from towpath.lab import Lab
 from towpath.lab.counters import CABLE
@@ -62,8 +63,17 @@ def _lose_the_link() -> None:
     subprocess.run(["ip", "link", "set", CABLE, "down"], check=True)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "paro-iig"])
-@pytest.mark.parametrize("stop", [_die, _stay_away, _lose_the_link])
+@pytest.mark.parametrize(
+    "stop, strategy",
+    [
+        (_die, "zero3"),
+        (_stay_away, "paro-iig"),
+        (_lose_the_link, "zero3"),
+        seldom(_die, "paro-iig"),
+        seldom(_stay_away, "zero3"),
+        seldom(_lose_the_link, "paro-iig"),
+    ],
+)
 def test_the_others_end_with_an_error_that_names_the_transfer_and_the_peers(
     strategy: str, stop: Callable[[], None]
 ) -> None:

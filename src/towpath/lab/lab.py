@@ -29,6 +29,9 @@ _GRACE_SECONDS = 10.0
 _LAST_WORDS_SECONDS = 2.0
 _CLOSE_SECONDS = 10.0
 
+# What ranks that train would otherwise each import for themselves; optimizers import the last at their first step.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
 
 class Lab:
     """`topology` as network namespaces, joined by cables of rate `inter`, with loopbacks of rate `intra`.
@@ -43,7 +46,7 @@ class Lab:
         *,
         inter: str | Rate | None = None,
         intra: str | Rate | None = None,
-        preload: Sequence[str] = ("torch", "torch.distributed"),
+        preload: Sequence[str] = PRELOAD,
     ) -> None:
         self.topology = topology
         self.inter = _rate(inter)
