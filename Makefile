@@ -53,4 +53,4 @@ check: $(READY)
 
 # -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases.
 parity: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "not soak" -o console_output_style=count tests/ranks tests/lab
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "" -o console_output_style=count tests/ranks tests/lab

@@ -7,16 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
-@pytest.mark.soak
 def test_killed_ranks_change_no_bit_of_what_is_trained(tmp_path: Path) -> None:
     command = [sys.executable, str(SOAK), "zero3", "--kills", "2", "--seed", "1"]
     command += ["--folder", str(tmp_path), "-o", str(tmp_path / "soak.json")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     [result] = json.loads((tmp_path / "soak.json").read_text())["results"]
     assert result["kills"] == 2 and result["files_alike"] == 4
