@@ -15,7 +15,7 @@ from towpath.errors import ConfigError
 
 def demo(
     inter: Annotated[str, typer.Option(metavar="RATE", help="Rate of each node's cable, each way.")] = "200mbit",
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps under each strategy.")] = 20,
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps under each strategy.")] = 16,
     output: Annotated[Path, typer.Option("-o", "--output", help="The report.")] = Path("report.html"),
     strategies: Annotated[
         list[str] | None, typer.Argument(metavar="[STRATEGY ...]", help="In place of the usual six.")

@@ -37,7 +37,7 @@ def configuration(strategy: str, steps: int) -> Config:
     return Config(
         model=ModelConfig(width=192, depth=6, heads=6),
         data=DataConfig(),
-        train=TrainConfig(steps=steps, batch=32, micro_batch=4, length=128, learning_rate=2e-3, threads=1),
+        train=TrainConfig(steps=steps, batch=24, micro_batch=3, length=128, learning_rate=2e-3, threads=1),
         strategy=StrategyConfig(name=strategy),
     )
 
