@@ -206,7 +206,12 @@ def test_resume_is_off_auto_or_a_path(world: Worlds, options: tuple[str, ...], t
     assert again.losses == [] and "none is left of train.steps = 4" in again.said
     assert world(2).run(_train, (*options, f"checkpoint.resume={folder / 'step-000002'}"))[0].losses == first[2:]
     assert world(2).run(_train, (*options, "checkpoint.resume=off"))[0].losses == first
-    for nothing in (tmp_path / "nowhere", tmp_path):
+    for spelled in (tmp_path, tmp_path / "checkpoints" / ".." / "checkpoints"):  # this run's own, which nobody moves
+        seen = world(2).run(_train, (*options, f"checkpoint.resume={spelled}", "train.steps=5"))[0]
+        assert len(seen.losses) == 1 and "of another run" not in seen.said
+        shutil.rmtree(folder / "step-000005")
+    (tmp_path / "empty").mkdir()
+    for nothing in (tmp_path / "nowhere", tmp_path / "empty"):
         for seen in world(2).run(_train, (*options, f"checkpoint.resume={nothing}")):
             assert seen.losses == [] and "expected a checkpoint, or a folder of some" in seen.error
 

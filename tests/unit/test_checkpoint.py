@@ -383,6 +383,15 @@ def test_the_command_lists_verifies_and_shows(tmp_path: Path) -> None:
     assert _command("checkpoint", "ls", tmp_path / "none")[0] == 2
 
 
+def test_the_command_finds_the_checkpoints_in_the_folder_of_a_run(tmp_path: Path) -> None:
+    _saved(tmp_path / "checkpoints")
+    for command in (("checkpoint", "ls"), ("checkpoint", "verify"), ("checkpoint", "show")):
+        code, text = _command(*command, tmp_path)
+        assert code == 0 and "step-000002" in text
+    assert _command("export", tmp_path, tmp_path / "out")[0] == 0
+    assert checkpoint.load(tmp_path, State(TiedGPT())) is not None
+
+
 def test_the_command_exports_and_imports(tmp_path: Path) -> None:
     run = _saved(tmp_path / "run")
     code, text = _command("export", tmp_path / "run", tmp_path / "out", "--json")

@@ -30,7 +30,7 @@ class Verdict:
 
 def latest(root: str | Path) -> Path | None:
     """The newest checkpoint in `root` whose manifest is sound and whose files are there and as long as they were."""
-    for path in folders.checkpoints(Path(root)):
+    for path in folders.checkpoints(folders.home(Path(root))):
         try:
             read_manifest(path).check_sizes(path)
         except CheckpointError:

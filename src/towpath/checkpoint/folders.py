@@ -15,10 +15,11 @@ from pathlib import Path
 
 from towpath.checkpoint.manifest import NAME, sync_folder
 
+IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
+
 _CHECKPOINT = re.compile(r"step-(\d+)")
 _PARTIAL = re.compile(r"step-\d+\.partial-\w+")
 _REPLACED = re.compile(r"(step-\d+)\.replaced-\w+")
-
 
 _IN_USE: set[Path] = set()  # partial ones, being written by this process
 
@@ -52,6 +53,12 @@ def checkpoints(root: Path) -> list[Path]:
         return []
     found = [p for p in root.iterdir() if _CHECKPOINT.fullmatch(p.name) and p.is_dir()]
     return sorted(found, key=step_of, reverse=True)
+
+
+def home(where: Path) -> Path:
+    """The folder that checkpoints are in: the one that was named, or, of a run's folder, the one in it."""
+    inside = where / IN_RUN
+    return inside if inside.is_dir() and not checkpoints(where) else where
 
 
 def publish(partial: Path, final: Path) -> None:

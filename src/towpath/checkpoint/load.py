@@ -67,7 +67,7 @@ def _candidates(where: Path) -> tuple[bool, list[Path]]:
     """The checkpoint that was named, or those in the folder that was named."""
     if folders.is_checkpoint(where):
         return True, [where]
-    return False, folders.checkpoints(where)
+    return False, folders.checkpoints(folders.home(where))
 
 
 def _load(path: Path, state: State, council: Council) -> Loaded:

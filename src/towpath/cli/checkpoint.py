@@ -123,7 +123,7 @@ def _checkpoints(folder: Path) -> list[Path]:
     """The newest first."""
     from towpath.checkpoint import folders
 
-    found = [folder] if folders.is_checkpoint(folder) and folder.is_dir() else folders.checkpoints(folder)
+    found = [folder] if folders.is_checkpoint(folder) and folder.is_dir() else folders.checkpoints(folders.home(folder))
     if not found:
         raise CheckpointError(f"{folder}: there is no checkpoint (a folder named step-000120, say). Check the path.")
     return found

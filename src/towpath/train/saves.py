@@ -24,12 +24,20 @@ def goes_on(config: Config, job: Job) -> bool:
 
 
 def _folder(config: Config) -> Path:
-    return Path(config.checkpoint.folder or Path(config.log.folder, "checkpoints"))
+    return Path(config.checkpoint.folder or Path(config.log.folder, folders.IN_RUN))
 
 
 def _source(config: Config) -> Path | None:
-    resume = config.checkpoint.resume
-    return None if resume == "off" else _folder(config) if resume == "auto" else Path(resume)
+    """Its own folder under one name only, however it was spelled: what is elsewhere is another run's."""
+    resume, own = config.checkpoint.resume, _folder(config)
+    if resume == "off":
+        return None
+    source = own if resume == "auto" else folders.home(Path(resume))
+    return own if _same(source, own) else source
+
+
+def _same(a: Path, b: Path) -> bool:
+    return a.resolve() == b.resolve()
 
 
 # Options of the optimizer that the configuration tells: what it says now counts, not what it said then.
@@ -63,7 +71,7 @@ class Saves:
 
     def _set_aside(self) -> None:
         """What this run does not go on from, but a later `auto` would take for a newer state of it."""
-        begin = folders.step_of(self._source) if self._source and self._source.parent == self._folder else -1
+        begin = folders.step_of(self._source) if self._source and _same(self._source.parent, self._folder) else -1
         others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
         if self._rank or not others:
             return
