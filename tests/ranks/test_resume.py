@@ -227,6 +227,16 @@ def test_what_the_configuration_says_now_counts(world: Worlds, options: tuple[st
     ]
 
 
+def test_another_order_of_the_data_is_said(world: Worlds, options: tuple[str, ...], tmp_path: Path) -> None:
+    first = (*options, *_in(tmp_path, "train.steps=1"))
+    world(1).run(_train, first)
+    same = world(1).run(_train, (*first, "train.steps=2", "train.batch=6"))[0]
+    assert len(same.losses) == 1 and "changed since" not in same.said
+    other = world(1).run(_train, (*first, "train.steps=3", "train.seed=7", "train.length=7"))[0]
+    assert len(other.losses) == 1
+    assert "note: train.length and train.seed changed since the checkpoint was written" in other.said
+
+
 def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     own = Training.step

@@ -76,6 +76,8 @@ class Training:
     optimizer: torch.optim.Optimizer
     windows: Windows
     held_out: Windows | None
+    order: dict[str, Any]  # what decides which sample has which number
+    reordered: tuple[str, ...] = ()  # what of it is not as it was when the checkpoint was written
     done: int = 0  # optimizer steps
     samples: int = 0  # read so far, by all ranks together
     skipped: int = 0  # steps in a row whose gradient was not finite
@@ -92,11 +94,13 @@ class Training:
         length = self.config.length
         return self.built.flops_per_token(length) * length * self.config.batch
 
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self.done, "samples": self.samples, "skipped": self.skipped}
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.done, "samples": self.samples, "skipped": self.skipped, "order": self.order}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.done, self.samples, self.skipped = (state_dict[key] for key in ("steps", "samples", "skipped"))
+        before = state_dict.get("order", self.order)
+        self.reordered = tuple(what for what, value in self.order.items() if before.get(what) != value)
 
     def step(self, stop: bool = False) -> Step:
         """`stop`: this rank was told to. After this step all ranks know."""

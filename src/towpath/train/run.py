@@ -75,6 +75,12 @@ def begin(config: Config, job: Job) -> Training:
         optimizer=adamw(model.parameters(), config.train),
         windows=tokens.train,
         held_out=tokens.held_out,
+        order={
+            "data": tokens.fingerprint,
+            "data.held_out": config.data.held_out,
+            "train.length": config.train.length,
+            "train.seed": config.train.seed,
+        },
     )
 
 

@@ -104,6 +104,11 @@ class Saves:
             return
         for note in loaded.notes:
             self._job.say(f"note: {note}")
+        if changed := " and ".join(self._training.reordered):
+            self._job.say(
+                f"note: {changed} changed since the checkpoint was written: the numbers of samples go on, but they are "
+                "other samples, and some may come again"
+            )
         left = self._steps - self._training.done
         todo = f"{left} to go" if left > 0 else f"none is left of train.steps = {self._steps}"
         self._job.say(f"resumed from {loaded.path}: {self._training.done} steps are done, {todo}")
