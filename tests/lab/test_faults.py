@@ -24,7 +24,7 @@ SHAPE = towpath.Topology(2, 2)
 VICTIM = 3  # on node 1
 # How long a process group waits for a peer (more than a busy machine ever keeps a rank that lives), and how much longer
 # than that the slowest error may take to surface.
-PATIENCE_SECONDS, GRACE_SECONDS = 10, 8
+PATIENCE_SECONDS, GRACE_SECONDS = 10, 30
 
 
 def _train(rank: int, world: int, strategy: str, stop: Callable[[], None]) -> tuple[str, float] | None:
