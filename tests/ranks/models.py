@@ -161,24 +161,28 @@ def _image_loss(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
 
 
-def _llama() -> nn.Module:
-    """Llama, without the fp32 in its midst: its own RMSNorm and eager softmax round to fp32 whatever the dtype is."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+def llama_config(length: int = SEQUENCE, **more: Any) -> Any:
+    from transformers import LlamaConfig
 
-    config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=24,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=SEQUENCE,
-        attention_dropout=0.0,
-        use_cache=False,
-        attn_implementation="sdpa",
+        max_position_embeddings=length,
         initializer_range=0.2,
+        **more,
     )
+
+
+def _llama() -> nn.Module:
+    """Llama, without the fp32 in its midst: its own RMSNorm and eager softmax round to fp32 whatever the dtype is."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    config = llama_config(attention_dropout=0.0, use_cache=False, attn_implementation="sdpa")
     model = LlamaForCausalLM(config)
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -187,25 +191,29 @@ def _llama() -> nn.Module:
     return model
 
 
-def _gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
+def gpt2_config(length: int = SEQUENCE, **more: Any) -> Any:
+    from transformers import GPT2Config
 
-    config = GPT2Config(
+    return GPT2Config(
         vocab_size=VOCABULARY,
-        n_positions=SEQUENCE,
+        n_positions=length,
         n_embd=12,
         n_layer=2,
         n_head=2,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
-        use_cache=False,
-        attn_implementation="eager",
         initializer_range=0.2,
         bos_token_id=None,
         eos_token_id=None,
+        **more,
     )
-    return GPT2LMHeadModel(config)
+
+
+def _gpt2() -> nn.Module:
+    from transformers import GPT2LMHeadModel
+
+    return GPT2LMHeadModel(gpt2_config(use_cache=False, attn_implementation="eager"))
 
 
 def _bert() -> nn.Module:

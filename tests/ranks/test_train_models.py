@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import towpath
+from tests.ranks.models import VOCABULARY, gpt2_config, llama_config
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
@@ -28,41 +29,14 @@ from towpath.train.config import ModelConfig
 Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
-VOCABULARY, LENGTH, STEPS = 37, 8, 30
+LENGTH, STEPS = 8, 30
 OURS = ModelConfig(width=16, depth=2, heads=4, kv_heads=2, hidden=24, tied=False)
 
 
 def _config(kind: str) -> Any:
-    from transformers import GPT2Config, LlamaConfig
-
     if kind == "gpt2":
-        return GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LENGTH,
-            n_embd=12,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            initializer_range=0.2,
-            bos_token_id=None,
-            eos_token_id=None,
-            architectures=["GPT2LMHeadModel"],
-        )
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LENGTH,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-        architectures=["LlamaForCausalLM"],
-    )
+        return gpt2_config(LENGTH, architectures=["GPT2LMHeadModel"])
+    return llama_config(LENGTH, bos_token_id=None, eos_token_id=None, architectures=["LlamaForCausalLM"])
 
 
 @pytest.fixture(scope="module")

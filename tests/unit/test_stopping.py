@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -25,13 +26,18 @@ def test_the_first_signal_asks_and_what_was_there_before_comes_back() -> None:
     assert signal.set_wakeup_fd(-1) == -1
 
 
-def test_before_the_first_step_a_signal_is_what_it_was_before_and_the_process_lives_on() -> None:
+def test_before_the_first_step_a_signal_is_what_it_was_before_and_the_process_lives_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
     with pytest.raises(KeyboardInterrupt), stopping() as stop:
         signal.raise_signal(signal.SIGINT)
     assert not stop.wanted
     for listening in [thread for thread in threading.enumerate() if thread.name == "towpath signals"]:
         listening.join(30)
         assert not listening.is_alive()
+    assert ended == []
 
 
 def test_in_another_thread_nothing_is_handled() -> None:

@@ -13,7 +13,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from towpath.checkpoint.manifest import NAME, sync_folder
+from towpath.checkpoint.manifest import NAME
+from towpath.durable import sync_folder
 
 IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
 

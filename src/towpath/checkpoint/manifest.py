@@ -22,6 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -184,12 +185,3 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
-
-
-def sync_folder(folder: Path) -> None:
-    """Let what was created and renamed in `folder` outlive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

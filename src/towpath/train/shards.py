@@ -24,6 +24,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from towpath.durable import sync_folder
 from towpath.errors import ConfigError
 
 MANIFEST = "tokens.json"
@@ -228,17 +229,8 @@ def published(folder: Path) -> Generator[Path]:
     try:
         partial.mkdir(parents=True)
         yield partial
-        _persist(partial)
+        sync_folder(partial)
         partial.rename(folder)
-        _persist(folder.parent)
+        sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # renamed, it is no longer there
-
-
-def _persist(folder: Path) -> None:
-    """What was created and renamed in it survives a crash of the machine."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
