@@ -34,6 +34,8 @@ from towpath.engine.record import Line
 from towpath.spec.strategy import Kind
 
 BATCH, LENGTH = 4, 128
+# Codecs are judged where FSDP2 spends so many times its compute on communication, at the rate of the first cases.
+COMMUNICATION_PER_COMPUTE = 8
 
 
 SHAPE = towpath.Topology(2, 2)
@@ -44,7 +46,9 @@ class Race:
     """`ours` against `theirs`: the ratio of their step times is at most `target`.
 
     A contestant is fsdp2, hsdp, bare, or a strategy of ours with its options ('zero3 route=hierarchical'). `dtype`:
-    what travels and computes; the masters are fp32.
+    what travels and computes; the masters are fp32. `balanced`: sequences are so long that FSDP2 spends on
+    communication the multiple asked for of its compute (forward and backward of the bare module, on all ranks at once);
+    both take turns with the others, to show it.
     """
 
     name: str
@@ -55,15 +59,19 @@ class Race:
     inter: str | None = "200mbit"
     micro_steps: int = 1
     dtype: str = "float32"
+    batch: int = BATCH
+    balanced: bool = False
 
     def measure(self, rounds: int) -> dict[str, Any]:
+        contestants = dict.fromkeys((self.ours, self.theirs, *(BALANCE if self.balanced else ())))
         with lab.Lab(self.topology, inter=self.inter) as cluster:
-            answers = cluster.call(race, self, (self.ours, self.theirs), rounds, timeout_seconds=1200)
+            answers = cluster.call(race, self, tuple(contestants), rounds, timeout_seconds=1200)
         seconds = answers[0]["seconds"]
-        ours, theirs = (statistics.median(seconds[kind]) for kind in (self.ours, self.theirs))
+        medians = {kind: statistics.median(seconds[kind]) for kind in contestants}
         return {
-            "checks": [Check("step, ours / theirs", ours / theirs, self.target)],
-            "median_seconds": {self.ours: round(ours, 4), self.theirs: round(theirs, 4)},
+            "checks": [Check("step, ours / theirs", medians[self.ours] / medians[self.theirs], self.target)],
+            **balance(answers[0]["length"], medians),
+            "median_seconds": {kind: round(m, 4) for kind, m in medians.items()},
             "seconds": rounded(seconds),
             "host_share": round(max(a["host_share"] for a in answers), 5),
             "stats": answers[0]["stats"],
@@ -81,6 +89,8 @@ class Field:
     topology: towpath.Topology = SHAPE
     micro_steps: int = 1
     dtype: str = "bfloat16"
+    batch: int = 1
+    balanced: bool = False
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
@@ -215,10 +225,18 @@ CASES: list[Race | Field | Overlap | Steady] = [
     Race("paro-nig-zero2", "paro-nig", "zero2", 1 / 2.2, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("paro-iig-zero3", "paro-iig", "zero3", 1 / 2.6, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("mics-zero3", "mics", "zero3", 1 / 2.89, inter="100mbit", micro_steps=4, dtype="bfloat16"),
-    Race("zero++-zero3", "zero++", "zero3", 1 / 3, dtype="bfloat16"),
-    Race("zero++-zero3-hierarchical", "zero++", "zero3 route=hierarchical", 1 / 2, dtype="bfloat16"),
-    Race("zero++-hsdp", "zero++", "hsdp", 1 / 1.9, dtype="bfloat16"),
-    Race("mics-quantized", QUANTIZED_MICS, "mics", 1 / 2, dtype="bfloat16"),
+    Race("zero++-zero3", "zero++", "zero3", 1 / 3, dtype="bfloat16", batch=1, balanced=True),
+    Race(
+        "zero++-zero3-hierarchical",
+        "zero++",
+        "zero3 route=hierarchical",
+        1 / 2,
+        dtype="bfloat16",
+        batch=1,
+        balanced=True,
+    ),
+    Race("zero++-hsdp", "zero++", "hsdp", 1 / 1.9, dtype="bfloat16", batch=1, balanced=True),
+    Race("mics-quantized", QUANTIZED_MICS, "mics", 1 / 2, dtype="bfloat16", batch=1, balanced=True),
     Race("codecs-that-cannot-pay", "zero++", "hpz", 1.03, inter=None, dtype="bfloat16"),
     Field("codecs-50mbit", "50mbit", CODED),
     Field("codecs-200mbit", "200mbit", CODED, ALONE),
@@ -242,12 +260,14 @@ def model() -> nn.Module:
     return gpt.GPT(width=384, depth=9, heads=6, context=LENGTH, vocabulary=2048)
 
 
-FOREIGN = ("fsdp2", "hsdp", "bare")
+FOREIGN = ("fsdp2", "hsdp", "bare", "compute")
 
 
 def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, Callable[[Any, bool], Any]]:
     """A model by one engine, and the context of one of its micro-steps (told whether it is the last)."""
     made: Any = model()
+    if kind == "compute":
+        return made.to(getattr(torch, dtype)), lambda model, last: nullcontext()
     if kind == "bare":
         return made, lambda model, last: nullcontext()
     if kind in ("fsdp2", "hsdp"):
@@ -279,15 +299,20 @@ def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, 
 def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...], rounds: int) -> dict[str, Any]:
     """What every rank does. Seconds of each step, and what the engine says of its own."""
     torch.set_num_threads(1)
-    data = gpt.batches(rank, BATCH, LENGTH)
-    runners: dict[str, Callable[[], None]] = {}
-    models: dict[str, Any] = {}
-    for kind in contestants:
-        models[kind], context = contestant(kind, case.topology, case.dtype)
-        runners[kind] = _stepper(models[kind], context, data, case.micro_steps)
+    made = {kind: contestant(kind, case.topology, case.dtype) for kind in contestants}
+
+    def steppers(length: int) -> dict[str, Callable[[], None]]:
+        data = gpt.batches(rank, case.batch, length)
+        return {
+            kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
+            for kind, (model, context) in made.items()
+        }
+
+    length = _balancing_length(steppers) if case.balanced else LENGTH
+    runners = steppers(length)
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
     first = next(kind for kind in contestants if kind not in FOREIGN)
-    ours = models[first]
+    ours = made[first][0]
     for turn in range(rounds + 2):
         if turn == 2:  # two steps of each warm up
             host = towpath.stats(ours).seconds_host
@@ -297,7 +322,32 @@ def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...]
                 seconds[kind].append(taken)
     stats = towpath.stats(ours)
     share = (stats.seconds_host - host) / sum(seconds[first])
-    return {"seconds": seconds, "host_share": share, "stats": str(stats)}
+    return {"seconds": seconds, "length": length, "host_share": share, "stats": str(stats)}
+
+
+BALANCE = ("fsdp2", "compute")
+
+
+def _balancing_length(steppers: Callable[[int], dict[str, Callable[[], None]]]) -> int:
+    """With which FSDP2 spends the multiple asked for of its compute on communication: as if both grew linearly."""
+    found: list[float] = []
+    for length in (LENGTH // 2, LENGTH):
+        works = steppers(length)
+        fastest = {kind: min(timed(works[kind]) for _ in range(4)) for kind in BALANCE}
+        found.append(fastest["fsdp2"] - (1 + COMMUNICATION_PER_COMPUTE) * fastest["compute"])
+    short, whole = found  # positive: too little is computed
+    length = torch.tensor([LENGTH if whole >= 0 else round(LENGTH / 2 * (1 + short / (short - whole)))])
+    dist.broadcast(length, 0)
+    return int(length.clamp(LENGTH // 4, LENGTH))
+
+
+def balance(length: int, medians: dict[str, float]) -> dict[str, Any]:
+    if "compute" not in medians:
+        return {}
+    return {
+        "length": length,
+        "communication / compute of fsdp2": round(medians["fsdp2"] / medians["compute"] - 1, 2),
+    }
 
 
 def timed(work: Callable[[], None]) -> float:
@@ -310,7 +360,7 @@ def timed(work: Callable[[], None]) -> float:
 
 
 def _stepper(model: Any, context: Callable[[Any, bool], Any], data: Any, micro_steps: int) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
         for micro in range(micro_steps):
@@ -319,6 +369,14 @@ def _stepper(model: Any, context: Callable[[Any, bool], Any], data: Any, micro_s
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+
+    return step
+
+
+def _computing(model: Any, data: Any) -> Callable[[], None]:
+    def step() -> None:
+        model(*next(data)).backward()
+        model.zero_grad()
 
     return step
 

@@ -13,21 +13,35 @@ from torch.nn import functional as F
 
 VOCABULARY = 256  # bytes
 
+# A processor without bf16 instructions multiplies matrices in bf16 many times slower than in fp32. There the model
+# multiplies in fp32 what it holds in bf16, whoever trains it.
+WIDENED = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.float() if WIDENED and x.dtype == torch.bfloat16 else x
+
+
+class Linear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None if self.bias is None else widened(self.bias)
+        return F.linear(widened(x), widened(self.weight), bias).to(x.dtype)
+
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.qkv = Linear(width, 3 * width)
+        self.out = Linear(width, width)
+        self.mlp = nn.Sequential(Linear(width, 4 * width), nn.GELU(), Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         heads = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        q, k, v = widened(heads.permute(2, 0, 3, 1, 4))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).to(x.dtype)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.mlp(self.norm2(x))
 
@@ -41,7 +55,7 @@ class GPT(nn.Module):
         self.positions = nn.Parameter(torch.randn(context, width) * 0.02)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = Linear(width, vocabulary, bias=False)
         self.apply(_initialise)
         self.head.weight = self.tokens.weight
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,20 +71,34 @@ class Binding:
 
 
 class Scratch:
-    """Wire buffers of one lane, which runs one transfer at a time: one per dtype, as large as was ever needed."""
+    """Wire buffers of one lane: one per dtype and turn, as large as was ever needed.
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    Transfers take turns. One may begin before the one before it is through, but not before the one before that:
+    with two turns, what is under way together has different memory, and different tags on its messages.
+    """
+
+    def __init__(self, device: torch.device, turns: int = 1) -> None:
+        self.device, self.turns = device, turns
+        self.turn = 0  # of the transfer that runs now
+        self.begin_next: Callable[[], None] = _nothing  # to be called when a transfer needs the links no more
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self.made = 0
 
     @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.numel() < numel:
-            buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self.device)
+        if buffer is None or buffer.shape[1] < numel:
+            buffer = self._buffers[dtype] = torch.empty(self.turns, numel, dtype=dtype, device=self.device)
             self.made += 1
-        return buffer[:numel]
+        return buffer[self.turn, :numel]
+
+    @contextmanager
+    def in_turn(self, turn: int) -> Generator[None]:
+        before, self.turn = self.turn, turn
+        try:
+            yield
+        finally:
+            self.turn = before
 
     def clear(self) -> None:
         self._buffers.clear()
@@ -110,6 +126,13 @@ class Collective(ABC):
         """The seeds it draws for stochastic rounding, from one run to the next."""
         return ()
 
+    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:  # noqa: B027 most have no such part
+        """The part of `run` that waits for nobody, if it has one: `run` follows, and goes on from there."""
+
     @abstractmethod
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         """Complete the collective in the order of the current stream (on a CPU: before it returns)."""
+
+
+def _nothing() -> None:
+    """No transfer waits behind this one."""

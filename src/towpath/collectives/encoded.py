@@ -26,19 +26,30 @@ class EncodedAllGather(Collective):
         self._bytes = encoded_slice(codec, binding.elements, count)
         self._bounds = [bounds(binding.elements, count, slot) for slot in range(count)]
         self._draws = Draws(members.slot)
+        self._begun: torch.Tensor | None = None  # the messages, this member's encoded
 
     @property
     def draws(self) -> tuple[Draws, ...]:
         return (self._draws,)
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        messages = self._begun = self._encoded(shard)
+        self._inner.begin(messages, self._mine(messages))
+
+    def _encoded(self, shard: torch.Tensor) -> torch.Tensor:
         messages = self._scratch.take(self._bytes * len(self._bounds), torch.uint8)
-        each = messages.view(len(self._bounds), -1)
-        mine = each[self._members.slot]
         if shard.numel():
-            place = mine[: self._codec.encoded_bytes(shard.numel())]
+            place = self._mine(messages)[: self._codec.encoded_bytes(shard.numel())]
             self._kernels.encode(self._codec, shard, place, self._draws.next())
-        self._inner.run(messages, mine)
+        return messages
+
+    def _mine(self, messages: torch.Tensor) -> torch.Tensor:
+        return messages.view(len(self._bounds), -1)[self._members.slot]
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        messages, self._begun = self._encoded(shard) if self._begun is None else self._begun, None
+        self._inner.run(messages, self._mine(messages))
+        each = messages.view(len(self._bounds), -1)
         for message, (start, end) in zip(each, self._bounds, strict=True):
             if start < end:
                 self._kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])

@@ -44,24 +44,25 @@ class Posted:
                 raise _lost(messages, self.members, self.where, error) from error
 
 
-def post(messages: Sequence[Message], members: Members, where: str, crossing: bool) -> Posted:
-    """Send and receive; both ends must post what they exchange in the same order. `where`: for errors."""
+def post(messages: Sequence[Message], members: Members, where: str, crossing: bool, tag: int = 0) -> Posted:
+    """Send and receive; both ends must post what they exchange under a tag in the same order. `where`: for errors."""
     group = members.between_nodes if crossing else members.process_group
     # Receives first: gloo tells a sender that it may begin through the same connection as the data of the other
     # direction. Behind that data the word comes too late, and the two directions take turns.
     messages = [*(m for m in messages if not m.leaves), *(m for m in messages if m.leaves)]
     try:
-        works = _launched(messages, group)
+        works = _launched(messages, group, tag)
     except RuntimeError as error:
         raise _lost(messages, members, where, error) from error
     return Posted(works, messages, members, where)
 
 
-def _launched(messages: Sequence[Message], group: dist.ProcessGroup) -> Sequence[dist.Work]:
+def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Sequence[dist.Work]:
     if group.name() == "gloo":  # has no batches: the function for them takes twice the time of what it calls
         return [
-            group.send([m.content], m.peer, 0) if m.leaves else group.recv([m.content], m.peer, 0) for m in messages
+            group.send([m.content], m.peer, tag) if m.leaves else group.recv([m.content], m.peer, tag) for m in messages
         ]
+    # Of these backends every transfer posts all its messages before the next one does: they need no tags.
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend if m.leaves else dist.irecv, m.content, group=group, group_peer=m.peer)

@@ -49,12 +49,12 @@ class Agreement:
 
     def __init__(self, binding: Binding, members: Members) -> None:
         self._binding, self._members = binding, members
-        self._reached = False
+        self.reached = False
 
     def ensure(self, device: torch.device) -> None:
-        if not self._reached:
+        if not self.reached:
             self._compare(device)
-            self._reached = True
+            self.reached = True
 
     def _compare(self, device: torch.device) -> None:
         mine, members = _Signature.of(self._binding).encoded(), self._members
@@ -95,6 +95,11 @@ class Verified(Collective):
     @property
     def draws(self) -> tuple[Draws, ...]:
         return self._inner.draws
+
+    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        if self._agreement.reached:  # else it would have to wait for the others' word
+            check_fit(self._binding, self._members, region, shard)
+            self._inner.begin(region, shard)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         check_fit(self._binding, self._members, region, shard)

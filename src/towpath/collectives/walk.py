@@ -1,4 +1,8 @@
-"""Walks the plan of any route, step by step, over point-to-point messages."""
+"""Walks the plan of any route, step by step, over point-to-point messages.
+
+A gather's first step waits for nobody: it is posted when the gather before it has posted the last of what crosses
+between nodes, so that the links between nodes need not wait while nodes share out what came.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,10 @@ class Walk(Collective):
         ]
         self._cell = cell_elements(binding.elements, len(members.group.ranks), plan[0].parts if plan else 1)
         self._batches = self._in_batches(plan)
+        self._first = [b for b in self._batches if b.step == self._batches[0].step]
+        crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.passages)]
+        self._last_crossing = crossing[-1] if crossing else len(self._batches) - 1
+        self._begun: list[tuple[_Batch, Posted]] | None = None
         self._cells = 1 + max((p.cell for b in self._batches for p in b.passages if p.cell is not None), default=-1)
 
     def _in_batches(self, plan: list[Send]) -> list[_Batch]:
@@ -71,24 +79,37 @@ class Walk(Collective):
                 batches.append(_Batch(step, until, crossing, passages))
         return batches
 
+    def _leaves_node(self, passage: _Passage) -> bool:
+        return self._members.nodes[passage.peer] != self._members.nodes[self._members.position]
+
+    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        if self._binding.op is Op.ALL_GATHER:
+            mine = self._binding.own_slice(region, self._members)
+            if mine.data_ptr() != shard.data_ptr():
+                mine.copy_(shard)
+            self._begun = [(batch, self._post(region, region, batch)) for batch in self._first]
+
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        op, mine = self._binding.op, self._binding.own_slice(region, self._members)
-        in_place = op is Op.ALL_REDUCE or mine.data_ptr() == shard.data_ptr()
-        if op is Op.ALL_GATHER and not in_place:
-            mine.copy_(shard)
+        if self._begun is None:
+            self.begin(region, shard)
+        under_way, self._begun = self._begun or [], None
+        begun = len(under_way)
         wire = self._scratch.take(self._cells * self._cell, region.dtype) if self._cells else region
-        under_way: list[tuple[_Batch, Posted]] = []
-        for batch in self._batches:
-            under_way = self._complete(region, wire, under_way, before=batch.step)
-            under_way.append((batch, self._post(region, wire, batch)))
+        for number, batch in enumerate(self._batches):
+            if number >= begun:
+                under_way = self._complete(region, wire, under_way, before=batch.step)
+                under_way.append((batch, self._post(region, wire, batch)))
+            if number == self._last_crossing:
+                self._scratch.begin_next()
         self._complete(region, wire, under_way)
-        if op is Op.REDUCE_SCATTER and not in_place:
+        mine = self._binding.own_slice(region, self._members)
+        if self._binding.op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
             shard.copy_(mine)
 
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch) -> Posted:
         messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.passages]
         where = f"{self._binding.op.value} by {self._route}, step {batch.step}"
-        return post(messages, self._members, where, batch.crossing)
+        return post(messages, self._members, where, batch.crossing, self._scratch.turn)
 
     def _complete(
         self,

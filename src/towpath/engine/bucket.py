@@ -158,6 +158,11 @@ class Bucket:
         """What this rank brings to a gather."""
         return self.copy if kind is Kind.BACKWARD_GATHER and self.copy is not None else self.shard
 
+    def begin_gather(self, kind: Kind) -> None:
+        """The part of `gather` that waits for nobody."""
+        for line in self.lines[kind][:1]:
+            line.begin(self.full, self.source(kind))
+
     def gather(self, kind: Kind) -> None:
         source = self.source(kind)
         if not self.lines[kind] and source is not self.full:

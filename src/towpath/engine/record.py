@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
@@ -255,13 +255,23 @@ class Line:
     collective: Collective
     record: Record
 
+    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        """Before its turn, what waits for nobody."""
+        with self._telling():
+            self.collective.begin(region, shard)
+
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         begun = self.record.begin()
-        try:
+        with self._telling():
             self.collective.run(region, shard)
+        self.record.finished([self.transfer], begun)
+
+    @contextmanager
+    def _telling(self) -> Generator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise StepError(self.failure(error)) from error
-        self.record.finished([self.transfer], begun)
 
     def failure(self, error: RuntimeError) -> str:
         ranks = self.members.group.ranks

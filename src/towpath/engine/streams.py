@@ -6,11 +6,14 @@ their own), so that they overlap one another and the compute. Order between lane
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -39,11 +42,23 @@ class Handle(ABC):
 
 class Lane(ABC):
     @abstractmethod
-    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
+    def submit(
+        self,
+        job: Job,
+        after: Sequence[Handle] = (),
+        exposed: Exposed | None = None,
+        begin: Job | None = None,
+        turn: int | None = None,
+    ) -> Handle:
         """Queue `job` behind the lane's earlier jobs, `after`, and what the caller has computed so far.
 
-        `exposed` is told when somebody waits for it.
+        `exposed` is told when somebody waits for it. `begin`: the first part of it, which waits for nobody; it may run
+        before the job that precedes it is through. `turn`: jobs of one turn share memory, and never overlap.
         """
+
+    @abstractmethod
+    def begin_next(self) -> None:
+        """Called by a job that needs the links no more: the one behind it may begin."""
 
     @abstractmethod
     def close(self) -> None:
@@ -56,19 +71,50 @@ class ThreadLane(Lane):
 
     def __init__(self, name: str) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"towpath-{name}")
+        self._lock = threading.Lock()
+        self._queue: deque[_Queued] = deque()
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
-        def run() -> None:
-            with torch.no_grad():
-                for handle in after:
-                    assert isinstance(handle, _ThreadHandle)
-                    handle.join()
-                job()
+    def submit(
+        self,
+        job: Job,
+        after: Sequence[Handle] = (),
+        exposed: Exposed | None = None,
+        begin: Job | None = None,
+        turn: int | None = None,
+    ) -> Handle:
+        queued = _Queued(job, [h for h in after if isinstance(h, _ThreadHandle)], begin)
+        with self._lock:  # the thread takes them in the order of the queue
+            self._queue.append(queued)
+            return _ThreadHandle(self._threads.submit(self._run, queued), after, exposed)
 
-        return _ThreadHandle(self._threads.submit(run), after, exposed)
+    def _run(self, queued: _Queued) -> None:
+        with torch.no_grad():
+            for handle in queued.after:
+                handle.join()
+            self._queue.popleft()
+            if queued.failure is not None:
+                raise queued.failure
+            queued.job()
+
+    def begin_next(self) -> None:
+        following = self._queue[0] if self._queue else None
+        if following is not None and following.begin is not None and all(h.done for h in following.after):
+            begin, following.begin = following.begin, None
+            try:
+                begin()
+            except Exception as failure:  # its own, to be raised in its turn
+                following.failure = failure
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@dataclass(slots=True)
+class _Queued:
+    job: Job
+    after: Sequence[_ThreadHandle]
+    begin: Job | None
+    failure: Exception | None = None
 
 
 @final
@@ -78,15 +124,20 @@ class _ThreadHandle(Handle):
         self._after = after
         self._exposed = exposed
 
+    @property
+    def done(self) -> bool:
+        return self._future.done()
+
     def join(self) -> None:
         """Wait on a lane: no computation is held up by it."""
         self._future.result()
 
     def wait(self) -> None:
+        after, self._after = self._after, ()  # let go: the jobs of a unit would else be linked for ever
         if self._future.done():
             self._future.result()
             return
-        for handle in self._after:  # first, so that its seconds are told to those whose they are
+        for handle in after:  # first, so that its seconds are told to those whose they are
             handle.wait()
         start = time.perf_counter()
         try:
@@ -98,21 +149,38 @@ class _ThreadHandle(Handle):
 
 @final
 class StreamLane(Lane):
-    """One CUDA stream: jobs are enqueued at once, and events keep them in order with the computation."""
+    """A CUDA stream for each turn: jobs are enqueued at once, and events keep them in order with the computation.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+    Jobs of different turns overlap as far as their process groups let them.
+    """
 
-    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+    def __init__(self, device: torch.device, turns: int) -> None:
+        self._streams = [torch.cuda.Stream(device) for _ in range(turns)]
+
+    def submit(
+        self,
+        job: Job,
+        after: Sequence[Handle] = (),
+        exposed: Exposed | None = None,
+        begin: Job | None = None,
+        turn: int | None = None,
+    ) -> Handle:
+        stream = self._streams[turn or 0]
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            if turn is None:  # of no turn: behind all of them
+                for other in self._streams:
+                    stream.wait_stream(other)
             for handle in after:
                 assert isinstance(handle, _StreamHandle)
                 handle.join()
             job()
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(stream)
         return _StreamHandle(event, exposed)
+
+    def begin_next(self) -> None:
+        """Nothing: it is enqueued, and its own stream runs it as soon as it can."""
 
     def close(self) -> None:
         """A stream needs no closing."""
@@ -132,5 +200,6 @@ class _StreamHandle(Handle):
             self.join()
 
 
-def make_lane(name: str, device: torch.device) -> Lane:
-    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)
+def make_lane(name: str, device: torch.device, turns: int) -> Lane:
+    """`turns`: how many jobs at a time may be under way."""
+    return StreamLane(device, turns) if device.type == "cuda" else ThreadLane(name)

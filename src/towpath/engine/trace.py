@@ -182,9 +182,11 @@ class Trace:
         """`job`, with what it transfers and encodes being traced as of this micro-step."""
 
         def traced() -> None:
+            before = getattr(self._lane, "micro_step", 0)  # of the job that this one begins beside
             self._lane.micro_step = micro_step
             with watching(self._coding):
                 job()
+            self._lane.micro_step = before
 
         return traced
 

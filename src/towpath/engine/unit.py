@@ -211,12 +211,14 @@ class Unit:
                 if keep_copy:
                     for bucket in absent:
                         bucket.copied = self.holds
-                after = [] if self.published is None else [self.published]
+                # The one before may have written the copy that this one reads.
+                after = [h for h in (self.published, self.ready) if h is not None]
                 self.ready = self._wiring.submit(
                     kind,
                     [line for b in absent for line in b.lines[kind]],
                     lambda: self._fetch(kind, absent, keep_copy),
                     after,
+                    begin=None if self._together.get(kind) else lambda: absent[0].begin_gather(kind),
                 )
             else:
                 self.ready = self.published

@@ -11,7 +11,7 @@ from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.select import select
 from towpath.engine.record import Bundle, Line, Record, Waits
 from towpath.engine.streams import Handle, Job, Lane, make_lane
-from towpath.spec.schedule import LANES, Transfer
+from towpath.spec.schedule import LANES, Transfer, turns_of
 from towpath.spec.strategy import Kind
 from towpath.topology.groups import Groups
 
@@ -27,7 +27,8 @@ class Wiring:
         self.micro_step = 0
         self._backend = groups.backend(device)
         self._lanes: dict[str, Lane] = {}
-        self._scratch = {name: Scratch(device) for name in LANES.values()}
+        self._scratch = {name: Scratch(device, turns_of(name)) for name in LANES.values()}
+        self._turns = dict.fromkeys(LANES.values(), 0)
 
     def lines(self, transfers: Iterable[Transfer]) -> list[Line]:
         return [self._line(t) for t in transfers]
@@ -50,17 +51,35 @@ class Wiring:
         bindings, scratch = [Binding.of(line.transfer) for line in lines], self._scratch[LANES[kind]]
         return Bundle(lines, CoalescedAllGather(bindings, lines[0].members, self._backend, scratch))
 
-    def submit(self, kind: Kind, lines: Sequence[Line], job: Job, after: Sequence[Handle] = ()) -> Handle:
-        """Run `job`, which executes `lines`, on the lane of `kind`."""
+    def submit(
+        self, kind: Kind, lines: Sequence[Line], job: Job, after: Sequence[Handle] = (), begin: Job | None = None
+    ) -> Handle:
+        """Run `job`, which executes `lines`, on the lane of `kind`; `begin`, its first part, when the one before it
+        needs the links no more."""
         transfers = [line.transfer for line in lines]
         for transfer in transfers:
             self.record.submitted(transfer, self.micro_step)
-        if self.record.trace is not None:
-            job = self.record.trace.during(job, self.micro_step)
-        lane = LANES[kind]
-        if lane not in self._lanes:
-            self._lanes[lane] = make_lane(lane, self.device)
-        return self._lanes[lane].submit(job, after, Waits(self.record, transfers))
+        name = LANES[kind]
+        lane, scratch = self._lane(name), self._scratch[name]
+        turn = self._turns[name] = (self._turns[name] + 1) % scratch.turns
+
+        def taking_turn(work: Job) -> Job:
+            traced = work if self.record.trace is None else self.record.trace.during(work, self.micro_step)
+
+            def run() -> None:
+                with scratch.in_turn(turn):
+                    traced()
+
+            return run
+
+        begun = None if begin is None else taking_turn(begin)
+        return lane.submit(taking_turn(job), after, Waits(self.record, transfers), begun, turn)
+
+    def _lane(self, name: str) -> Lane:
+        if name not in self._lanes:
+            self._lanes[name] = make_lane(name, self.device, self._scratch[name].turns)
+            self._scratch[name].begin_next = self._lanes[name].begin_next
+        return self._lanes[name]
 
     def finish(self) -> None:
         """Return once all that was submitted is done."""

@@ -29,7 +29,7 @@ UNITS_IN_FLIGHT = 2
 # So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).
 SMALL_GATHER_BYTES = 1 << 20
 
-# Kinds that share a lane run one after the other, in the same wire buffers; different lanes overlap.
+# Kinds that share a lane run one after the other; different lanes overlap, and have different wire buffers.
 LANES = {
     Kind.GATHER: "gather",
     Kind.BACKWARD_GATHER: "gather",
@@ -38,6 +38,15 @@ LANES = {
     Kind.USAGE: "sync",
     Kind.PUBLISH: "publish",
 }
+
+# Here a transfer is encoded and begins to travel while nodes still share out what the one before it brought.
+OVERLAPPING = "gather"
+
+
+def turns_of(lane: str) -> int:
+    """How many of a lane's transfers may be under way at a time: so many of each wire buffer it has."""
+    return 2 if lane == OVERLAPPING else 1
+
 
 Needs = dict[str, int]  # elements by dtype
 
@@ -337,7 +346,7 @@ class Schedule:
             "weight slots": weights,
             "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
             + sum(_bytes(p.gradient_needs) for p in root),
-            "wire": sum(numel * item_bytes(dtype) for (_, dtype), numel in wires.items()),
+            "wire": sum(turns_of(lane) * numel * item_bytes(dtype) for (lane, dtype), numel in wires.items()),
         }
 
     def __str__(self) -> str:
