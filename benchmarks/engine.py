@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Race:
         medians = {kind: statistics.median(seconds[kind]) for kind in contestants}
         return {
             "checks": [Check("step, ours / theirs", medians[self.ours] / medians[self.theirs], self.target)],
-            **balance(answers[0]["length"], medians),
+            **balance_of(answers[0]["lengths"], seconds),
             "median_seconds": {kind: round(m, 4) for kind, m in medians.items()},
             "seconds": rounded(seconds),
             "host_share": round(max(a["host_share"] for a in answers), 5),
@@ -300,54 +300,76 @@ def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...]
     """What every rank does. Seconds of each step, and what the engine says of its own."""
     torch.set_num_threads(1)
     made = {kind: contestant(kind, case.topology, case.dtype) for kind in contestants}
-
-    def steppers(length: int) -> dict[str, Callable[[], None]]:
-        data = gpt.batches(rank, case.batch, length)
-        return {
-            kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
-            for kind, (model, context) in made.items()
-        }
-
-    length = _balancing_length(steppers) if case.balanced else LENGTH
-    runners = steppers(length)
+    data = Feed(rank, case.batch)
+    runners = {
+        kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
+        for kind, (model, context) in made.items()
+    }
+    balance = Balance(runners, data) if case.balanced else None
+    lengths: list[int] = []
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
     first = next(kind for kind in contestants if kind not in FOREIGN)
     ours = made[first][0]
     for turn in range(rounds + 2):
         if turn == 2:  # two steps of each warm up
             host = towpath.stats(ours).seconds_host
-        for kind, step in runners.items():
-            taken = timed(step)
-            if turn >= 2:
-                seconds[kind].append(taken)
+        taken = {kind: timed(step) for kind, step in runners.items()}
+        if turn >= 2:
+            lengths.append(data.length)
+            for kind, value in taken.items():
+                seconds[kind].append(value)
+        if balance is not None:
+            balance.keep(taken)
     stats = towpath.stats(ours)
     share = (stats.seconds_host - host) / sum(seconds[first])
-    return {"seconds": seconds, "length": length, "host_share": share, "stats": str(stats)}
+    return {"seconds": seconds, "lengths": lengths, "host_share": share, "stats": str(stats)}
+
+
+class Feed:
+    """Endless (inputs, targets) of a rank, as long as is asked for at the time."""
+
+    def __init__(self, rank: int, batch: int) -> None:
+        self.length = LENGTH
+        self._of = cache(partial(gpt.batches, rank, batch))
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return next(self._of(self.length))
 
 
 BALANCE = ("fsdp2", "compute")
 
 
-def _balancing_length(steppers: Callable[[int], dict[str, Callable[[], None]]]) -> int:
-    """With which FSDP2 spends the multiple asked for of its compute on communication: as if both grew linearly."""
-    found: list[float] = []
-    for length in (LENGTH // 2, LENGTH):
-        works = steppers(length)
-        fastest = {kind: min(timed(works[kind]) for _ in range(4)) for kind in BALANCE}
-        found.append(fastest["fsdp2"] - (1 + COMMUNICATION_PER_COMPUTE) * fastest["compute"])
-    short, whole = found  # positive: too little is computed
-    length = torch.tensor([LENGTH if whole >= 0 else round(LENGTH / 2 * (1 + short / (short - whole)))])
-    dist.broadcast(length, 0)
-    return int(length.clamp(LENGTH // 4, LENGTH))
+class Balance:
+    """Sequences so long that FSDP2 spends on communication the multiple asked for of its compute.
+
+    A shared machine computes at another speed each minute: the length follows it from round to round.
+    """
+
+    def __init__(self, works: dict[str, Callable[[], None]], data: Feed) -> None:
+        self._data = data
+        self._compute: list[float] = []
+        for data.length in (LENGTH // 2, LENGTH):
+            self._compute.append(statistics.median(timed(works["compute"]) for _ in range(7)))
+        self._slower: list[float] = []  # by round, than then
+        timed(works["fsdp2"])
+        self.keep({kind: timed(works[kind]) for kind in BALANCE})
+
+    def keep(self, taken: dict[str, float]) -> None:
+        """After a round: choose the length of the next."""
+        short, whole = self._compute
+        each = (whole - short) / (LENGTH - LENGTH // 2)
+        self._slower.append(taken["compute"] / (whole + each * (self._data.length - LENGTH)))
+        wanted = taken["fsdp2"] / (1 + COMMUNICATION_PER_COMPUTE) / statistics.median(self._slower[-3:])
+        length = torch.tensor([round(LENGTH + (wanted - whole) / each)])
+        dist.broadcast(length, 0)
+        self._data.length = int(length.clamp(LENGTH // 4, LENGTH))
 
 
-def balance(length: int, medians: dict[str, float]) -> dict[str, Any]:
-    if "compute" not in medians:
+def balance_of(lengths: list[int], seconds: dict[str, list[float]]) -> dict[str, Any]:
+    if "compute" not in seconds:
         return {}
-    return {
-        "length": length,
-        "communication / compute of fsdp2": round(medians["fsdp2"] / medians["compute"] - 1, 2),
-    }
+    shares = [step / compute - 1 for step, compute in zip(seconds["fsdp2"], seconds["compute"], strict=True)]
+    return {"lengths": lengths, "communication / compute of fsdp2": round(statistics.median(shares), 2)}
 
 
 def timed(work: Callable[[], None]) -> float:

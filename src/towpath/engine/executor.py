@@ -260,6 +260,7 @@ class Engine:
             self._take_wires()
 
     def _take_wires(self) -> None:
+        self.wiring.finish()  # what was gathered ahead in vain may still travel over the wires of before
         now = self.strategy.at(self.step)
         for unit in self.units:
             plan = plan_unit(now, unit.plan.spec, self.precision)
