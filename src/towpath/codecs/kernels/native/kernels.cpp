@@ -10,8 +10,12 @@
 
 #include <cstring>
 #include <utility>
-#ifdef __F16C__
+#if defined __AVX2__ || defined __F16C__
 #include <immintrin.h>
+#endif
+// What compilers make of conversions between widths is good with AVX-512, and slow without.
+#if defined __AVX2__ && !defined __AVX512F__
+#define TOWPATH_CONVERT_BY_HAND
 #endif
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "messages are little-endian");
@@ -84,12 +88,34 @@ inline uint16_t bfloat16_of(float x) {
 
 void from_bfloat16(const uint8_t *from, int64_t count, float *__restrict to) {
     const Word *elements = reinterpret_cast<const Word *>(from);
-    for (int64_t i = 0; i < count; i++) to[i] = float_of(static_cast<int32_t>(uint32_t{elements[i]} << 16));
+    int64_t i = 0;
+#ifdef TOWPATH_CONVERT_BY_HAND
+    for (; i + 8 <= count; i += 8) {
+        __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i *>(elements + i));
+        __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i), wide);
+    }
+#endif
+    for (; i < count; i++) to[i] = float_of(static_cast<int32_t>(uint32_t{elements[i]} << 16));
 }
 
 void to_bfloat16(const float *__restrict from, int64_t count, uint8_t *to) {
     Word *elements = reinterpret_cast<Word *>(to);
-    for (int64_t i = 0; i < count; i++) elements[i] = bfloat16_of(from[i]);
+    int64_t i = 0;
+#ifdef TOWPATH_CONVERT_BY_HAND
+    auto eight = [](const float *values) {
+        __m256 x = _mm256_loadu_ps(values), nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+        __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+        __m256 result = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_set1_ps(float_of(NOT_A_NUMBER)), nan);
+        return _mm256_srli_epi32(_mm256_castps_si256(result), 16);
+    };
+    for (; i + 16 <= count; i += 16) {
+        __m256i mixed = _mm256_packus_epi32(eight(from + i), eight(from + i + 8));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(elements + i), _mm256_permute4x64_epi64(mixed, 0xd8));
+    }
+#endif
+    for (; i < count; i++) elements[i] = bfloat16_of(from[i]);
 }
 
 void from_float16(const uint8_t *from, int64_t count, float *__restrict to) {
@@ -216,7 +242,21 @@ float scale_of(const Codec &codec, int32_t largest) {
 
 // No quotient is rounded to more than the largest code: the scale was rounded by less than that takes.
 void round_nearest(const float *__restrict values, int64_t count, float scale, uint8_t *__restrict codes) {
-    for (int64_t i = 0; i < count; i++) codes[i] = static_cast<uint8_t>(bits_of(values[i] / scale + ROUNDER));
+    int64_t i = 0;
+#ifdef TOWPATH_CONVERT_BY_HAND
+    auto eight = [scale](const float *from) {
+        __m256 rounded = _mm256_add_ps(_mm256_div_ps(_mm256_loadu_ps(from), _mm256_set1_ps(scale)), _mm256_set1_ps(ROUNDER));
+        return _mm256_sub_epi32(_mm256_castps_si256(rounded), _mm256_set1_epi32(0x4b400000));
+    };
+    const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    for (; i + 32 <= count; i += 32) {
+        __m256i first = _mm256_packs_epi32(eight(values + i), eight(values + i + 8));
+        __m256i second = _mm256_packs_epi32(eight(values + i + 16), eight(values + i + 24));
+        __m256i mixed = _mm256_packs_epi16(first, second);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(codes + i), _mm256_permutevar8x32_epi32(mixed, in_order));
+    }
+#endif
+    for (; i < count; i++) codes[i] = static_cast<uint8_t>(bits_of(values[i] / scale + ROUNDER));
 }
 
 template <int MANTISSA, int BIAS>
@@ -250,7 +290,19 @@ void round_at_random(const float *__restrict values, int64_t count, float scale,
 // Two codes a byte, the first in the lower half.
 void pack(const uint8_t *codes, int64_t count, uint8_t *__restrict out) {
     const Word *pairs = reinterpret_cast<const Word *>(codes);
-    for (int64_t i = 0; i < count / 2; i++) out[i] = static_cast<uint8_t>((pairs[i] & 15) | ((pairs[i] >> 4) & 0xf0));
+    int64_t i = 0;
+#ifdef TOWPATH_CONVERT_BY_HAND
+    auto sixteen = [pairs](int64_t first) {
+        __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(pairs + first));
+        // The lower code of each pair once, the upper one sixteen times.
+        return _mm256_maddubs_epi16(_mm256_and_si256(both, _mm256_set1_epi8(15)), _mm256_set1_epi16(0x1001));
+    };
+    for (; i + 32 <= count / 2; i += 32) {
+        __m256i mixed = _mm256_packus_epi16(sixteen(i), sixteen(i + 16));
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out + i), _mm256_permute4x64_epi64(mixed, 0xd8));
+    }
+#endif
+    for (; i < count / 2; i++) out[i] = static_cast<uint8_t>((pairs[i] & 15) | ((pairs[i] >> 4) & 0xf0));
     if (count % 2) out[count / 2] = codes[count - 1] & 15;
 }
 
@@ -339,7 +391,15 @@ void encode(const Codec &codec, Input x, int64_t elements, uint8_t *out, uint32_
 
 template <bool ADD>
 void read_int8(const uint8_t *__restrict codes, int64_t count, float scale, float *__restrict to) {
-    for (int64_t i = 0; i < count; i++) put<ADD>(static_cast<float>(static_cast<int8_t>(codes[i])) * scale, to + i);
+    int64_t i = 0;
+#ifdef TOWPATH_CONVERT_BY_HAND
+    for (; i + 8 <= count; i += 8) {
+        __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(codes + i));
+        __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(eight)), _mm256_set1_ps(scale));
+        _mm256_storeu_ps(to + i, ADD ? _mm256_add_ps(_mm256_loadu_ps(to + i), value) : value);
+    }
+#endif
+    for (; i < count; i++) put<ADD>(static_cast<float>(static_cast<int8_t>(codes[i])) * scale, to + i);
 }
 
 template <bool ADD, int MANTISSA, int BIAS>
