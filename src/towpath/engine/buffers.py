@@ -22,7 +22,7 @@ class Slot:
     def __init__(self, needs: Needs, device: torch.device) -> None:
         self.buffers = {d: torch.empty(n, dtype=getattr(torch, d), device=device) for d, n in needs.items()}
         self.user: object = None
-        self.busy: Handle | None = None  # a transfer that still reads it
+        self.busy: Handle | None = None  # the last transfer that reads or fills it
 
     @property
     def nbytes(self) -> int:

@@ -211,8 +211,9 @@ class Unit:
                 if keep_copy:
                     for bucket in absent:
                         bucket.copied = self.holds
-                # The one before may have written the copy that this one reads.
-                after = [h for h in (self.published, self.ready) if h is not None]
+                # What was gathered in vain may still arrive: where this arrives, or in the copy that this one reads.
+                arriving = None if self.slot is None else self.slot.busy
+                after = [h for h in (self.published, self.ready, arriving) if h is not None]
                 self.ready = self._wiring.submit(
                     kind,
                     [line for b in absent for line in b.lines[kind]],
@@ -220,6 +221,8 @@ class Unit:
                     after,
                     begin=None if self._together.get(kind) else lambda: absent[0].begin_gather(kind),
                 )
+                if self.slot is not None:
+                    self.slot.busy = self.ready
             else:
                 self.ready = self.published
 
