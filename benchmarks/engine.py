@@ -90,7 +90,6 @@ class Field:
     micro_steps: int = 1
     dtype: str = "bfloat16"
     batch: int = 1
-    balanced: bool = False
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
@@ -305,7 +304,7 @@ def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...]
         kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
         for kind, (model, context) in made.items()
     }
-    balance = Balance(runners, data) if case.balanced else None
+    balance = Balance(runners, data) if "compute" in contestants else None
     lengths: list[int] = []
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
     first = next(kind for kind in contestants if kind not in FOREIGN)

@@ -37,6 +37,7 @@ def _environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "kernel": platform.release(),
         "machine": platform.machine(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
         "cores": len(os.sched_getaffinity(0)),
         "date": time.strftime("%Y-%m-%d"),
     }

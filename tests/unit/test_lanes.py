@@ -8,7 +8,7 @@ from threading import Event
 import pytest
 import torch
 
-from towpath.engine.streams import Lane, make_lane
+from towpath.engine.streams import Job, Lane, make_lane
 
 DEADLINE_SECONDS = 60.0
 
@@ -30,12 +30,12 @@ def test_what_waits_for_nobody_begins_when_the_job_before_it_says_so(lane: Lane)
         lane.begin_next()
         seen.append("first is shared out")
 
-    lane.submit(first)
-    second = lane.submit(lambda: seen.append("second goes on"), begin=lambda: seen.append("second begins"))
-    lane.submit(lambda: seen.append("third"), begin=lambda: seen.append("third begins"))
+    lane.submit(Job(first))
+    second = lane.submit(Job(lambda: seen.append("second goes on"), begin=lambda: seen.append("second begins")))
+    lane.submit(Job(lambda: seen.append("third"), begin=lambda: seen.append("third begins")))
     queued.set()
     second.wait()
-    lane.submit(lambda: None).wait()
+    lane.submit(Job(lambda: None)).wait()
     # The third had no chance: nobody said that it might.
     assert seen == ["first travels", "second begins", "first is shared out", "second goes on", "third"]
 
@@ -53,9 +53,9 @@ def test_it_begins_once_and_not_before_what_it_comes_after(lane: Lane) -> None:
         lane.begin_next()
         lane.begin_next()
 
-    published = other.submit(lambda: seen.append(f"published {let_go.wait(DEADLINE_SECONDS)}"))
-    lane.submit(first)
-    last = lane.submit(lambda: seen.append("goes on"), [published], begin=lambda: seen.append("begins"))
+    published = other.submit(Job(lambda: seen.append(f"published {let_go.wait(DEADLINE_SECONDS)}")))
+    lane.submit(Job(first))
+    last = lane.submit(Job(lambda: seen.append("goes on"), begin=lambda: seen.append("begins")), [published])
     queued.set()
     last.wait()
     other.close()
@@ -72,9 +72,30 @@ def test_a_failure_to_begin_is_that_of_the_job_it_belongs_to(lane: Lane) -> None
     def failing() -> None:
         raise ConnectionError("lost")
 
-    before = lane.submit(first)
-    after = lane.submit(lambda: pytest.fail("it went on after it had failed to begin"), begin=failing)
+    before = lane.submit(Job(first))
+    after = lane.submit(Job(lambda: pytest.fail("it went on after it had failed to begin"), begin=failing))
     queued.set()
     before.wait()
     with pytest.raises(ConnectionError, match="lost"):
         after.wait()
+
+
+def test_the_queue_goes_on_behind_a_job_whose_precondition_failed(lane: Lane) -> None:
+    """And what begins early then is the job behind the running one, not one that is over."""
+    seen: list[str] = []
+    queued = Event()
+
+    def failing() -> None:
+        raise ConnectionError("lost")
+
+    def going_on() -> None:
+        assert queued.wait(DEADLINE_SECONDS)
+        lane.begin_next()
+
+    lost = lane.submit(Job(failing))
+    lane.submit(Job(lambda: None), [lost])
+    lane.submit(Job(going_on))
+    last = lane.submit(Job(lambda: seen.append("goes on"), begin=lambda: seen.append("begins")))
+    queued.set()
+    last.wait()
+    assert seen == ["begins", "goes on"]

@@ -80,6 +80,7 @@ class Scratch:
     def __init__(self, device: torch.device, turns: int = 1) -> None:
         self.device, self.turns = device, turns
         self.turn = 0  # of the transfer that runs now
+        self._last_turn = 0  # of the transfer that was submitted last
         self.begin_next: Callable[[], None] = _nothing  # to be called when a transfer needs the links no more
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self.made = 0
@@ -91,6 +92,11 @@ class Scratch:
             buffer = self._buffers[dtype] = torch.empty(self.turns, numel, dtype=dtype, device=self.device)
             self.made += 1
         return buffer[self.turn, :numel]
+
+    def next_turn(self) -> int:
+        """Of the next transfer to be submitted. Every rank must submit the same ones."""
+        self._last_turn = (self._last_turn + 1) % self.turns
+        return self._last_turn
 
     @contextmanager
     def in_turn(self, turn: int) -> Generator[None]:

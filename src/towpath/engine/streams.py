@@ -18,7 +18,19 @@ from typing import Protocol, final
 
 import torch
 
-Job = Callable[[], None]
+Work = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`begin`: the first part of `run`, which waits for nobody; it may run before the job that precedes it is through.
+
+    `turn`: jobs of one turn share memory, and never overlap; of no turn, it comes behind all of them.
+    """
+
+    run: Work
+    begin: Work | None = None
+    turn: int | None = None
 
 
 class Exposed(Protocol):
@@ -42,18 +54,10 @@ class Handle(ABC):
 
 class Lane(ABC):
     @abstractmethod
-    def submit(
-        self,
-        job: Job,
-        after: Sequence[Handle] = (),
-        exposed: Exposed | None = None,
-        begin: Job | None = None,
-        turn: int | None = None,
-    ) -> Handle:
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
         """Queue `job` behind the lane's earlier jobs, `after`, and what the caller has computed so far.
 
-        `exposed` is told when somebody waits for it. `begin`: the first part of it, which waits for nobody; it may run
-        before the job that precedes it is through. `turn`: jobs of one turn share memory, and never overlap.
+        `exposed` is told when somebody waits for it.
         """
 
     @abstractmethod
@@ -74,34 +78,29 @@ class ThreadLane(Lane):
         self._lock = threading.Lock()
         self._queue: deque[_Queued] = deque()
 
-    def submit(
-        self,
-        job: Job,
-        after: Sequence[Handle] = (),
-        exposed: Exposed | None = None,
-        begin: Job | None = None,
-        turn: int | None = None,
-    ) -> Handle:
-        queued = _Queued(job, [h for h in after if isinstance(h, _ThreadHandle)], begin)
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
+        queued = _Queued(job, after)
         with self._lock:  # the thread takes them in the order of the queue
             self._queue.append(queued)
             return _ThreadHandle(self._threads.submit(self._run, queued), after, exposed)
 
     def _run(self, queued: _Queued) -> None:
+        self._queue.popleft()
         with torch.no_grad():
             for handle in queued.after:
-                handle.join()
-            self._queue.popleft()
+                _thread_handle(handle).join()
             if queued.failure is not None:
                 raise queued.failure
-            queued.job()
+            queued.job.run()
 
     def begin_next(self) -> None:
         following = self._queue[0] if self._queue else None
-        if following is not None and following.begin is not None and all(h.done for h in following.after):
-            begin, following.begin = following.begin, None
+        if following is None or following.begun or following.job.begin is None:
+            return
+        if all(_thread_handle(h).done for h in following.after):
+            following.begun = True
             try:
-                begin()
+                following.job.begin()
             except Exception as failure:  # its own, to be raised in its turn
                 following.failure = failure
 
@@ -112,9 +111,14 @@ class ThreadLane(Lane):
 @dataclass(slots=True)
 class _Queued:
     job: Job
-    after: Sequence[_ThreadHandle]
-    begin: Job | None
+    after: Sequence[Handle]
+    begun: bool = False
     failure: Exception | None = None
+
+
+def _thread_handle(handle: Handle) -> _ThreadHandle:
+    assert isinstance(handle, _ThreadHandle)
+    return handle
 
 
 @final
@@ -157,24 +161,17 @@ class StreamLane(Lane):
     def __init__(self, device: torch.device, turns: int) -> None:
         self._streams = [torch.cuda.Stream(device) for _ in range(turns)]
 
-    def submit(
-        self,
-        job: Job,
-        after: Sequence[Handle] = (),
-        exposed: Exposed | None = None,
-        begin: Job | None = None,
-        turn: int | None = None,
-    ) -> Handle:
-        stream = self._streams[turn or 0]
+    def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
+        stream = self._streams[job.turn or 0]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream), torch.no_grad():
-            if turn is None:  # of no turn: behind all of them
+            if job.turn is None:
                 for other in self._streams:
                     stream.wait_stream(other)
             for handle in after:
                 assert isinstance(handle, _StreamHandle)
                 handle.join()
-            job()
+            job.run()
         event = torch.cuda.Event()
         event.record(stream)
         return _StreamHandle(event, exposed)

@@ -184,9 +184,11 @@ class Trace:
         def traced() -> None:
             before = getattr(self._lane, "micro_step", 0)  # of the job that this one begins beside
             self._lane.micro_step = micro_step
-            with watching(self._coding):
-                job()
-            self._lane.micro_step = before
+            try:
+                with watching(self._coding):
+                    job()
+            finally:
+                self._lane.micro_step = before
 
         return traced
 

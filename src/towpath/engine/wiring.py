@@ -10,8 +10,8 @@ from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.select import select
 from towpath.engine.record import Bundle, Line, Record, Waits
-from towpath.engine.streams import Handle, Job, Lane, make_lane
-from towpath.spec.schedule import LANES, Transfer, turns_of
+from towpath.engine.streams import Handle, Job, Lane, Work, make_lane
+from towpath.spec.schedule import LANES, TURNS, Transfer
 from towpath.spec.strategy import Kind
 from towpath.topology.groups import Groups
 
@@ -27,8 +27,7 @@ class Wiring:
         self.micro_step = 0
         self._backend = groups.backend(device)
         self._lanes: dict[str, Lane] = {}
-        self._scratch = {name: Scratch(device, turns_of(name)) for name in LANES.values()}
-        self._turns = dict.fromkeys(LANES.values(), 0)
+        self._scratch = {name: Scratch(device, turns) for name, turns in TURNS.items()}
 
     def lines(self, transfers: Iterable[Transfer]) -> list[Line]:
         return [self._line(t) for t in transfers]
@@ -52,19 +51,19 @@ class Wiring:
         return Bundle(lines, CoalescedAllGather(bindings, lines[0].members, self._backend, scratch))
 
     def submit(
-        self, kind: Kind, lines: Sequence[Line], job: Job, after: Sequence[Handle] = (), begin: Job | None = None
+        self, kind: Kind, lines: Sequence[Line], work: Work, after: Sequence[Handle] = (), begin: Work | None = None
     ) -> Handle:
-        """Run `job`, which executes `lines`, on the lane of `kind`; `begin`, its first part, when the one before it
+        """Do `work`, which executes `lines`, on the lane of `kind`; `begin`, its first part, when the transfer before
         needs the links no more."""
         transfers = [line.transfer for line in lines]
         for transfer in transfers:
             self.record.submitted(transfer, self.micro_step)
         name = LANES[kind]
         lane, scratch = self._lane(name), self._scratch[name]
-        turn = self._turns[name] = (self._turns[name] + 1) % scratch.turns
+        turn = scratch.next_turn()
 
-        def taking_turn(work: Job) -> Job:
-            traced = work if self.record.trace is None else self.record.trace.during(work, self.micro_step)
+        def in_turn(part: Work) -> Work:
+            traced = part if self.record.trace is None else self.record.trace.during(part, self.micro_step)
 
             def run() -> None:
                 with scratch.in_turn(turn):
@@ -72,8 +71,8 @@ class Wiring:
 
             return run
 
-        begun = None if begin is None else taking_turn(begin)
-        return lane.submit(taking_turn(job), after, Waits(self.record, transfers), begun, turn)
+        job = Job(in_turn(work), None if begin is None else in_turn(begin), turn)
+        return lane.submit(job, after, Waits(self.record, transfers))
 
     def _lane(self, name: str) -> Lane:
         if name not in self._lanes:
@@ -84,7 +83,7 @@ class Wiring:
     def finish(self) -> None:
         """Return once all that was submitted is done."""
         for lane in self._lanes.values():
-            lane.submit(lambda: None).wait()
+            lane.submit(Job(lambda: None)).wait()
 
     def forget_scratch(self) -> None:
         """Wire buffers are made anew: what travels now is of other lengths and dtypes."""

@@ -39,14 +39,9 @@ LANES = {
     Kind.PUBLISH: "publish",
 }
 
-# Here a transfer is encoded and begins to travel while nodes still share out what the one before it brought.
-OVERLAPPING = "gather"
-
-
-def turns_of(lane: str) -> int:
-    """How many of a lane's transfers may be under way at a time: so many of each wire buffer it has."""
-    return 2 if lane == OVERLAPPING else 1
-
+# How many of a lane's transfers may be under way at a time, each in wire buffers of its own: a gather begins to travel
+# while nodes still share out what the one before it brought.
+TURNS = {lane: 2 if lane == "gather" else 1 for lane in LANES.values()}
 
 Needs = dict[str, int]  # elements by dtype
 
@@ -346,7 +341,7 @@ class Schedule:
             "weight slots": weights,
             "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
             + sum(_bytes(p.gradient_needs) for p in root),
-            "wire": sum(turns_of(lane) * numel * item_bytes(dtype) for (lane, dtype), numel in wires.items()),
+            "wire": sum(TURNS[lane] * numel * item_bytes(dtype) for (lane, dtype), numel in wires.items()),
         }
 
     def __str__(self) -> str:

@@ -105,7 +105,8 @@ void to_bfloat16(const float *__restrict from, int64_t count, uint8_t *to) {
 #ifdef TOWPATH_CONVERT_BY_HAND
     auto eight = [](const float *values) {
         __m256 x = _mm256_loadu_ps(values), nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-        __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        __m256i bits = _mm256_castps_si256(x);
+        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
         __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
         __m256 result = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_set1_ps(float_of(NOT_A_NUMBER)), nan);
         return _mm256_srli_epi32(_mm256_castps_si256(result), 16);
@@ -245,8 +246,9 @@ void round_nearest(const float *__restrict values, int64_t count, float scale, u
     int64_t i = 0;
 #ifdef TOWPATH_CONVERT_BY_HAND
     auto eight = [scale](const float *from) {
-        __m256 rounded = _mm256_add_ps(_mm256_div_ps(_mm256_loadu_ps(from), _mm256_set1_ps(scale)), _mm256_set1_ps(ROUNDER));
-        return _mm256_sub_epi32(_mm256_castps_si256(rounded), _mm256_set1_epi32(0x4b400000));
+        __m256 quotient = _mm256_div_ps(_mm256_loadu_ps(from), _mm256_set1_ps(scale));
+        __m256 rounded = _mm256_add_ps(quotient, _mm256_set1_ps(ROUNDER));
+        return _mm256_sub_epi32(_mm256_castps_si256(rounded), _mm256_set1_epi32(bits_of(ROUNDER)));
     };
     const __m256i in_order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     for (; i + 32 <= count; i += 32) {
