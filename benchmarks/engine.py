@@ -33,7 +33,8 @@ from towpath import lab
 from towpath.engine.record import Line
 from towpath.spec.strategy import Kind
 
-BATCH, LENGTH = 4, 128
+BATCH, LENGTH, LONGEST = 4, 128, 256
+WIDTH, TINY = 384, 48
 # Codecs are judged where FSDP2 spends so many times its compute on communication, at the rate of the first cases.
 COMMUNICATION_PER_COMPUTE = 8
 
@@ -61,6 +62,7 @@ class Race:
     dtype: str = "float32"
     batch: int = BATCH
     balanced: bool = False
+    width: int = WIDTH
 
     def measure(self, rounds: int) -> dict[str, Any]:
         contestants = dict.fromkeys((self.ours, self.theirs, *(BALANCE if self.balanced else ())))
@@ -90,6 +92,7 @@ class Field:
     micro_steps: int = 1
     dtype: str = "bfloat16"
     batch: int = 1
+    width: int = WIDTH
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
@@ -237,6 +240,7 @@ CASES: list[Race | Field | Overlap | Steady] = [
     Race("zero++-hsdp", "zero++", "hsdp", 1 / 1.9, dtype="bfloat16", batch=1, balanced=True),
     Race("mics-quantized", QUANTIZED_MICS, "mics", 1 / 2, dtype="bfloat16", batch=1, balanced=True),
     Race("codecs-that-cannot-pay", "zero++", "hpz", 1.03, inter=None, dtype="bfloat16"),
+    Race("codecs-of-tiny-tensors", "zero++", "hpz", 1.03, inter=None, dtype="bfloat16", width=TINY),
     Field("codecs-50mbit", "50mbit", CODED),
     Field("codecs-200mbit", "200mbit", CODED, ALONE),
     Field("codecs-500mbit", "500mbit", CODED),
@@ -253,29 +257,30 @@ def rounded(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {kind: [round(s, 4) for s in values] for kind, values in seconds.items()}
 
 
-def model() -> nn.Module:
-    """About 17 million parameters."""
+def model(width: int = WIDTH) -> nn.Module:
+    """About 17 million parameters, or fewer."""
     torch.manual_seed(0)
-    return gpt.GPT(width=384, depth=9, heads=6, context=LENGTH, vocabulary=2048)
+    return gpt.GPT(width=width, depth=9, heads=6, context=LONGEST, vocabulary=2048)
 
 
 FOREIGN = ("fsdp2", "hsdp", "bare", "compute")
 
 
-def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, Callable[[Any, bool], Any]]:
+def contestant(kind: str, case: Race | Field) -> tuple[Any, Callable[[Any, bool], Any]]:
     """A model by one engine, and the context of one of its micro-steps (told whether it is the last)."""
-    made: Any = model()
+    made: Any = model(case.width)
     if kind == "compute":
-        return made.to(getattr(torch, dtype)), lambda model, last: nullcontext()
+        return made.to(getattr(torch, case.dtype)), lambda model, last: nullcontext()
     if kind == "bare":
         return made, lambda model, last: nullcontext()
     if kind in ("fsdp2", "hsdp"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        chosen = getattr(torch, dtype)
-        policy = MixedPrecisionPolicy(chosen, chosen) if dtype != "float32" else MixedPrecisionPolicy()
-        shape = (topology.world,) if kind == "fsdp2" else (topology.nodes, topology.ranks_per_node)
+        chosen = getattr(torch, case.dtype)
+        policy = MixedPrecisionPolicy(chosen, chosen) if case.dtype != "float32" else MixedPrecisionPolicy()
+        nodes, ranks_per_node = case.topology.nodes, case.topology.ranks_per_node
+        shape = (case.topology.world,) if kind == "fsdp2" else (nodes, ranks_per_node)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
         for block in made.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -288,8 +293,8 @@ def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, 
 
         return made, fsdp
     name, *options = kind.split()
-    strategy = towpath.strategy(name, topology, **dict(option.split("=") for option in options))
-    precision = None if dtype == "float32" else towpath.Precision(params=dtype, reduce=dtype)
+    strategy = towpath.strategy(name, case.topology, **dict(option.split("=") for option in options))
+    precision = None if case.dtype == "float32" else towpath.Precision(params=case.dtype, reduce=case.dtype)
     return towpath.shard(
         made, strategy, precision=precision
     ), lambda model, last: nullcontext() if last else model.no_sync()
@@ -298,7 +303,7 @@ def contestant(kind: str, topology: towpath.Topology, dtype: str) -> tuple[Any, 
 def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...], rounds: int) -> dict[str, Any]:
     """What every rank does. Seconds of each step, and what the engine says of its own."""
     torch.set_num_threads(1)
-    made = {kind: contestant(kind, case.topology, case.dtype) for kind in contestants}
+    made = {kind: contestant(kind, case) for kind in contestants}
     data = Feed(rank, case.batch)
     runners = {
         kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
@@ -361,7 +366,7 @@ class Balance:
         wanted = taken["fsdp2"] / (1 + COMMUNICATION_PER_COMPUTE) / statistics.median(self._slower[-3:])
         length = torch.tensor([round(LENGTH + (wanted - whole) / each)])
         dist.broadcast(length, 0)
-        self._data.length = int(length.clamp(LENGTH // 4, LENGTH))
+        self._data.length = int(length.clamp(LENGTH // 4, LONGEST))
 
 
 def balance_of(lengths: list[int], seconds: dict[str, list[float]]) -> dict[str, Any]:
