@@ -26,15 +26,19 @@ from towpath import lab
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.select import bind
+from towpath.spec import routes
 from towpath.spec.routes import Group, Op
 
-MEGABYTES, SMALL_KILOBYTES, SMALL = 64, 256, 16
-WIDE, TALL = towpath.Topology(2, 4), towpath.Topology(4, 2)
+SMALL_KILOBYTES, SMALL = 256, 16
+WIDE, TALL, SQUARE = towpath.Topology(2, 4), towpath.Topology(4, 2), towpath.Topology(2, 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The contestants, and the ratios asked of some of them: (ours, theirs) → at most. `intra`: of the loopbacks."""
+    """The contestants, and the ratios asked of some of them: (ours, theirs) → at most. `intra`: of the loopbacks.
+
+    Routes run on regions of `kilobytes`. "4 parts": ho-ring or two-hop cutting slices into so many, however short.
+    """
 
     name: str
     op: Op
@@ -43,10 +47,12 @@ class Case:
     intra: str | None = None
     contestants: tuple[str, ...] = ("flat", "hierarchical", "ho-ring")
     asked: dict[tuple[str, str], float] = field(default_factory=dict)
+    kilobytes: int = 64 << 10
 
 
 FAST = {("hierarchical", "flat"): 0.66, ("ho-ring", "flat"): 0.60}
 SHAPED = {("ho-ring", "flat"): 0.674, ("ho-ring", "hierarchical"): 0.90}
+IN_PARTS = ("1 part", "2 parts", "4 parts")
 COALESCED = {("coalesced", "one after another"): 0.40}
 CASES = [
     Case("gather-2x4", Op.ALL_GATHER, asked=FAST),
@@ -57,6 +63,11 @@ CASES = [
     Case("reduce-4x2", Op.REDUCE_SCATTER, TALL),
     Case("gather-4x2-shaped", Op.ALL_GATHER, TALL, intra="1600mbit"),
     Case("reduce-4x2-shaped", Op.REDUCE_SCATTER, TALL, intra="1600mbit"),
+    *(
+        Case(f"{name}-{size}k-in-parts", op, SQUARE, inter, contestants=IN_PARTS, kilobytes=size)
+        for size, inter in ((256, None), (1 << 10, None), (1 << 12, "1gbit"), (1 << 14, "1gbit"))
+        for name, op in (("gather", Op.ALL_GATHER), ("reduce", Op.REDUCE_SCATTER))
+    ),
     Case("coalesced", Op.ALL_GATHER, inter=None, contestants=("coalesced", "one after another"), asked=COALESCED),
 ]
 
@@ -71,7 +82,11 @@ def members_of(rank: int, topology: towpath.Topology) -> Members:
 def contestant(kind: str, case: Case, members: Members) -> Callable[[], None]:
     scratch = Scratch(torch.device("cpu"))
     if kind not in ("coalesced", "one after another"):
-        binding = Binding(case.op, kind, MEGABYTES * 2**20 // 4, torch.float32, kind)
+        route = kind
+        if kind in IN_PARTS:
+            route = "ho-ring" if case.op is Op.ALL_GATHER else "two-hop"
+            routes.SMALLEST_PART_BYTES = case.kilobytes * 2**10 // case.topology.world // int(kind.split()[0])
+        binding = Binding(case.op, route, case.kilobytes * 2**10 // 4, torch.float32, kind)
         collective, region = bind(binding, members, "gloo", scratch), torch.zeros(binding.elements)
         mine = binding.own_slice(region, members)
         return lambda: collective.run(region, mine)

@@ -21,7 +21,7 @@ from typing import Any
 
 import towpath
 from towpath import Topology, Wire
-from towpath.spec.routes import ROUTES, Group, Op, Send, sends, wire_elements
+from towpath.spec.routes import ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import WIRED, Kind
 from towpath.spec.transitions import Move
@@ -38,7 +38,12 @@ assert {*DRAWN, "flat"} == set(ROUTES), "a route is new here: draw it, and give 
 
 
 def plan_of(op: Op, route: str, shape: Topology) -> list[Send]:
-    return list(sends(op, route, group_of(shape), nodes_of(shape)))
+    return list(sends(op, route, group_of(shape), nodes_of(shape), parts_in(route, shape)))
+
+
+def parts_in(route: str, shape: Topology) -> int:
+    """Of a slice of the region that the page speaks of, which is long."""
+    return parts_of(route, Grid.of(nodes_of(shape)), REGION_MEBIBYTES * 2**20 // shape.world)
 
 
 def group_of(shape: Topology) -> Group:
@@ -379,7 +384,8 @@ def time_table(shape: Topology = SHAPE) -> str:
 def wire_table(shapes: Sequence[Topology] = (SHAPE, Topology(2, 8), Topology(4, 8))) -> str:
     def share(route: str, shape: Topology) -> str:
         elements = 2**20 * shape.world
-        needs = wire_elements(Op.REDUCE_SCATTER, route, group_of(shape), nodes_of(shape), elements)
+        parts = parts_in(route, shape)
+        needs = wire_elements(Op.REDUCE_SCATTER, route, group_of(shape), nodes_of(shape), parts, elements)
         own, sums = (tidy(100 * n / elements) + " %" for n in needs)
         return own if not needs[1] else f"{own} ({sums})"
 
@@ -411,6 +417,8 @@ def measured_table(results: Path = RESULTS) -> str | None:
     rows: list[list[str]] = []
     for result in json.loads(results.read_text())["results"]:
         case: dict[str, Any] = result["case"]
+        if in_parts(case):
+            continue
         shape = Topology(**case["topology"])
         links = f"{case['inter'] or 'unshaped'}, {case['intra'] or 'unshaped'}"
         where = f"{shape.nodes} × {shape.ranks_per_node}"
@@ -418,6 +426,23 @@ def measured_table(results: Path = RESULTS) -> str | None:
             asked = "" if most is None else f"≤ {most:.3f}"
             rows.append([case["op"], where, links, f"{ours} / {theirs}", f"{ratio:.3f}", asked])
     return table(["collective", "nodes × ranks", "cable, inside", "times of", "measured", "asked"], rows)
+
+
+def parts_table(results: Path = RESULTS) -> str | None:
+    """Whole slices against slices in parts."""
+    if not results.exists():
+        return None
+    rows: list[list[str]] = []
+    for result in json.loads(results.read_text())["results"]:
+        case: dict[str, Any] = result["case"]
+        if in_parts(case):
+            size = f"{case['kilobytes'] // Topology(**case['topology']).world:,} KiB"
+            rows.append([case["op"], case["inter"] or "unshaped", size, *(f"{r:.2f}" for *_, r, _ in result["ratios"])])
+    return table(["collective", "cable", "a slice", "in 2 parts / whole", "in 4 parts / whole"], rows)
+
+
+def in_parts(case: dict[str, Any]) -> bool:
+    return case["name"].endswith("in-parts")
 
 
 def tables() -> dict[str, str]:
@@ -428,6 +453,7 @@ def tables() -> dict[str, str]:
         "wire buffers": wire_table(),
         "presets": presets_table(),
         "measured": measured_table(),
+        "parts": parts_table(),
     }
     return {name: text for name, text in made.items() if text is not None}
 

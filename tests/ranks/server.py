@@ -160,8 +160,11 @@ def _serve(
     import torch
     import torch.distributed as dist
 
+    from towpath.spec import routes
+
     warnings_are_errors()
     torch.set_num_threads(1)
+    routes.SMALLEST_PART_BYTES = 32  # the models here are small: routes are to cut up what they move all the same
     gc.freeze()  # the collector, and who asks it what there is, need not go through all that was loaded before
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))

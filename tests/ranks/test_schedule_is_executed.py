@@ -16,7 +16,7 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
 from towpath.collectives import messages
-from towpath.spec.routes import ROUTES, TWO_HOP_PARTS, Op, sends
+from towpath.spec.routes import ROUTES, Grid, Op, parts_of, sends
 from towpath.spec.strategy import Kind
 
 Worlds = Callable[[int], World]
@@ -33,7 +33,7 @@ MIXED = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
 def test_every_transfer_of_the_schedule_and_no_other_is_executed(
     world: Worlds, shape: towpath.Topology, micro_steps: int
 ) -> None:
-    world(shape.world).run(_compare_transfers, shape, micro_steps)
+    world(shape.world).run(_compare_transfers, shape, micro_steps, timeout=300)
 
 
 def _compare_transfers(topology: towpath.Topology, micro_steps: int) -> None:
@@ -61,9 +61,10 @@ def _calls_of(transfers: tuple[Any, ...]) -> Counter[str]:
         # On gloo a flat gather or reduce-scatter is our ring.
         if route != "flat" or move.op is not Op.ALL_REDUCE:
             # A member posts at once all that it sends and receives in a step; an all-to-all, all of a part's hop.
-            calls["messages"] += len({s.step for s in sends(move.op, route, group, nodes) if 0 in (s.source, s.target)})
+            plan = sends(move.op, route, group, nodes, transfer.parts)
+            calls["messages"] += len({s.step for s in plan if 0 in (s.source, s.target)})
             if route == "two-hop" and move.op is not Op.ALL_GATHER:
-                calls["messages"] += TWO_HOP_PARTS - 1
+                calls["messages"] += transfer.parts - 1
         else:
             calls["all_reduce"] += 1
     return calls
@@ -169,7 +170,9 @@ def _count_messages(label: str) -> None:
     gathers = [t for t in towpath.schedule(strategy, model, 1).transfers if t.kind is Kind.GATHER]
     move = gathers[0].move
     nodes = list(map(topology.node_of, move.groups[0].ranks))
-    each = len({s.step for s in sends(Op.ALL_GATHER, gathers[0].route, move.groups[0], nodes)})
+    route, packed = gathers[0].route, sum(t.region_bytes for t in gathers)
+    parts = parts_of(route, Grid.of(nodes), packed // move.members)
+    each = len({s.step for s in sends(Op.ALL_GATHER, route, move.groups[0], nodes, parts)})
     assert len(gathers) == 4
     assert calls["messages"] == each, (dict(calls), each)
     schedule = towpath.schedule(strategy, model, 1)

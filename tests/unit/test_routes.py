@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import ceil
 
 import pytest
 
 import towpath
-from towpath.spec.routes import ROUTES, Grid, Group, Op, Send, cells_of, piece_bounds, sends, travelled, wire_elements
+from towpath.spec.routes import (
+    ROUTES,
+    Grid,
+    Group,
+    Op,
+    Send,
+    cells_of,
+    parts_of,
+    piece_bounds,
+    sends,
+    travelled,
+    wire_elements,
+)
 from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
 from towpath.spec.transitions import Move
@@ -23,6 +36,9 @@ orders = pytest.mark.parametrize("order", ORDERS)
 routes = pytest.mark.parametrize("route", ROUTES)
 ops = pytest.mark.parametrize("op", list(Op))
 
+SHORT, LONG = 1 << 10, 1 << 24  # bytes of slices that travel whole, and of those that a route may cut up
+lengths = pytest.mark.parametrize("slice_bytes", [SHORT, LONG], ids=["short", "long"])
+
 
 def group_of(shape: Topology, order: str) -> Group:
     ranks = range(shape.world)
@@ -34,8 +50,9 @@ def nodes_of(shape: Topology) -> list[int]:
     return [shape.node_of(r) for r in range(shape.world)]
 
 
-def plan_of(op: Op, route: str, shape: Topology, order: str = "rank order") -> list[Send]:
-    return list(sends(op, route, group_of(shape, order), nodes_of(shape)))
+def plan_of(op: Op, route: str, shape: Topology, order: str = "rank order", slice_bytes: int = LONG) -> list[Send]:
+    parts = parts_of(route, Grid.of(nodes_of(shape)), slice_bytes)
+    return list(sends(op, route, group_of(shape, order), nodes_of(shape), parts))
 
 
 Held = dict[tuple[int, int, int], set[int]]  # member, slot, part → whose contributions it holds
@@ -63,8 +80,11 @@ def carry_out(plan: list[Send], held: Held) -> None:
 @shapes
 @orders
 @routes
-def test_a_gather_brings_every_slice_to_everyone_exactly_once(route: str, order: str, shape: Topology) -> None:
-    group, plan = group_of(shape, order), plan_of(Op.ALL_GATHER, route, shape, order)
+@lengths
+def test_a_gather_brings_every_slice_to_everyone_exactly_once(
+    slice_bytes: int, route: str, order: str, shape: Topology
+) -> None:
+    group, plan = group_of(shape, order), plan_of(Op.ALL_GATHER, route, shape, order, slice_bytes)
     parts = plan[0].parts if plan else 1
     held: Held = defaultdict(set)
     for member, slot in enumerate(group.slots):
@@ -81,8 +101,11 @@ def test_a_gather_brings_every_slice_to_everyone_exactly_once(route: str, order:
 @orders
 @routes
 @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
-def test_a_reduction_counts_every_contribution_exactly_once(op: Op, route: str, order: str, shape: Topology) -> None:
-    group, plan = group_of(shape, order), plan_of(op, route, shape, order)
+@lengths
+def test_a_reduction_counts_every_contribution_exactly_once(
+    slice_bytes: int, op: Op, route: str, order: str, shape: Topology
+) -> None:
+    group, plan = group_of(shape, order), plan_of(op, route, shape, order, slice_bytes)
     parts, everyone = (plan[0].parts if plan else 1), set(range(shape.world))
     held: Held = {(m, s, p): {m} for m in everyone for s in everyone for p in range(parts)}
     carry_out(plan, held)
@@ -94,8 +117,11 @@ def test_a_reduction_counts_every_contribution_exactly_once(op: Op, route: str, 
 @shapes
 @routes
 @ops
-def test_plans_are_in_the_order_of_their_steps_and_every_message_ends(op: Op, route: str, shape: Topology) -> None:
-    plan = plan_of(op, route, shape)
+@lengths
+def test_plans_are_in_the_order_of_their_steps_and_every_message_ends(
+    slice_bytes: int, op: Op, route: str, shape: Topology
+) -> None:
+    plan = plan_of(op, route, shape, slice_bytes=slice_bytes)
     assert [s.step for s in plan] == sorted(s.step for s in plan)
     assert all(0 <= s.step < s.until and s.source != s.target for s in plan)
     # What one posts between two of its peer's steps, the peer posts too: steps that are empty for one are so for all.
@@ -107,10 +133,14 @@ def test_plans_are_in_the_order_of_their_steps_and_every_message_ends(op: Op, ro
 @orders
 @routes
 @ops
-def test_pieces_cover_a_region_of_any_length(op: Op, route: str, order: str, shape: Topology) -> None:
+def test_pieces_cover_a_region_of_any_length(
+    op: Op, route: str, order: str, shape: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And the bytes of a transfer are those of its messages, counted one by one."""
-    group, plan, node = group_of(shape, order), plan_of(op, route, shape, order), shape.node_of
+    monkeypatch.setattr("towpath.spec.routes.SMALLEST_PART_BYTES", 64)
+    group, node = group_of(shape, order), shape.node_of
     for elements in (0, 1, 5, 720, 1009):
+        plan = plan_of(op, route, shape, order, 4 * ceil(elements / shape.world))
         lengths = [end - start for s in plan for start, end in [piece_bounds(elements, shape.world, s.piece)]]
         assert sum(lengths) == (2 if op is Op.ALL_REDUCE else 1) * (shape.world - 1) * elements
         covered = sorted(i for p in {s.piece for s in plan} for i in range(*piece_bounds(elements, shape.world, p)))
@@ -174,11 +204,12 @@ def seconds(plan: list[Send], shape: Topology, inter: float, intra: float) -> fl
 @pytest.mark.parametrize("shape", TWO_LEVELS, ids=str)
 @pytest.mark.parametrize("inter", [1, 2, 5, 20])
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
-def test_the_ho_ring_takes_no_longer_than_its_model(op: Op, inter: float, shape: Topology) -> None:
+@lengths
+def test_the_ho_ring_takes_no_longer_than_its_model(slice_bytes: int, op: Op, inter: float, shape: Topology) -> None:
     """max(g(M−1)·tₐ, (g−1)·tₑ + (M−1)·tₐ), where the second is of a ring that is not cut in parts."""
     g, width, intra = shape.nodes, shape.ranks_per_node, 1.0
     model = max(g * (width - 1) * intra, (g - 1) * inter + (width - 1) * intra)
-    assert seconds(plan_of(op, "ho-ring", shape), shape, inter, intra) <= model * (1 + 1e-9)
+    assert seconds(plan_of(op, "ho-ring", shape, slice_bytes=slice_bytes), shape, inter, intra) <= model * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
@@ -196,8 +227,11 @@ def test_two_nodes_of_four_behind_cables_of_a_sixteenth_take_what_the_algorithms
 @shapes
 @orders
 @routes
-def test_no_cell_of_the_wire_buffer_is_used_twice_at_a_time(route: str, order: str, shape: Topology) -> None:
-    plan = plan_of(Op.REDUCE_SCATTER, route, shape, order)
+@lengths
+def test_no_cell_of_the_wire_buffer_is_used_twice_at_a_time(
+    slice_bytes: int, route: str, order: str, shape: Topology
+) -> None:
+    plan = plan_of(Op.REDUCE_SCATTER, route, shape, order, slice_bytes)
     for member in range(shape.world):
         received = [s for s in plan if s.target == member]
         cells = cells_of(received)
@@ -209,16 +243,19 @@ def test_no_cell_of_the_wire_buffer_is_used_twice_at_a_time(route: str, order: s
 def test_wire_buffers_stay_below_the_region_but_for_an_all_to_all() -> None:
     shape = Topology(2, 8)
     group, elements = group_of(shape, "rank order"), 16 * 64
-    sizes = {
-        route: wire_elements(Op.REDUCE_SCATTER, route, group, nodes_of(shape), elements)[0] / elements
-        for route in ROUTES
-    }
+    nodes = nodes_of(shape)
+
+    def share(route: str) -> float:
+        parts = parts_of(route, Grid.of(nodes), LONG)
+        return wire_elements(Op.REDUCE_SCATTER, route, group, nodes, parts, elements)[0] / elements
+
+    sizes = {route: share(route) for route in ROUTES}
     assert sizes["flat"] == sizes["ring"] == 1 / 16
     assert sizes["hierarchical"] == 2 / 16
     assert sizes["ho-ring"] <= 1 / 4
     assert sizes["one-hop"] <= 2
     assert sizes["two-hop"] <= 1.1
-    assert wire_elements(Op.ALL_GATHER, "ho-ring", group, nodes_of(shape), elements) == (0, 0)
+    assert wire_elements(Op.ALL_GATHER, "ho-ring", group, nodes, 8, elements) == (0, 0)
 
 
 # --- strategies ------------------------------------------------------------------------------------------------------

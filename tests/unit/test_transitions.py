@@ -27,7 +27,8 @@ def run(move: Move, route: str, topology: Topology, finest: int, offsets: list[i
     """Execute one move on every group, message by message, as the route's plan says. All parts of a slice go alike."""
     for group in move.groups:
         size = finest // move.regions // len(group.ranks)
-        plan = [s for s in sends(move.op, route, group, list(map(topology.node_of, group.ranks))) if s.part == 0]
+        nodes = list(map(topology.node_of, group.ranks))
+        plan = [s for s in sends(move.op, route, group, nodes, parts=4) if s.part == 0]
         # What is posted in a step leaves as it is then; it arrives before the step in which it is due.
         order = sorted([(s.step, 1, i) for i, s in enumerate(plan)] + [(s.until, 0, i) for i, s in enumerate(plan)])
         sent: dict[int, list[frozenset[int]]] = {}

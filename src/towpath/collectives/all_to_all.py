@@ -59,7 +59,7 @@ class _Wire:
 class AllToAllReduceScatter(Collective):
     def __init__(self, route: str, binding: Binding, members: Members, scratch: Scratch) -> None:
         self._route, self._binding, self._members, self._scratch = route, binding, members, scratch
-        self._buffers = AllToAll(hops_of(route, members.grid), binding.elements, binding.codec)
+        self._buffers = AllToAll(hops_of(route, members.grid), binding.parts(members), binding.elements, binding.codec)
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
         self._packing = self._make_packing()

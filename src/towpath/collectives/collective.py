@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from towpath.codecs.packing import Draws
 from towpath.spec.formats import Codec
-from towpath.spec.routes import Grid, Group, Op, bounds
+from towpath.spec.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
 from towpath.spec.schedule import Transfer
 
 
@@ -64,6 +64,11 @@ class Binding:
     def of(transfer: Transfer) -> Binding:
         dtype, codec, kept = getattr(torch, transfer.dtype), transfer.wire.encoding, transfer.kept_elements
         return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept)
+
+    def parts(self, members: Members) -> int:
+        """Into how many each slice is cut on its way."""
+        size = slice_bytes(self.elements, len(members.group.ranks), self.dtype.itemsize, self.codec)
+        return parts_of(self.route, members.grid, size)
 
     def own_slice(self, region: torch.Tensor, members: Members) -> torch.Tensor:
         start, end = bounds(self.elements, len(members.group.ranks), members.slot)

@@ -45,12 +45,13 @@ class Walk(Collective):
 
     def __init__(self, route: str, binding: Binding, members: Members, scratch: Scratch) -> None:
         self._route, self._binding, self._members, self._scratch = route, binding, members, scratch
+        parts = binding.parts(members)
         plan = [
             s
-            for s in sends(binding.op, route, members.group, members.nodes)
+            for s in sends(binding.op, route, members.group, members.nodes, parts)
             if members.position in (s.source, s.target)
         ]
-        self._cell = cell_elements(binding.elements, len(members.group.ranks), plan[0].parts if plan else 1)
+        self._cell = cell_elements(binding.elements, len(members.group.ranks), parts)
         self._batches = self._in_batches(plan)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.passages)]

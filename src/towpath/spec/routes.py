@@ -35,7 +35,10 @@ class Op(StrEnum):
 HO_RING_PARTS = 4
 # The hop inside the nodes of one part runs beside the hop between nodes of another (ZeRO++ 4.1.2, pipelining).
 TWO_HOP_PARTS = 4
-# How many steps an item of the HO-Ring has: two are under way at a time, so that no link waits for the next one.
+# Each part costs a fixed time of its own, which smaller ones do not win back (`benchmarks/collectives.py`).
+SMALLEST_PART_BYTES = 1 << 18
+# How many steps an item of the HO-Ring has: two are under way at a time, so that no link waits for the next one (but
+# what travels whole has to be there before it goes on).
 _HO_RING_STEPS = 2
 
 
@@ -115,10 +118,16 @@ def travelled(route: str, grid: Grid) -> str:
     return "flat" if grid.plain and route not in ("ring", "one-hop") else route
 
 
-def sends(op: Op, route: str, group: Group, nodes: Sequence[int]) -> Iterator[Send]:
+def parts_of(route: str, grid: Grid, slice_bytes: int) -> int:
+    """Into how many parts a route cuts each slice, so that what one link has brought goes on by another meanwhile."""
+    most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": TWO_HOP_PARTS}.get(travelled(route, grid), 1)
+    return max(1, min(most, slice_bytes // SMALLEST_PART_BYTES))
+
+
+def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
     """Every message of one collective, in the order of its steps. `nodes`: where each member lives."""
     grid = Grid.of(nodes)
-    gather = sorted(_GATHERS[travelled(route, grid)](group.slots, grid), key=lambda s: s.step)
+    gather = sorted(_GATHERS[travelled(route, grid)](group.slots, grid, parts), key=lambda s: s.step)
     if op is Op.ALL_GATHER:
         return iter(gather)
     steps = max((s.until for s in gather), default=0)
@@ -135,14 +144,14 @@ def _later(s: Send, steps: int) -> Send:
     return Send(s.step + steps, s.until + steps, s.source, s.target, s.slot, s.part, s.parts)
 
 
-def _ring(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+def _ring(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
     members = len(slots)
     for step in range(members - 1):
         for i in range(members):
             yield Send(step, step + 1, i, (i + 1) % members, slots[(i - step) % members])
 
 
-def _hierarchical(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+def _hierarchical(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
     for step in range(grid.nodes - 1):
         for j, m in grid.places:
             yield Send(step, step + 1, grid.at(j, m), grid.at(j + 1, m), slots[grid.at(j - step, m)])
@@ -154,9 +163,9 @@ def _hierarchical(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
                 yield Send(step, step + 1, grid.at(j, m), grid.at(j, m + turn), slots[grid.at(origin, m)])
 
 
-def _ho_ring(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+def _ho_ring(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
     """Item k, part k % parts of what is k // parts nodes from home, crosses from step k on; then its node shares it."""
-    parts, within = max(HO_RING_PARTS, grid.width), _HO_RING_STEPS
+    within = min(_HO_RING_STEPS, parts)
     for k in range((grid.nodes - 1) * parts):
         hop, part = divmod(k, parts)
         for j, m in grid.places:
@@ -170,8 +179,7 @@ def _ho_ring(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
             yield from _share_out(step, step + within, (j, m), grid, slots[grid.at(j, m)], part, parts)
 
 
-def _two_hop(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
-    parts = TWO_HOP_PARTS
+def _two_hop(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
     for part in range(parts):
         for j, m in grid.places:
             for other in range(1, grid.nodes):
@@ -189,14 +197,14 @@ def _share_out(
         yield Send(step, until, grid.at(j, m), grid.at(j, m + other), slot, part, parts)
 
 
-def _one_hop(slots: Sequence[int], grid: Grid) -> Iterator[Send]:
+def _one_hop(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
     for i in range(len(slots)):
         for other in range(1, len(slots)):
             yield Send(0, 1, i, (i + other) % len(slots), slots[i])
 
 
 # A backend's own collectives are rings where links are slow.
-_GATHERS: dict[str, Callable[[Sequence[int], Grid], Iterator[Send]]] = {
+_GATHERS: dict[str, Callable[[Sequence[int], Grid, int], Iterator[Send]]] = {
     "flat": _ring,
     "ring": _ring,
     "hierarchical": _hierarchical,
@@ -244,7 +252,7 @@ def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
 
 
 def wire_elements(
-    op: Op, route: str, group: Group, nodes: Sequence[int], elements: int, codec: Codec | None = None
+    op: Op, route: str, group: Group, nodes: Sequence[int], parts: int, elements: int, codec: Codec | None = None
 ) -> tuple[int, int]:
     """The wire buffer a member needs: elements of the region's dtype (with a codec: bytes), and of the dtype that sums
     or keeps what was rounded away."""
@@ -254,11 +262,16 @@ def wire_elements(
     if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
         return gathered, 0
     if hops := hops_of(route, grid):
-        layout = AllToAll(hops, elements, codec)
+        layout = AllToAll(hops, parts, elements, codec)
         return max(layout.wire_elements, gathered if op is Op.ALL_REDUCE else 0), layout.sum_elements
-    received = [s for s in sends(op, route, group, nodes) if s.target == 0 and s.adds]
+    received = [s for s in sends(op, route, group, nodes, parts) if s.target == 0 and s.adds]
     cells = max(cells_of(received), default=-1) + 1
-    return cells * cell_elements(elements, members, received[0].parts if received else 1), 0
+    return cells * cell_elements(elements, members, parts), 0
+
+
+def slice_bytes(elements: int, members: int, item_bytes: int, codec: Codec | None = None) -> int:
+    """Of the longest slice, as it travels."""
+    return encoded_slice(codec, elements, members) if codec else cell_elements(elements, members, 1) * item_bytes
 
 
 def encoded_slice(codec: Codec, elements: int, members: int) -> int:
@@ -270,16 +283,13 @@ def encoded_slice(codec: Codec, elements: int, members: int) -> int:
 class AllToAll:
     """The buffers of a reduction in hops: in each hop a member exchanges with `hops[i]` of them, and sums.
 
-    Counted in elements of the region's dtype; with a codec, in bytes.
+    A stage has one part of every slice. Counted in elements of the region's dtype; with a codec, in bytes.
     """
 
     hops: tuple[int, ...]
+    stages: int
     elements: int
     codec: Codec | None = None
-
-    @property
-    def stages(self) -> int:
-        return TWO_HOP_PARTS if len(self.hops) > 1 else 1
 
     @property
     def sets(self) -> int:

@@ -14,7 +14,19 @@ from typing import TypeVar
 from towpath.errors import StrategyError
 from towpath.spec.formats import ENCODED, NARROW, item_bytes
 from towpath.spec.precision import Precision
-from towpath.spec.routes import AllToAll, Grid, Op, Piece, encoded_slice, hops_of, piece_bounds, sends, wire_elements
+from towpath.spec.routes import (
+    AllToAll,
+    Grid,
+    Op,
+    Piece,
+    encoded_slice,
+    hops_of,
+    parts_of,
+    piece_bounds,
+    sends,
+    slice_bytes,
+    wire_elements,
+)
 from towpath.spec.strategy import Kind, Strategy
 from towpath.spec.transitions import Cut, Move, everyone
 from towpath.spec.units import BucketSpec, UnitSpec
@@ -75,6 +87,12 @@ class Transfer:
         return self.wire.route_on(self.move.op, self.grid)
 
     @property
+    def parts(self) -> int:
+        """Into how many each slice is cut on its way."""
+        size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.wire.encoding)
+        return parts_of(self.route, self.grid, size)
+
+    @property
     def inter_bytes(self) -> int:
         """Sent between nodes, all ranks together."""
         return sum(map(self.cable_bytes, range(self.topology.nodes)))
@@ -82,11 +100,11 @@ class Transfer:
     @property
     def intra_bytes(self) -> int:
         """Sent inside nodes, all ranks together."""
-        return self._bytes(_messages(self.move, self.route, self.topology)[0])
+        return self._bytes(_messages(self.move, self.route, self.topology, self.parts)[0])
 
     def cable_bytes(self, node: int) -> int:
         """Sent by `node` over its cable."""
-        return self._bytes(_messages(self.move, self.route, self.topology)[1][node])
+        return self._bytes(_messages(self.move, self.route, self.topology, self.parts)[1][node])
 
     def _bytes(self, messages: Counted) -> int:
         return sum(self._message_bytes(piece, adds) * count for (piece, adds), count in messages)
@@ -109,7 +127,7 @@ class Transfer:
         if self.kind is Kind.USAGE:
             return {}
         codec, group = self.wire.encoding, self.move.groups[0]
-        own, sums = wire_elements(self.move.op, self.route, group, self._nodes, self.elements, codec)
+        own, sums = wire_elements(self.move.op, self.route, group, self._nodes, self.parts, self.elements, codec)
         if codec is not None:
             return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
         if self.dtype not in NARROW:
@@ -122,7 +140,7 @@ class Transfer:
         hops = hops_of(self.route, self.grid)
         if self.wire.encoding is None or self.move.op is Op.ALL_GATHER:
             return ()
-        kept = AllToAll(hops, self.elements, self.wire.encoding).kept_elements
+        kept = AllToAll(hops, self.parts, self.elements, self.wire.encoding).kept_elements
         asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.wire.feedback]
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
 
@@ -136,13 +154,13 @@ Counted = tuple[tuple[tuple[Piece, bool], int], ...]
 
 
 @lru_cache(maxsize=4096)
-def _messages(move: Move, route: str, topology: Topology) -> tuple[Counted, tuple[Counted, ...]]:
+def _messages(move: Move, route: str, topology: Topology, parts: int) -> tuple[Counted, tuple[Counted, ...]]:
     """Inside nodes, and out of each node."""
     intra: Counter[tuple[Piece, bool]] = Counter()
     leaving: list[Counter[tuple[Piece, bool]]] = [Counter() for _ in range(topology.nodes)]
     for group in move.groups:
         nodes = tuple(map(topology.node_of, group.ranks))
-        for send in sends(move.op, route, group, nodes):
+        for send in sends(move.op, route, group, nodes, parts):
             crosses = nodes[send.source] != nodes[send.target]
             (leaving[nodes[send.source]] if crosses else intra)[send.piece, send.adds] += 1
     return tuple(intra.items()), tuple(tuple(counts.items()) for counts in leaving)
