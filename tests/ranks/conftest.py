@@ -9,17 +9,18 @@ import pytest
 
 from tests.ranks.server import World
 
-# Process groups, with their threads and open files, live as long as the processes that made them.
-CALLS_OF_A_WORLD = 20
+# Process groups live as long as the processes that made them, and each has a thread that looks a hundred times a second
+# whether it is to end: a world that has many leaves the tests beside it a third of the machine.
+THREADS_OF_A_RANK = 40
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[Callable[[int], World]]:
-    """`world(4)`: four ranks. A world stays until another size is wanted, a rank failed, or it has done enough."""
+    """`world(4)`: four ranks. A world stays until another size is wanted, a rank failed, or it has too many threads."""
     live: list[World] = []
 
     def of(size: int) -> World:
-        if live and live[0].alive and live[0].size == size and live[0].calls < CALLS_OF_A_WORLD:
+        if live and live[0].alive and live[0].size == size and live[0].threads <= THREADS_OF_A_RANK:
             return live[0]
         while live:
             live.pop().close()

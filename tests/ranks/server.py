@@ -64,7 +64,6 @@ class World:
     def __init__(self, size: int, group_timeout: float = 60.0) -> None:
         self.size = size
         self.alive = True
-        self.calls = 0
         self._folder = tempfile.TemporaryDirectory(prefix="towpath-ranks-", dir=SCRATCH)
         self._connections: list[multiprocessing.connection.Connection] = []
         self._processes: list[Any] = []
@@ -79,10 +78,14 @@ class World:
             self._connections.append(ours)
             self._processes.append(process)
 
+    @property
+    def threads(self) -> int:
+        """Of the rank that has most."""
+        return max(len(os.listdir(f"/proc/{process.pid}/task")) for process in self._processes)
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """`fn(*args)` on every rank at once; what each returned, by rank."""
         assert self.alive, "this world has ended; make another"
-        self.calls += 1
         try:
             for connection in self._connections:
                 connection.send((fn, args, timeout))

@@ -314,7 +314,11 @@ def test_training_goes_on_when_a_checkpoint_cannot_be_written(
         seen = world(2).run(_fail, options, folder, writable)
         assert len(seen[0].losses) == 10
         assert not any(rank.error for rank in seen)
-        for step, why in ((4, "0 bytes are free"), (6, "No such file"), (8, "Read-only|Permission denied")):
+        for step, why in (
+            (4, "0 bytes are free"),
+            (6, "No such file|is not there"),
+            (8, "Read-only|Permission denied"),
+        ):
             assert re.search(f"STEP {step} NOT SAVED: .*({why})", seen[0].said), seen[0].said
         assert sorted(path.name for path in folder.iterdir()) == ["step-000002", "step-000010"]
         assert all(checkpoint.verify(path).ok for path in folder.iterdir())
