@@ -81,7 +81,7 @@ class World:
     @property
     def threads(self) -> int:
         """Of the rank that has most."""
-        return max(len(os.listdir(f"/proc/{process.pid}/task")) for process in self._processes)
+        return max(len(list(Path(f"/proc/{process.pid}/task").iterdir())) for process in self._processes)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """`fn(*args)` on every rank at once; what each returned, by rank."""
