@@ -412,37 +412,33 @@ def presets_table(shape: Topology = SHAPE) -> str:
 
 def measured_table(results: Path = RESULTS) -> str | None:
     """The ratios of benchmarks/collectives.py; None until they are there."""
-    if not results.exists():
-        return None
     rows: list[list[str]] = []
-    for result in json.loads(results.read_text())["results"]:
+    for result in measured(results, in_parts=False):
         case: dict[str, Any] = result["case"]
-        if in_parts(case):
-            continue
         shape = Topology(**case["topology"])
         links = f"{case['inter'] or 'unshaped'}, {case['intra'] or 'unshaped'}"
         where = f"{shape.nodes} × {shape.ranks_per_node}"
         for ours, theirs, ratio, most in result["ratios"]:
             asked = "" if most is None else f"≤ {most:.3f}"
             rows.append([case["op"], where, links, f"{ours} / {theirs}", f"{ratio:.3f}", asked])
-    return table(["collective", "nodes × ranks", "cable, inside", "times of", "measured", "asked"], rows)
+    return (
+        table(["collective", "nodes × ranks", "cable, inside", "times of", "measured", "asked"], rows) if rows else None
+    )
 
 
 def parts_table(results: Path = RESULTS) -> str | None:
-    """Whole slices against slices in parts."""
-    if not results.exists():
-        return None
+    """Whole slices against slices in parts; None until they are there."""
     rows: list[list[str]] = []
-    for result in json.loads(results.read_text())["results"]:
+    for result in measured(results, in_parts=True):
         case: dict[str, Any] = result["case"]
-        if in_parts(case):
-            size = f"{case['kilobytes'] // Topology(**case['topology']).world:,} KiB"
-            rows.append([case["op"], case["inter"] or "unshaped", size, *(f"{r:.2f}" for *_, r, _ in result["ratios"])])
-    return table(["collective", "cable", "a slice", "in 2 parts / whole", "in 4 parts / whole"], rows)
+        size = f"{case['kilobytes'] // Topology(**case['topology']).world:,} KiB"
+        rows.append([case["op"], case["inter"] or "unshaped", size, *(f"{r:.2f}" for *_, r, _ in result["ratios"])])
+    return table(["collective", "cable", "a slice", "in 2 parts / whole", "in 4 parts / whole"], rows) if rows else None
 
 
-def in_parts(case: dict[str, Any]) -> bool:
-    return case["name"].endswith("in-parts")
+def measured(results: Path, in_parts: bool) -> list[dict[str, Any]]:
+    every = json.loads(results.read_text())["results"] if results.exists() else []
+    return [r for r in every if r["case"]["name"].endswith("in-parts") == in_parts]
 
 
 def tables() -> dict[str, str]:

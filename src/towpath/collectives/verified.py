@@ -69,6 +69,7 @@ class Agreement:
     def _difference(self, each: list[_Signature]) -> str:
         """Alike on every member: the first message of the first member's plan whose two ends disagree."""
         ranks, plan = self._members.group.ranks, each[0]
+        # Whole slices: whose messages do not fit is the same however they would be cut.
         messages = sends(plan.op, plan.route, self._members.group, self._members.nodes, parts=1)
         met = next(s for s in messages if each[s.source] != each[s.target])
         source, target = sorted((met.source, met.target))
