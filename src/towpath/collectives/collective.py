@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -84,19 +85,26 @@ class Scratch:
 
     def __init__(self, device: torch.device, turns: int = 1) -> None:
         self.device, self.turns = device, turns
-        self.turn = 0  # of the transfer that runs now
+        self._running = threading.local()  # transfers that are under way together run on threads of their own
         self._last_turn = 0  # of the transfer that was submitted last
         self.begin_next: Callable[[], None] = _nothing  # to be called when a transfer needs the links no more
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
+        self._lock = threading.Lock()
         self.made = 0
 
     @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        buffer = self._buffers.get(dtype)
-        if buffer is None or buffer.shape[1] < numel:
-            buffer = self._buffers[dtype] = torch.empty(self.turns, numel, dtype=dtype, device=self.device)
-            self.made += 1
+        with self._lock:
+            buffer = self._buffers.get(dtype)
+            if buffer is None or buffer.shape[1] < numel:
+                buffer = self._buffers[dtype] = torch.empty(self.turns, numel, dtype=dtype, device=self.device)
+                self.made += 1
         return buffer[self.turn, :numel]
+
+    @property
+    def turn(self) -> int:
+        """Of the transfer that runs here."""
+        return getattr(self._running, "turn", 0)
 
     def next_turn(self) -> int:
         """Of the next transfer to be submitted. Every rank must submit the same ones."""
@@ -105,11 +113,11 @@ class Scratch:
 
     @contextmanager
     def in_turn(self, turn: int) -> Generator[None]:
-        before, self.turn = self.turn, turn
+        self._running.turn = turn
         try:
             yield
         finally:
-            self.turn = before
+            del self._running.turn
 
     def clear(self) -> None:
         self._buffers.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -62,7 +61,7 @@ class Lane(ABC):
 
     @abstractmethod
     def begin_next(self) -> None:
-        """Called by a job that needs the links no more: the one behind it may begin."""
+        """Called by the running job when it needs the links no more: the one behind it may begin, once it is there."""
 
     @abstractmethod
     def close(self) -> None:
@@ -71,49 +70,53 @@ class Lane(ABC):
 
 @final
 class ThreadLane(Lane):
-    """One thread: gloo's collectives block, and PyTorch computes without the interpreter lock meanwhile."""
+    """A thread for each turn: gloo's collectives block, and PyTorch computes without the interpreter lock meanwhile."""
 
-    def __init__(self, name: str) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix=f"towpath-{name}")
+    def __init__(self, name: str, turns: int) -> None:
+        self._threads = ThreadPoolExecutor(turns, thread_name_prefix=f"towpath-{name}")
         self._lock = threading.Lock()
-        self._queue: deque[_Queued] = deque()
+        self._last = self._running = _Progress()
+        self._last.end()
 
     def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
-        queued = _Queued(job, after)
-        with self._lock:  # the thread takes them in the order of the queue
-            self._queue.append(queued)
-            return _ThreadHandle(self._threads.submit(self._run, queued), after, exposed)
+        with self._lock:  # the threads take jobs in the order in which they were submitted
+            before, self._last = self._last, _Progress()
+            future = self._threads.submit(self._do, job, tuple(map(_thread_handle, after)), before, self._last)
+            return _ThreadHandle(future, after, exposed)
 
-    def _run(self, queued: _Queued) -> None:
-        self._queue.popleft()
-        with torch.no_grad():
-            for handle in queued.after:
-                _thread_handle(handle).join()
-            if queued.failure is not None:
-                raise queued.failure
-            queued.job.run()
+    def _do(self, job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+        try:
+            with torch.no_grad():
+                for handle in after:
+                    handle.join()
+                if job.begin is not None:
+                    before.links_free.wait()
+                    job.begin()
+                before.ended.wait()
+                self._running = mine
+                job.run()
+        finally:
+            before.ended.wait()  # where it failed early: what comes behind it comes behind that one, too
+            mine.end()
 
     def begin_next(self) -> None:
-        following = self._queue[0] if self._queue else None
-        if following is None or following.begun or following.job.begin is None:
-            return
-        if all(_thread_handle(h).done for h in following.after):
-            following.begun = True
-            try:
-                following.job.begin()
-            except Exception as failure:  # its own, to be raised in its turn
-                following.failure = failure
+        self._running.links_free.set()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-@dataclass(slots=True)
-class _Queued:
-    job: Job
-    after: Sequence[Handle]
-    begun: bool = False
-    failure: Exception | None = None
+class _Progress:
+    """Of a job: what the one behind it waits for."""
+
+    __slots__ = ("ended", "links_free")
+
+    def __init__(self) -> None:
+        self.links_free, self.ended = threading.Event(), threading.Event()
+
+    def end(self) -> None:
+        self.links_free.set()
+        self.ended.set()
 
 
 def _thread_handle(handle: Handle) -> _ThreadHandle:
@@ -127,10 +130,6 @@ class _ThreadHandle(Handle):
         self._future = future
         self._after = after
         self._exposed = exposed
-
-    @property
-    def done(self) -> bool:
-        return self._future.done()
 
     def join(self) -> None:
         """Wait on a lane: no computation is held up by it."""
@@ -199,4 +198,4 @@ class _StreamHandle(Handle):
 
 def make_lane(name: str, device: torch.device, turns: int) -> Lane:
     """`turns`: how many jobs at a time may be under way."""
-    return StreamLane(device, turns) if device.type == "cuda" else ThreadLane(name)
+    return StreamLane(device, turns) if device.type == "cuda" else ThreadLane(name, turns)
