@@ -84,19 +84,38 @@ inline uint16_t bfloat16_of(float x) {
     return static_cast<uint16_t>((bits & MAGNITUDE) > INFINITE ? NOT_A_NUMBER >> 16 : rounded);
 }
 
+inline float value_of(float x) { return x; }
+inline float value_of(uint16_t bfloat16) { return float_of(static_cast<int32_t>(uint32_t{bfloat16} << 16)); }
+
+#ifdef TOWPATH_CONVERT_BY_HAND
+inline __m256 eight_of(const float *values) { return _mm256_loadu_ps(values); }
+inline __m256 eight_of(const Word *bfloat16) {
+    __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i *>(bfloat16));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
+}
+
+// As bfloat16, in the upper half of each lane. Not for NaN.
+inline __m256i rounded_to_upper_half(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+}
+
+inline void store_upper_halves(__m256i first, __m256i second, Word *to) {
+    __m256i mixed = _mm256_packus_epi32(_mm256_srli_epi32(first, 16), _mm256_srli_epi32(second, 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+#endif
+
 // ---- Elements of a dtype, to and from float32 ----
 
 void from_bfloat16(const uint8_t *from, int64_t count, float *__restrict to) {
     const Word *elements = reinterpret_cast<const Word *>(from);
     int64_t i = 0;
 #ifdef TOWPATH_CONVERT_BY_HAND
-    for (; i + 8 <= count; i += 8) {
-        __m128i narrow = _mm_loadu_si128(reinterpret_cast<const __m128i *>(elements + i));
-        __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16);
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(to + i), wide);
-    }
+    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, eight_of(elements + i));
 #endif
-    for (; i < count; i++) to[i] = float_of(static_cast<int32_t>(uint32_t{elements[i]} << 16));
+    for (; i < count; i++) to[i] = value_of(elements[i]);
 }
 
 void to_bfloat16(const float *__restrict from, int64_t count, uint8_t *to) {
@@ -105,16 +124,10 @@ void to_bfloat16(const float *__restrict from, int64_t count, uint8_t *to) {
 #ifdef TOWPATH_CONVERT_BY_HAND
     auto eight = [](const float *values) {
         __m256 x = _mm256_loadu_ps(values), nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-        __m256i bits = _mm256_castps_si256(x);
-        __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-        __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-        __m256 result = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_set1_ps(float_of(NOT_A_NUMBER)), nan);
-        return _mm256_srli_epi32(_mm256_castps_si256(result), 16);
+        __m256 rounded = _mm256_castsi256_ps(rounded_to_upper_half(x));
+        return _mm256_castps_si256(_mm256_blendv_ps(rounded, _mm256_set1_ps(float_of(NOT_A_NUMBER)), nan));
     };
-    for (; i + 16 <= count; i += 16) {
-        __m256i mixed = _mm256_packus_epi32(eight(from + i), eight(from + i + 8));
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(elements + i), _mm256_permute4x64_epi64(mixed, 0xd8));
-    }
+    for (; i + 16 <= count; i += 16) store_upper_halves(eight(from + i), eight(from + i + 8), elements + i);
 #endif
     for (; i < count; i++) elements[i] = bfloat16_of(from[i]);
 }
@@ -226,6 +239,15 @@ int32_t largest_magnitude(const float *values, int64_t count) {
     return largest;
 }
 
+int32_t largest_magnitude(const Word *bfloat16, int64_t count) {
+    uint16_t largest = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint16_t magnitude = bfloat16[i] & (MAGNITUDE >> 16);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return int32_t{largest} << 16;
+}
+
 float largest_code(Code code) {
     switch (code) {
         case Code::int8: return 127.0f;
@@ -242,11 +264,12 @@ float scale_of(const Codec &codec, int32_t largest) {
 }
 
 // No quotient is rounded to more than the largest code: the scale was rounded by less than that takes.
-void round_nearest(const float *__restrict values, int64_t count, float scale, uint8_t *__restrict codes) {
+template <class Element>
+void round_nearest(const Element *__restrict values, int64_t count, float scale, uint8_t *__restrict codes) {
     int64_t i = 0;
 #ifdef TOWPATH_CONVERT_BY_HAND
-    auto eight = [scale](const float *from) {
-        __m256 quotient = _mm256_div_ps(_mm256_loadu_ps(from), _mm256_set1_ps(scale));
+    auto eight = [scale](const Element *from) {
+        __m256 quotient = _mm256_div_ps(eight_of(from), _mm256_set1_ps(scale));
         __m256 rounded = _mm256_add_ps(quotient, _mm256_set1_ps(ROUNDER));
         return _mm256_sub_epi32(_mm256_castps_si256(rounded), _mm256_set1_epi32(bits_of(ROUNDER)));
     };
@@ -258,13 +281,13 @@ void round_nearest(const float *__restrict values, int64_t count, float scale, u
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(codes + i), _mm256_permutevar8x32_epi32(mixed, in_order));
     }
 #endif
-    for (; i < count; i++) codes[i] = static_cast<uint8_t>(bits_of(values[i] / scale + ROUNDER));
+    for (; i < count; i++) codes[i] = static_cast<uint8_t>(bits_of(value_of(values[i]) / scale + ROUNDER));
 }
 
-template <int MANTISSA, int BIAS>
-void round_float8(const float *__restrict values, int64_t count, float scale, uint8_t *__restrict codes) {
+template <int MANTISSA, int BIAS, class Element>
+void round_float8(const Element *__restrict values, int64_t count, float scale, uint8_t *__restrict codes) {
     for (int64_t i = 0; i < count; i++) {
-        int32_t bits = bits_of(values[i] / scale);
+        int32_t bits = bits_of(value_of(values[i]) / scale);
         codes[i] = static_cast<uint8_t>(narrowed<MANTISSA, BIAS>(bits & MAGNITUDE) | ((bits >> 24) & 0x80));
     }
 }
@@ -277,10 +300,11 @@ inline float uniform(uint32_t index, uint32_t seed) {
     return static_cast<float>(static_cast<int32_t>((mixed ^ (mixed >> 16)) >> 8)) * 0x1p-24f;
 }
 
-void round_at_random(const float *__restrict values, int64_t count, float scale, float largest, uint32_t first,
+template <class Element>
+void round_at_random(const Element *__restrict values, int64_t count, float scale, float largest, uint32_t first,
                      uint32_t seed, uint8_t *__restrict codes) {
     for (int64_t i = 0; i < count; i++) {
-        float x = values[i] / scale + uniform(first + static_cast<uint32_t>(i), seed);
+        float x = value_of(values[i]) / scale + uniform(first + static_cast<uint32_t>(i), seed);
         float nearest = x + ROUNDER - ROUNDER;
         float floor = nearest > x ? nearest - 1.0f : nearest;
         floor = floor > largest ? largest : floor;
@@ -321,7 +345,8 @@ struct Layout {
     }
 };
 
-void write_codes(const Codec &codec, const float *values, int64_t start, int64_t count, float scale, uint32_t seed,
+template <class Element>
+void write_codes(const Codec &codec, const Element *values, int64_t start, int64_t count, float scale, uint32_t seed,
                  uint8_t *codes) {
     if (codec.code == Code::e4m3) round_float8<3, 7>(values, count, scale, codes);
     else if (codec.code == Code::e5m2) round_float8<2, 15>(values, count, scale, codes);
@@ -330,7 +355,7 @@ void write_codes(const Codec &codec, const float *values, int64_t start, int64_t
     else round_nearest(values, count, scale, codes);
 }
 
-// In the following, `source(start, count, scratch)` gives float32 elements, in the scratch or elsewhere.
+// In the following, `source(start, count, scratch)` gives float32 elements, in the scratch or elsewhere, or bfloat16.
 
 template <class Source>
 void encode_as_bfloat16(const Source &source, const Layout &layout, int64_t elements, uint8_t *out) {
@@ -354,9 +379,8 @@ int32_t largest_of_all(const Source &source, const Layout &layout, int64_t eleme
 }
 
 template <class Source>
-void encode_from(const Source &source, const Codec &codec, int64_t elements, uint8_t *out, uint32_t seed) {
+void encode_scaled(const Source &source, const Codec &codec, int64_t elements, uint8_t *out, uint32_t seed) {
     Layout layout(codec, elements);
-    if (codec.code == Code::bf16) return encode_as_bfloat16(source, layout, elements, out);
     alignas(64) float scratch[LARGEST_BLOCK];
     alignas(64) uint8_t unpacked[LARGEST_BLOCK];
     Float *scales = reinterpret_cast<Float *>(out);
@@ -364,7 +388,7 @@ void encode_from(const Source &source, const Codec &codec, int64_t elements, uin
     int32_t largest = codec.block ? 0 : largest_of_all(source, layout, elements);
     for (int64_t start = 0; start < elements; start += layout.tile) {
         int64_t in_tile = smaller(layout.tile, elements - start);
-        const float *values = source(start, in_tile, scratch);
+        const auto *values = source(start, in_tile, scratch);
         uint8_t *to = codec.code == Code::int4 ? unpacked : codes + start;
         for (int64_t begin = 0; begin < in_tile; begin += layout.block) {
             int64_t count = smaller(layout.block, in_tile - begin);
@@ -378,6 +402,12 @@ void encode_from(const Source &source, const Codec &codec, int64_t elements, uin
     }
 }
 
+template <class Source>
+void encode_from(const Source &source, const Codec &codec, int64_t elements, uint8_t *out, uint32_t seed) {
+    if (codec.code == Code::bf16) encode_as_bfloat16(source, Layout(codec, elements), elements, out);
+    else encode_scaled(source, codec, elements, out, seed);
+}
+
 void encode(const Codec &codec, Input x, int64_t elements, uint8_t *out, uint32_t seed) {
     if (codec.hadamard) {
         auto source = [x](int64_t start, int64_t count, float *scratch) {
@@ -385,6 +415,9 @@ void encode(const Codec &codec, Input x, int64_t elements, uint8_t *out, uint32_
             return static_cast<const float *>(scratch);
         };
         encode_from(source, codec, elements, out, seed);
+    } else if (x.dtype == Dtype::bfloat16 && codec.code != Code::bf16) {
+        auto source = [x](int64_t start, int64_t, float *) { return reinterpret_cast<const Word *>(x.at) + start; };
+        encode_scaled(source, codec, elements, out, seed);
     } else {
         auto source = [x](int64_t start, int64_t count, float *scratch) { return loaded(x, start, count, scratch); };
         encode_from(source, codec, elements, out, seed);
@@ -412,7 +445,21 @@ void read_float8(const uint8_t *__restrict codes, int64_t count, float scale, in
 // The inverse of `pack`, as int8: 30 times its sign bit fills up the upper half of a byte.
 void unpack(const uint8_t *__restrict packed, int64_t count, uint8_t *codes) {
     Word *pairs = reinterpret_cast<Word *>(codes);
-    for (int64_t i = 0; i < (count + 1) / 2; i++) {
+    int64_t i = 0;
+#ifdef TOWPATH_CONVERT_BY_HAND
+    auto extended = [](__m128i half) {
+        const __m128i sign = _mm_set1_epi8(8);
+        return _mm_sub_epi8(_mm_xor_si128(_mm_and_si128(half, _mm_set1_epi8(15)), sign), sign);
+    };
+    for (; i + 16 <= count / 2; i += 16) {
+        __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(packed + i));
+        __m128i lower = extended(both), upper = extended(_mm_srli_epi16(both, 4));
+        __m128i *to = reinterpret_cast<__m128i *>(pairs + i);
+        _mm_storeu_si128(to, _mm_unpacklo_epi8(lower, upper));
+        _mm_storeu_si128(to + 1, _mm_unpackhi_epi8(lower, upper));
+    }
+#endif
+    for (; i < (count + 1) / 2; i++) {
         int32_t pair = (packed[i] | packed[i] << 4) & 0x0f0f;
         pairs[i] = static_cast<uint16_t>(pair | (pair & 0x0808) * 30);
     }
@@ -459,9 +506,70 @@ void sum_tile(const Codec &codec, const Layout &layout, Rows rows, int64_t start
     for (int64_t row = 1; row < rows.count; row++) read_tile<true>(codec, layout, rows.at[row], start, count, to);
 }
 
+#ifdef TOWPATH_CONVERT_BY_HAND
+void int8_to_bfloat16(const uint8_t *codes, int64_t count, float scale, Word *to) {
+    int64_t i = 0;
+    auto eight = [codes, scale](int64_t first) {
+        __m128i narrow = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(codes + first));
+        __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow)), _mm256_set1_ps(scale));
+        return rounded_to_upper_half(value);
+    };
+    for (; scale == scale && i + 16 <= count; i += 16) store_upper_halves(eight(i), eight(i + 8), to + i);
+    for (; i < count; i++) to[i] = bfloat16_of(static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
+}
+
+// The sixteen values there are in a block of int4 fill one vector with their lower bytes and one with their upper ones.
+void int4_to_narrow(const uint8_t *packed, int64_t count, float scale, Output out) {
+    alignas(16) const uint8_t codes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 0xf8, 0xf9, 0xfa, 0xfb, 0xfc, 0xfd, 0xfe, 0xff};
+    alignas(32) float values[16];
+    alignas(32) uint16_t narrow[16];
+    read_int8<false>(codes, 16, scale, values);
+    if (out.dtype == Dtype::bfloat16) to_bfloat16(values, 16, reinterpret_cast<uint8_t *>(narrow));
+    else to_float16(values, 16, reinterpret_cast<uint8_t *>(narrow));
+    const __m128i *both = reinterpret_cast<const __m128i *>(narrow);
+    const __m128i low = _mm_set1_epi16(255), nibble = _mm_set1_epi8(15);
+    const __m128i lower = _mm_packus_epi16(_mm_and_si128(both[0], low), _mm_and_si128(both[1], low));
+    const __m128i upper = _mm_packus_epi16(_mm_srli_epi16(both[0], 8), _mm_srli_epi16(both[1], 8));
+    Word *to = reinterpret_cast<Word *>(out.at);
+    auto sixteen = [lower, upper](__m128i indices, Word *at) {
+        __m128i first = _mm_shuffle_epi8(lower, indices), second = _mm_shuffle_epi8(upper, indices);
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(at), _mm_unpacklo_epi8(first, second));
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(at + 8), _mm_unpackhi_epi8(first, second));
+    };
+    int64_t i = 0;
+    for (; i + 32 <= count; i += 32) {
+        __m128i pairs = _mm_loadu_si128(reinterpret_cast<const __m128i *>(packed + i / 2));
+        __m128i even = _mm_and_si128(pairs, nibble), odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), nibble);
+        sixteen(_mm_unpacklo_epi8(even, odd), to + i);
+        sixteen(_mm_unpackhi_epi8(even, odd), to + i + 16);
+    }
+    for (; i < count; i++) to[i] = narrow[(packed[i / 2] >> (i % 2 * 4)) & 15];
+}
+
+// One message, straight into elements of 16 bits; whether this is what was asked for.
+bool decode_narrow(const Codec &codec, const Layout &layout, const uint8_t *row, int64_t elements, Output out) {
+    bool int8 = codec.code == Code::int8 && out.dtype == Dtype::bfloat16;
+    bool int4 = codec.code == Code::int4 && out.dtype != Dtype::float32;
+    if (codec.hadamard || !(int8 || int4)) return false;
+    const Float *scales = reinterpret_cast<const Float *>(row);
+    const uint8_t *codes = row + layout.scales_bytes;
+    for (int64_t start = 0; start < elements; start += layout.block) {
+        int64_t count = smaller(layout.block, elements - start);
+        float scale = scales[start / layout.block];
+        uint8_t *to = out.at + 2 * start;
+        if (int8) int8_to_bfloat16(codes + start, count, scale, reinterpret_cast<Word *>(to));
+        else int4_to_narrow(codes + start / 2, count, scale, {to, out.dtype});
+    }
+    return true;
+}
+#endif
+
 void decode_sum(const Codec &codec, Rows rows, int64_t elements, Output out) {
     alignas(64) float scratch[LARGEST_BLOCK];
     Layout layout(codec, elements);
+#ifdef TOWPATH_CONVERT_BY_HAND
+    if (rows.count == 1 && decode_narrow(codec, layout, rows.at[0], elements, out)) return;
+#endif
     for (int64_t start = 0; start < elements; start += layout.tile) {
         int64_t count = smaller(layout.tile, elements - start);
         if (out.dtype == Dtype::float32) {
