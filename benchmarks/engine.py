@@ -33,7 +33,7 @@ from towpath import lab
 from towpath.engine.record import Line
 from towpath.spec.strategy import Kind
 
-BATCH, LENGTH, LONGEST = 4, 128, 256
+BATCH, SHORT, LENGTH, LONGEST = 4, 16, 128, 256
 WIDTH, TINY = 384, 48
 # Codecs are judged where FSDP2 spends so many times its compute on communication, at the rate of the first cases.
 COMMUNICATION_PER_COMPUTE = 8
@@ -49,7 +49,8 @@ class Race:
     A contestant is fsdp2, hsdp, bare, or a strategy of ours with its options ('zero3 route=hierarchical'). `dtype`:
     what travels and computes; the masters are fp32. `balanced`: sequences are so long that FSDP2 spends on
     communication the multiple asked for of its compute (forward and backward of the bare module, on all ranks at once);
-    both take turns with the others, to show it.
+    both take turns with the others, to show it. `elsewhere`: instead, sequences are short, and blocks wait, as
+    for a device that computes and takes nothing from the cores that the network's work and the codecs need.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Race:
     dtype: str = "float32"
     batch: int = BATCH
     balanced: bool = False
+    elsewhere: bool = False
     width: int = WIDTH
 
     def measure(self, rounds: int) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Race:
         medians = {kind: statistics.median(seconds[kind]) for kind in contestants}
         return {
             "checks": [Check("step, ours / theirs", medians[self.ours] / medians[self.theirs], self.target)],
-            **balance_of(answers[0]["lengths"], seconds),
+            **balance_of(answers[0]["amounts"], seconds),
             "median_seconds": {kind: round(m, 4) for kind, m in medians.items()},
             "seconds": rounded(seconds),
             "host_share": round(max(a["host_share"] for a in answers), 5),
@@ -93,6 +95,7 @@ class Field:
     dtype: str = "bfloat16"
     batch: int = 1
     width: int = WIDTH
+    elsewhere: bool = False
 
     def measure(self, rounds: int) -> dict[str, Any]:
         with lab.Lab(self.topology, inter=self.inter) as cluster:
@@ -217,6 +220,30 @@ PARTS = ("step", "compute", "communication")
 QUANTIZED_MICS = "mics gradients=int4"
 CODED = ("zero3", "zero++", "qwz", "hpz", "qgz", "zero3 route=hierarchical", "hsdp", "mics", QUANTIZED_MICS)
 ALONE = tuple((technique, "zero3", 1 / 1.2) for technique in ("qwz", "hpz", "qgz"))
+BALANCED = (
+    ("zero++-zero3", "zero++", "zero3", 1 / 3),
+    ("zero++-zero3-hierarchical", "zero++", "zero3 route=hierarchical", 1 / 2),
+    ("zero++-hsdp", "zero++", "hsdp", 1 / 1.9),
+    ("mics-quantized", QUANTIZED_MICS, "mics", 1 / 2),
+)
+
+
+def balanced_races(elsewhere: bool) -> list[Race]:
+    return [
+        Race(
+            name + "-elsewhere" * elsewhere,
+            ours,
+            theirs,
+            target,
+            dtype="bfloat16",
+            batch=1,
+            balanced=True,
+            elsewhere=elsewhere,
+        )
+        for name, ours, theirs, target in BALANCED
+    ]
+
+
 CASES: list[Race | Field | Overlap | Steady] = [
     Race("zero3-fsdp2", "zero3", "fsdp2", 0.75),
     Race("mics-hsdp", "mics", "hsdp", 0.85),
@@ -227,18 +254,8 @@ CASES: list[Race | Field | Overlap | Steady] = [
     Race("paro-nig-zero2", "paro-nig", "zero2", 1 / 2.2, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("paro-iig-zero3", "paro-iig", "zero3", 1 / 2.6, inter="100mbit", micro_steps=10, dtype="bfloat16"),
     Race("mics-zero3", "mics", "zero3", 1 / 2.89, inter="100mbit", micro_steps=4, dtype="bfloat16"),
-    Race("zero++-zero3", "zero++", "zero3", 1 / 3, dtype="bfloat16", batch=1, balanced=True),
-    Race(
-        "zero++-zero3-hierarchical",
-        "zero++",
-        "zero3 route=hierarchical",
-        1 / 2,
-        dtype="bfloat16",
-        batch=1,
-        balanced=True,
-    ),
-    Race("zero++-hsdp", "zero++", "hsdp", 1 / 1.9, dtype="bfloat16", batch=1, balanced=True),
-    Race("mics-quantized", QUANTIZED_MICS, "mics", 1 / 2, dtype="bfloat16", batch=1, balanced=True),
+    *balanced_races(elsewhere=False),
+    *balanced_races(elsewhere=True),
     Race("codecs-that-cannot-pay", "zero++", "hpz", 1.03, inter=None, dtype="bfloat16"),
     Race("codecs-of-tiny-tensors", "zero++", "hpz", 1.03, inter=None, dtype="bfloat16", width=TINY),
     Field("codecs-50mbit", "50mbit", CODED),
@@ -257,10 +274,14 @@ def rounded(seconds: dict[str, list[float]]) -> dict[str, list[float]]:
     return {kind: [round(s, 4) for s in values] for kind, values in seconds.items()}
 
 
-def model(width: int = WIDTH) -> nn.Module:
-    """About 17 million parameters, or fewer."""
+def model(width: int = WIDTH, elsewhere: bool = False) -> nn.Module:
+    """About 17 million parameters, or fewer. `elsewhere`: its blocks wait besides."""
     torch.manual_seed(0)
-    return gpt.GPT(width=width, depth=9, heads=6, context=LONGEST, vocabulary=2048)
+    made = gpt.GPT(width=width, depth=9, heads=6, context=LONGEST, vocabulary=2048)
+    if elsewhere:
+        for block in made.blocks:
+            block.__class__ = Waiting
+    return made
 
 
 FOREIGN = ("fsdp2", "hsdp", "bare", "compute")
@@ -268,7 +289,7 @@ FOREIGN = ("fsdp2", "hsdp", "bare", "compute")
 
 def contestant(kind: str, case: Race | Field) -> tuple[Any, Callable[[Any, bool], Any]]:
     """A model by one engine, and the context of one of its micro-steps (told whether it is the last)."""
-    made: Any = model(case.width)
+    made: Any = model(case.width, case.elsewhere)
     if kind == "compute":
         return made.to(getattr(torch, case.dtype)), lambda model, last: nullcontext()
     if kind == "bare":
@@ -304,13 +325,14 @@ def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...]
     """What every rank does. Seconds of each step, and what the engine says of its own."""
     torch.set_num_threads(1)
     made = {kind: contestant(kind, case) for kind in contestants}
-    data = Feed(rank, case.batch)
+    data = Feed(rank, case.batch, SHORT if case.elsewhere else LENGTH)
     runners = {
         kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
         for kind, (model, context) in made.items()
     }
-    balance = Balance(runners, data) if "compute" in contestants else None
-    lengths: list[int] = []
+    knob = WAIT if case.elsewhere else Knob(data.take_length, LENGTH // 2, LENGTH, LENGTH // 4, LONGEST)
+    balance = Balance(runners, knob) if "compute" in contestants else None
+    amounts: list[float] = []
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
     first = next(kind for kind in contestants if kind not in FOREIGN)
     ours = made[first][0]
@@ -319,22 +341,25 @@ def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...]
             host = towpath.stats(ours).seconds_host
         taken = {kind: timed(step) for kind, step in runners.items()}
         if turn >= 2:
-            lengths.append(data.length)
+            amounts.append(0 if balance is None else balance.amount)
             for kind, value in taken.items():
                 seconds[kind].append(value)
         if balance is not None:
             balance.keep(taken)
     stats = towpath.stats(ours)
     share = (stats.seconds_host - host) / sum(seconds[first])
-    return {"seconds": seconds, "lengths": lengths, "host_share": share, "stats": str(stats)}
+    return {"seconds": seconds, "amounts": amounts, "host_share": share, "stats": str(stats)}
 
 
 class Feed:
     """Endless (inputs, targets) of a rank, as long as is asked for at the time."""
 
-    def __init__(self, rank: int, batch: int) -> None:
-        self.length = LENGTH
+    def __init__(self, rank: int, batch: int, length: int) -> None:
+        self.length = length
         self._of = cache(partial(gpt.batches, rank, batch))
+
+    def take_length(self, length: float) -> None:
+        self.length = round(length)
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         return next(self._of(self.length))
@@ -343,37 +368,54 @@ class Feed:
 BALANCE = ("fsdp2", "compute")
 
 
-class Balance:
-    """Sequences so long that FSDP2 spends on communication the multiple asked for of its compute.
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What decides how much is computed; measured at two settings."""
 
-    A shared machine computes at another speed each minute: the length follows it from round to round.
+    turn: Callable[[float], None]
+    one: float
+    other: float
+    least: float
+    most: float
+
+
+class Balance:
+    """So much computed that FSDP2 spends on communication the multiple asked for of its compute.
+
+    A shared machine computes at another speed each minute: the amount follows it from round to round.
     """
 
-    def __init__(self, works: dict[str, Callable[[], None]], data: Feed) -> None:
-        self._data = data
-        self._compute: list[float] = []
-        for data.length in (LENGTH // 2, LENGTH):
-            self._compute.append(statistics.median(timed(works["compute"]) for _ in range(7)))
+    def __init__(self, works: dict[str, Callable[[], None]], knob: Knob) -> None:
+        self._knob = knob
+        compute: list[float] = []
+        for amount in (knob.one, knob.other):
+            knob.turn(amount)
+            compute.append(statistics.median(timed(works["compute"]) for _ in range(7)))
+        self._each = (compute[1] - compute[0]) / (knob.other - knob.one)
+        self._none = compute[0] - self._each * knob.one
+        self.amount = knob.other
         self._slower: list[float] = []  # by round, than then
         timed(works["fsdp2"])
         self.keep({kind: timed(works[kind]) for kind in BALANCE})
 
     def keep(self, taken: dict[str, float]) -> None:
-        """After a round: choose the length of the next."""
-        short, whole = self._compute
-        each = (whole - short) / (LENGTH - LENGTH // 2)
-        self._slower.append(taken["compute"] / (whole + each * (self._data.length - LENGTH)))
+        """After a round: choose the amount of the next."""
+        self._slower.append(taken["compute"] / (self._none + self._each * self.amount))
         wanted = taken["fsdp2"] / (1 + COMMUNICATION_PER_COMPUTE) / statistics.median(self._slower[-3:])
-        length = torch.tensor([round(LENGTH + (wanted - whole) / each)])
-        dist.broadcast(length, 0)
-        self._data.length = int(length.clamp(LENGTH // 4, LONGEST))
+        amount = torch.tensor([(wanted - self._none) / self._each])
+        dist.broadcast(amount, 0)
+        self.amount = float(amount.clamp(self._knob.least, self._knob.most))
+        self._knob.turn(self.amount)
 
 
-def balance_of(lengths: list[int], seconds: dict[str, list[float]]) -> dict[str, Any]:
+def balance_of(amounts: list[float], seconds: dict[str, list[float]]) -> dict[str, Any]:
     if "compute" not in seconds:
         return {}
     shares = [step / compute - 1 for step, compute in zip(seconds["fsdp2"], seconds["compute"], strict=True)]
-    return {"lengths": lengths, "communication / compute of fsdp2": round(statistics.median(shares), 2)}
+    return {
+        "tokens, or seconds that a block waits": [round(a, 4) for a in amounts],
+        "communication / compute of fsdp2": round(statistics.median(shares), 2),
+    }
 
 
 def timed(work: Callable[[], None]) -> float:
@@ -415,17 +457,24 @@ class Waiting(gpt.Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return Wait.apply(super().forward(x))
 
+    @classmethod
+    def take_seconds(cls, seconds: float) -> None:
+        cls.seconds = seconds
+
 
 class Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         time.sleep(Waiting.seconds)
-        return x.view_as(x)
+        return x.clone()  # of a view FSDP2 would warn
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         time.sleep(2 * Waiting.seconds)
         return grad
+
+
+WAIT = Knob(Waiting.take_seconds, 0.01, 0.02, 0.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,13 +497,11 @@ class Amount:
 
 def overlap(rank: int, world: int, case: Overlap, rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    whole: Any = model()
-    if case.elsewhere:
-        for block in whole.blocks:
-            block.__class__ = Waiting
-    made: Any = towpath.shard(whole, case.strategy, topology=case.topology)
+    made: Any = towpath.shard(model(elsewhere=case.elsewhere), case.strategy, topology=case.topology)
     alone = partial(communicate, made.towpath_engine)
-    little, more = (Amount(1, 16), Amount(1, 16, 0.1)) if case.elsewhere else (Amount(4, LENGTH), Amount(12, LENGTH))
+    little, more = (
+        (Amount(1, SHORT), Amount(1, SHORT, 0.1)) if case.elsewhere else (Amount(4, LENGTH), Amount(12, LENGTH))
+    )
     for _ in range(2):
         little.stepper(made, rank)()
     amount = _balanced(little, more, lambda a: a.stepper(made, rank), alone)
