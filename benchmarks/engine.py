@@ -330,7 +330,8 @@ def race(rank: int, world: int, case: Race | Field, contestants: tuple[str, ...]
         kind: _computing(model, data) if kind == "compute" else _stepper(model, context, data, case.micro_steps)
         for kind, (model, context) in made.items()
     }
-    knob = WAIT if case.elsewhere else Knob(data.take_length, LENGTH // 2, LENGTH, LENGTH // 4, LONGEST)
+    tokens = Knob(data.take_length, one=LENGTH // 2, other=LENGTH, least=LENGTH // 4, most=LONGEST)
+    knob = WAIT if case.elsewhere else tokens
     balance = Balance(runners, knob) if "compute" in contestants else None
     amounts: list[float] = []
     seconds: dict[str, list[float]] = {kind: [] for kind in runners}
@@ -474,7 +475,7 @@ class Wait(torch.autograd.Function):
         return grad
 
 
-WAIT = Knob(Waiting.take_seconds, 0.01, 0.02, 0.0, 1.0)
+WAIT = Knob(Waiting.take_seconds, one=0.01, other=0.02, least=0.0, most=1.0)
 
 
 @dataclass(frozen=True, slots=True)

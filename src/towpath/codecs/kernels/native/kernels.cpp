@@ -509,12 +509,13 @@ void sum_tile(const Codec &codec, const Layout &layout, Rows rows, int64_t start
 #ifdef TOWPATH_CONVERT_BY_HAND
 void int8_to_bfloat16(const uint8_t *codes, int64_t count, float scale, Word *to) {
     int64_t i = 0;
+    bool finite = (bits_of(scale) & MAGNITUDE) < INFINITE;  // else there are NaN
     auto eight = [codes, scale](int64_t first) {
         __m128i narrow = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(codes + first));
         __m256 value = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(narrow)), _mm256_set1_ps(scale));
         return rounded_to_upper_half(value);
     };
-    for (; scale == scale && i + 16 <= count; i += 16) store_upper_halves(eight(i), eight(i + 8), to + i);
+    for (; finite && i + 16 <= count; i += 16) store_upper_halves(eight(i), eight(i + 8), to + i);
     for (; i < count; i++) to[i] = bfloat16_of(static_cast<float>(static_cast<int8_t>(codes[i])) * scale);
 }
 
