@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -27,7 +28,7 @@ from towpath.spec.schedule import schedule as derive_schedule
 from towpath.spec.strategy import Strategy
 from towpath.spec.units import units_from_numels
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_topology
+from towpath.topology.groups import Groups, check_process_group, detect_topology
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -54,6 +55,7 @@ def shard(
     for under its names, until one is known; persistent buffers that it knows come from it too. Where it fails on one
     rank, all ranks raise; the model, by then without values, must be built anew.
     """
+    check_process_group()
     groups = Groups(group)
     precision = precision or Precision()
     lines: list[str] = []
@@ -68,6 +70,9 @@ def shard(
         if values is not None:
             check_values(layouts)
         lines = [f"strategy {resolved.to_toml()}", f"{precision}", _told(values), *describe(layouts)]
+        # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
+        lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
+        lines += [f"process groups that were made so far: {groups.describe_made()}"]
         agree(groups, lines, None)
     except TowpathError as error:
         if lines:
@@ -142,7 +147,6 @@ def _check_class(model: nn.Module) -> None:
 def _become_sharded(model: nn.Module, engine: Engine) -> None:
     become(model, ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
-    weakref.finalize(model, engine.wiring.close).atexit = False
 
 
 def _engine(model: nn.Module) -> Engine:

@@ -15,6 +15,7 @@ encoded where they are brought together, and decoded, summed and encoded anew af
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -140,7 +141,10 @@ class AllToAllReduceScatter(Collective):
             if peer != self._members.position and content.numel()
         ]
         where = f"{self._binding.op.value} by {self._route}, stage {number}, hop {index}"
-        wire.posted = post(messages, self._members, where, hop.crossing) if messages else None
+        wire.posted = self._posted(messages, where, hop) if messages else None
+
+    def _posted(self, messages: Sequence[Message], where: str, hop: _Hop) -> Posted:
+        return post(messages, self._members, where, hop.crossing, self._scratch.turns.tag(self._binding))
 
     def _arrived(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
         if wire.posted is not None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.flat import all_gather_single
 from towpath.collectives.select import bind
-from towpath.collectives.verified import Agreement, check_fit
+from towpath.collectives.verified import check_fit
 from towpath.errors import StepError
 from towpath.spec.routes import Op, travelled
 
@@ -36,14 +36,12 @@ class CoalescedAllGather:
         self._bindings, self._members, self._scratch = bindings, members, scratch
         self._bytes = sum(b.elements * b.dtype.itemsize for b in bindings)
         packed = Binding(Op.ALL_GATHER, route, self._bytes, torch.uint8, f"{len(bindings)} gathers in one")
-        self._agreement = Agreement(packed, members)
         as_one_launch = backend == "nccl" and travelled(route, members.grid) == "flat" and members.group.in_order
         self._gather = None if as_one_launch else bind(packed, members, backend, scratch)
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         for binding, region, shard in zip(self._bindings, regions, shards, strict=True):
             check_fit(binding, self._members, region, shard)
-        self._agreement.ensure(regions[0].device)
         if self._gather is None:
             group = self._members.process_group
             with dist.distributed_c10d._coalescing_manager(group):  # pyright: ignore[reportPrivateUsage]

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,13 @@ class Binding:
         dtype, codec, kept = getattr(torch, transfer.dtype), transfer.wire.encoding, transfer.kept_elements
         return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept)
 
+    @property
+    def tag(self) -> int:
+        """Of its messages: those of collectives that do not fit each other never meet. (Gloo ends a process that is
+        sent more than it expects.) Collectives that do fit share one: journals tell them apart, without a wait."""
+        codec = "none" if self.codec is None else str(self.codec)
+        return crc32(f"{self.op.value} {self.route} {self.elements} {self.dtype} {codec}".encode()) >> 8
+
     def parts(self, members: Members) -> int:
         """Into how many each slice is cut on its way."""
         size = slice_bytes(self.elements, len(members.group.ranks), self.dtype.itemsize, self.codec)
@@ -76,18 +84,47 @@ class Binding:
         return region[start:end]
 
 
-class Scratch:
-    """Wire buffers of one lane: one per dtype and turn, as large as was ever needed.
+class Turns:
+    """How the transfers of one lane keep out of each other's way.
 
-    Transfers take turns. One may begin before the one before it is through, but not before the one before that:
-    with two turns, what is under way together has different memory, and different tags on its messages.
+    One may begin before the one before it is through, but not before the one before that: with two turns, what is under
+    way together has different wire buffers, and different tags on its messages.
     """
 
-    def __init__(self, device: torch.device, turns: int = 1) -> None:
-        self.device, self.turns = device, turns
-        self._running = threading.local()  # transfers that are under way together run on threads of their own
-        self._last_turn = 0  # of the transfer that was submitted last
+    def __init__(self, count: int = 1) -> None:
+        self.count = count
         self.begin_next: Callable[[], None] = _nothing  # to be called when a transfer needs the links no more
+        self._running = threading.local()  # transfers that are under way together run on threads of their own
+        self._last = 0  # of the transfer that was submitted last
+
+    @property
+    def current(self) -> int:
+        """Of the transfer that runs here."""
+        return getattr(self._running, "turn", 0)
+
+    def next(self) -> int:
+        """Of the next transfer to be submitted. Every rank must submit the same ones."""
+        self._last = (self._last + 1) % self.count
+        return self._last
+
+    def tag(self, binding: Binding) -> int:
+        """Of the messages of the transfer that runs here."""
+        return binding.tag * self.count + self.current
+
+    @contextmanager
+    def running(self, turn: int) -> Generator[None]:
+        self._running.turn = turn
+        try:
+            yield
+        finally:
+            del self._running.turn
+
+
+class Scratch:
+    """Wire buffers of one model on one lane: one per dtype and turn, as large as was ever needed."""
+
+    def __init__(self, device: torch.device, turns: Turns | None = None) -> None:
+        self.device, self.turns = device, turns or Turns()
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self._lock = threading.Lock()
         self.made = 0
@@ -97,27 +134,9 @@ class Scratch:
         with self._lock:
             buffer = self._buffers.get(dtype)
             if buffer is None or buffer.shape[1] < numel:
-                buffer = self._buffers[dtype] = torch.empty(self.turns, numel, dtype=dtype, device=self.device)
+                buffer = self._buffers[dtype] = torch.empty(self.turns.count, numel, dtype=dtype, device=self.device)
                 self.made += 1
-        return buffer[self.turn, :numel]
-
-    @property
-    def turn(self) -> int:
-        """Of the transfer that runs here."""
-        return getattr(self._running, "turn", 0)
-
-    def next_turn(self) -> int:
-        """Of the next transfer to be submitted. Every rank must submit the same ones."""
-        self._last_turn = (self._last_turn + 1) % self.turns
-        return self._last_turn
-
-    @contextmanager
-    def in_turn(self, turn: int) -> Generator[None]:
-        self._running.turn = turn
-        try:
-            yield
-        finally:
-            del self._running.turn
+        return buffer[self.turns.current, :numel]
 
     def clear(self) -> None:
         self._buffers.clear()

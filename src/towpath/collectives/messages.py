@@ -44,7 +44,7 @@ class Posted:
                 raise _lost(messages, self.members, self.where, error) from error
 
 
-def post(messages: Sequence[Message], members: Members, where: str, crossing: bool, tag: int = 0) -> Posted:
+def post(messages: Sequence[Message], members: Members, where: str, crossing: bool, tag: int) -> Posted:
     """Send and receive; both ends must post what they exchange under a tag in the same order. `where`: for errors."""
     group = members.between_nodes if crossing else members.process_group
     # Receives first: gloo tells a sender that it may begin through the same connection as the data of the other

@@ -25,7 +25,7 @@ def select(transfer: Transfer, members: Members, backend: str, scratch: Scratch)
 
 
 def bind(binding: Binding, members: Members, backend: str, scratch: Scratch) -> Collective:
-    """The collective for a binding, without the comparison of bindings that `Verified` adds."""
+    """The collective for a binding, without the check of its tensors that `Verified` adds."""
     op, route = binding.op, travelled(binding.route, members.grid)
     if op is Op.ALL_GATHER and binding.codec is not None:
         inner = bind(encoded_binding(binding.codec, binding, members), members, backend, scratch)

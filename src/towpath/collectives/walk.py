@@ -101,7 +101,7 @@ class Walk(Collective):
                 under_way = self._complete(region, wire, under_way, before=batch.step)
                 under_way.append((batch, self._post(region, wire, batch)))
             if number == self._last_crossing:
-                self._scratch.begin_next()
+                self._scratch.turns.begin_next()
         self._complete(region, wire, under_way)
         mine = self._binding.own_slice(region, self._members)
         if self._binding.op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
@@ -110,7 +110,7 @@ class Walk(Collective):
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch) -> Posted:
         messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.passages]
         where = f"{self._binding.op.value} by {self._route}, step {batch.step}"
-        return post(messages, self._members, where, batch.crossing, self._scratch.turn)
+        return post(messages, self._members, where, batch.crossing, self._scratch.turns.tag(self._binding))
 
     def _complete(
         self,

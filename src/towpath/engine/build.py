@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from towpath.engine.span import WriteMark
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
+from towpath.spec.journal import Journal
 from towpath.spec.precision import Precision
 from towpath.spec.schedule import UnitPlan, plan_unit
 from towpath.spec.strategy import Kind, Strategy
@@ -139,7 +141,8 @@ class Order:
 
 def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Groups) -> Engine:
     strategy, precision = order.strategy, order.precision
-    wiring = Wiring(groups, device_of(layouts))
+    number: int = next(groups.shared("models made", count))
+    wiring = Wiring(groups, device_of(layouts), Journal(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and any(strategy.wire(kind).encoding for kind in Kind):
         raise ShardError(

@@ -9,6 +9,7 @@ Reductions are launched in one order on all ranks, whatever order the gradients 
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotPool
+from towpath.engine.passes import EndOfBackward, FailedPasses
 from towpath.engine.record import on_host
 from towpath.engine.span import WriteMark
 from towpath.engine.streams import Handle
@@ -48,6 +50,7 @@ class Engine:
         self._changes = {strategy.wire(kind).until for kind in Kind}  # steps at which a codec has served
         self._boundary = True
         self._running_backward = False
+        self._failed = False  # the last backward pass, whose gradients are still to be dropped
         # Which unit came after which, in the forward and in the backward pass: what to gather ahead.
         self._following: dict[Kind, dict[Unit, Unit]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
         self._previous: Unit | None = None
@@ -56,7 +59,7 @@ class Engine:
         self._synced: list[Handle] = []
         parameters = sum(len(b.used) for u in units for b in u.trainable)
         self._usage = wiring.lines(usage_transfers(strategy, parameters))
-        self._bitmap = torch.zeros(parameters, dtype=torch.uint8, device=wiring.device)
+        self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         self.weights, self.gradients = self._pools()
         # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -92,8 +95,9 @@ class Engine:
         recomputing = in_backward()
         unit.check_parameters()
         if not recomputing:
+            self._failures.agree()
             unit.forwards += comes_back
-            if self._running_backward:
+            if self._failed or self._running_backward:
                 self._abandon()
             self._publish()
             if unit is self.root:
@@ -131,6 +135,12 @@ class Engine:
             if first.idle:
                 first.release()
             first.gather_ahead(Kind.BACKWARD_GATHER, self.weights, keep_copy=False)
+
+    def forward_failed(self, unit: Unit, error: BaseException) -> None:
+        """Inside a backward pass, which then fails as a whole, it is a recomputation."""
+        if not in_backward():
+            what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
+            self._failures.forward_failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
 
     def _publish(self) -> None:
         if self._published != self._writes.version:
@@ -202,8 +212,9 @@ class Engine:
         if not self._running_backward:
             self._running_backward = True
             self._begin_pass()
-            # Runs when this backward pass is through, before backward() returns.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)  # pyright: ignore
+            # Called when this backward pass is through, before backward() returns.
+            end = EndOfBackward(weakref.WeakMethod(self._end_backward), weakref.WeakMethod(self._backward_failed))
+            torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
 
     def _finish(self, unit: Unit) -> None:
         unit.release()
@@ -225,17 +236,31 @@ class Engine:
     def _end_backward(self) -> None:
         self.wiring.record.ends("backward", None)
         with torch.no_grad():
-            for unit in self.units:
-                unit.end_uses()
-                unit.release()
-            for unit in self._order:
-                self._finish(unit)
-            if self._boundary:
-                self._deliver()
+            try:
+                for unit in self.units:
+                    unit.end_uses()
+                    unit.release()
+                for unit in self._order:
+                    self._finish(unit)
+                if self._boundary:
+                    self._deliver()
+            except BaseException:
+                self._backward_failed()
+                raise
             self._rest()
 
+    def _backward_failed(self) -> None:
+        """Nothing of the pass is delivered. What is under way is waited for later: this may be no place for it."""
+        self._failures.failed("its backward pass failed")
+        self._failed = True
+        for followed in self._following.values():
+            followed.clear()  # ranks that ran different units would prefetch different ones
+        for unit in self.units:
+            unit.end_uses()
+            unit.release()
+
     def _deliver(self) -> None:
-        used = self._used_anywhere()
+        used = self._compare_with_others()
         for handle in self._synced:
             handle.wait()
         for unit in self._order:
@@ -245,6 +270,7 @@ class Engine:
                 used = used[count:]
         self.wiring.record.end_step()
         self.step += 1
+        self.wiring.record.peers.activity.step = self.step
         self._change_wires()
 
     def _change_wires(self) -> None:
@@ -268,27 +294,26 @@ class Engine:
                 bucket.travel(planned.transfers, self.wiring)
         self.wiring.forget_scratch()
 
-    def _used_anywhere(self) -> list[bool]:
-        """Which parameters got a gradient on any rank."""
+    def _compare_with_others(self) -> list[bool]:
+        """Which parameters got a gradient on any rank; or an error, on every rank, if the ranks ran different units."""
         mine = [used for unit in self._order for bucket in unit.trainable for used in bucket.used]
         if not self._usage:
             return mine
-        # From pinned memory, so that the host need not wait for the copy to a device.
-        told = torch.tensor(mine, dtype=torch.uint8, pin_memory=self.wiring.device.type == "cuda")
-        self._bitmap.copy_(told, non_blocking=True)
+        journal = self.wiring.journal
+        told = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
 
         def job() -> None:
             for line in self._usage:
-                line.run(self._bitmap, self._bitmap)
+                line.run(told, told)
 
-        self.wiring.submit(Kind.USAGE, self._usage, job, after=self._synced).wait()
-        if all(mine):
-            return mine  # so are they anywhere: no need to wait for the device to tell
-        return [bool(b) for b in self._bitmap.tolist()]
+        self.wiring.submit(Kind.USAGE, self._usage, job).wait()
+        combined = told.tolist()
+        journal.check(bytes(combined[len(mine) :]), self.wiring.groups.gather_objects)
+        return [bool(used) for used in combined[: len(mine)]]
 
     def _rest(self) -> None:
         """Between backward passes."""
-        self._running_backward = False
+        self._running_backward = self._failed = False
         self._next = 0
         self._synced = []
         self.wiring.micro_step = 0 if self._boundary else self.wiring.micro_step + 1
@@ -298,7 +323,7 @@ class Engine:
 
     def discard(self) -> None:
         """Drop the gradients of the micro-steps since the last boundary."""
-        if self.wiring.micro_step:
+        if self._failed or self.wiring.micro_step:
             self._abandon()
 
     def _abandon(self) -> None:
@@ -330,6 +355,9 @@ class Engine:
 
     def unshard(self) -> None:
         """Make every unit whole, each in memory of its own, until `reshard`."""
+        self._failures.agree()
+        if self._failed:
+            self._abandon()
         self._publish()
         for unit in self.units:
             if unit.pinned:

@@ -67,6 +67,9 @@ class _Forward:
             with self._engine.host:
                 graph_follows = use is not None and self._leave(use, output)
             return output
+        except BaseException as error:
+            self._engine.forward_failed(self._unit, error)
+            raise
         finally:  # the modules must get their ShardTensors back, also after an exception
             self._engine.after_forward(self._unit, graph_follows)
 

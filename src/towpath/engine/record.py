@@ -15,6 +15,7 @@ import torch
 
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Collective, Members
+from towpath.engine.activity import Peers
 from towpath.engine.trace import Mark, Trace
 from towpath.errors import StepError
 from towpath.spec.schedule import Transfer
@@ -142,8 +143,9 @@ class _Total:
 class Record:
     """The transfers of the running step and of the last whole one, totals since the start, and a trace if one is on."""
 
-    def __init__(self) -> None:
+    def __init__(self, peers: Peers) -> None:
         self.host = HostClock()
+        self.peers = peers
         self.trace: Trace | None = None
         self._lock = threading.Lock()  # lanes are threads
         self._step: list[Transfer] = []
@@ -158,7 +160,8 @@ class Record:
         with self._lock:
             self.last_step, self._step = tuple(self._step), []
 
-    def begin(self) -> Begun:
+    def begin(self, transfers: Sequence[Transfer]) -> Begun:
+        self.peers.activity.begins(transfers)
         seconds = time.perf_counter()
         return seconds, None if self.trace is None else self.trace.mark(seconds)
 
@@ -166,6 +169,7 @@ class Record:
         """These were one message."""
         began, mark = begun
         ended = time.perf_counter()
+        self.peers.activity.ends()
         with self._lock:
             for transfer in transfers:
                 total = self._total(transfer)
@@ -192,11 +196,13 @@ class Record:
 
     def begins(self, work: str, unit: str) -> None:
         """From here on the thread that trains computes this."""
+        self.peers.activity.computes(work, unit)
         if self.trace is not None:
             self.trace.enter(work, unit or "root")
 
     def ends(self, work: str, unit: str | None) -> None:
         """No more of it; None: of no unit."""
+        self.peers.activity.computes("outside the model" if unit in (None, "") else f"after {work}", unit or None)
         if self.trace is not None:
             self.trace.leave(work, None if unit is None else unit or "root")
 
@@ -241,6 +247,9 @@ class Waits:
     def __call__(self, seconds: float) -> None:
         self._record.waited(self._transfers, seconds)
 
+    def still_waits(self) -> None:
+        self._record.peers.raise_if_diverged()
+
     def held(self) -> AbstractContextManager[None]:
         trace = self._record.trace
         return nullcontext() if trace is None or not self._transfers else trace.waiting(self._transfers)
@@ -261,7 +270,7 @@ class Line:
             self.collective.begin(region, shard)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        begun = self.record.begin()
+        begun = self.record.begin([self.transfer])
         with self._telling():
             self.collective.run(region, shard)
         self.record.finished([self.transfer], begun)
@@ -271,15 +280,19 @@ class Line:
         try:
             yield
         except RuntimeError as error:
-            raise StepError(self.failure(error)) from error
+            failure = self.failure(error)
+            self.record.peers.activity.ends()
+            raise StepError(failure) from error
 
     def failure(self, error: RuntimeError) -> str:
         ranks = self.members.group.ranks
         mine = ranks[self.members.position]
-        others = ", ".join(str(r) for r in ranks if r != mine)
+        others = [r for r in ranks if r != mine]
         return (
             f"rank {mine}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, one of its "
-            f"peers (rank {others}) has died, hangs, is at another step or has lost its link: see what that rank says."
+            f"peers (rank {', '.join(map(str, others))}) has died, hangs, is at another step or has lost its link. "
+            f"This rank: {self.record.peers.activity.describe()}. What its peers last said of themselves:"
+            f"{self.record.peers.describe(others)}"
         )
 
 
@@ -292,7 +305,7 @@ class Bundle:
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
         record = self.lines[0].record
-        begun = record.begin()
+        begun = record.begin([line.transfer for line in self.lines])
         try:
             self.collective.run(regions, shards)
         except RuntimeError as error:

@@ -6,18 +6,23 @@ their own), so that they overlap one another and the compute. Order between lane
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, final
 
 import torch
 
 Work = Callable[[], None]
+
+# How often somebody who waits for a job looks whether it still can end.
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,9 @@ class Exposed(Protocol):
 
     def __call__(self, seconds: float) -> None:
         """A thread has waited so long."""
+
+    def still_waits(self) -> None:
+        """It goes on waiting: raise here if it never will end."""
 
     def held(self) -> AbstractContextManager[None]:
         """Around the order to a stream to wait: how long it does, the device alone knows."""
@@ -65,7 +73,7 @@ class Lane(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the lane's thread or stream."""
+        """No more jobs will come."""
 
 
 @final
@@ -73,7 +81,11 @@ class ThreadLane(Lane):
     """A thread for each turn: gloo's collectives block, and PyTorch computes without the interpreter lock meanwhile."""
 
     def __init__(self, name: str, turns: int) -> None:
-        self._threads = ThreadPoolExecutor(turns, thread_name_prefix=f"towpath-{name}")
+        self._jobs: queue.SimpleQueue[tuple[Future[None], Work] | None] = queue.SimpleQueue()
+        self._turns = turns
+        for number in range(turns):
+            # Daemons: where a peer never answers, the program ends all the same (`Lanes.leave`).
+            threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
         self._lock = threading.Lock()
         self._last = self._running = _Progress()
         self._last.end()
@@ -81,7 +93,8 @@ class ThreadLane(Lane):
     def submit(self, job: Job, after: Sequence[Handle] = (), exposed: Exposed | None = None) -> Handle:
         with self._lock:  # the threads take jobs in the order in which they were submitted
             before, self._last = self._last, _Progress()
-            future = self._threads.submit(self._do, job, tuple(map(_thread_handle, after)), before, self._last)
+            future: Future[None] = Future()
+            self._jobs.put((future, partial(self._do, job, tuple(map(_thread_handle, after)), before, self._last)))
             return _ThreadHandle(future, after, exposed)
 
     def _do(self, job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
@@ -103,7 +116,26 @@ class ThreadLane(Lane):
         self._running.links_free.set()
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for _ in range(self._turns):
+            self._jobs.put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(jobs: queue.SimpleQueue[tuple[Future[None], Work] | None]) -> None:
+    """What each of a lane's threads does: it takes jobs in the order in which they were submitted."""
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        future, work = job
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future, work  # a job holds its model
 
 
 class _Progress:
@@ -144,10 +176,21 @@ class _ThreadHandle(Handle):
             handle.wait()
         start = time.perf_counter()
         try:
-            self._future.result()
+            while not self._ended():
+                if self._exposed is not None:
+                    self._exposed.still_waits()
         finally:
             if self._exposed is not None:
                 self._exposed(time.perf_counter() - start)
+
+    def _ended(self) -> bool:
+        """Whether it has ended by now, or within a second."""
+        try:
+            self._future.result(_LOOK_SECONDS)
+        except TimeoutError:
+            if self._future.done():  # its own
+                raise
+        return self._future.done()
 
 
 @final

@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
 from towpath.collectives.select import select
+from towpath.engine.activity import Peers
+from towpath.engine.lanes import Lanes
 from towpath.engine.record import Bundle, Line, Record, Waits
-from towpath.engine.streams import Handle, Job, Lane, Work, make_lane
+from towpath.engine.streams import Handle, Job, Work
+from towpath.spec.journal import Journal
 from towpath.spec.schedule import LANES, TURNS, Transfer
 from towpath.spec.strategy import Kind
-from towpath.topology.groups import Groups
+from towpath.topology.groups import Groups, Partition
 
 
 class Wiring:
     """Makes lines and submits jobs. Every rank must ask for the same lines in the same order (they make groups)."""
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
+    def __init__(self, groups: Groups, device: torch.device, journal: Journal) -> None:
         self.rank = groups.rank
         self.device = device
         self.groups = groups
-        self.record = Record()
+        self.journal = journal
+        self.record = Record(Peers.of(groups))
         self.micro_step = 0
         self._backend = groups.backend(device)
-        self._lanes: dict[str, Lane] = {}
-        self._scratch = {name: Scratch(device, turns) for name, turns in TURNS.items()}
+        self._lanes = Lanes.of(groups, device)
+        self._scratch = {name: Scratch(device, self._lanes.turns(name)) for name in TURNS}
 
     def lines(self, transfers: Iterable[Transfer]) -> list[Line]:
         return [self._line(t) for t in transfers]
@@ -37,13 +42,22 @@ class Wiring:
         group = transfer.move.group_of(self.rank)
         partition = tuple(g.ranks for g in transfer.move.groups)
         nodes = tuple(map(transfer.topology.node_of, group.ranks))
-        within = between = self.groups.of(partition, lane)
+        if transfer.kind is Kind.USAGE:
+            within = between = self.control_group(partition)
+        else:
+            within = between = self.groups.of(partition, lane)
         # NCCL runs a group's messages one after the other; gloo does not, and needs no second group to overlap them.
         if self._backend == "nccl" and transfer.route not in ("flat", "ring"):
             between = self.groups.of(partition, f"{lane} between nodes")
         members = Members(within, between, group, group.ranks.index(self.rank), nodes)
         collective = select(transfer, members, self._backend, self._scratch[lane])
         return Line(transfer, members, collective, self.record)
+
+    def control_group(self, partition: Partition) -> dist.ProcessGroup:
+        """For what the host itself has to know: it carries tensors on the CPU, and never waits for a device."""
+        if self._backend == "nccl":
+            return self.groups.of(partition, "control on the host", backend="gloo")
+        return self.groups.of(partition, "control")
 
     def bundle(self, kind: Kind, lines: Sequence[Line]) -> Bundle:
         """The gathers of `lines`, which have the same members, in one message."""
@@ -58,32 +72,28 @@ class Wiring:
         transfers = [line.transfer for line in lines]
         for transfer in transfers:
             self.record.submitted(transfer, self.micro_step)
+        if transfers:
+            self.journal.note(kind, transfers[0].unit)
+            self.record.peers.journal = self.journal
         name = LANES[kind]
-        lane, scratch = self._lane(name), self._scratch[name]
-        turn = scratch.next_turn()
+        turns = self._lanes.turns(name)
+        turn = turns.next()
 
         def in_turn(part: Work) -> Work:
             traced = part if self.record.trace is None else self.record.trace.during(part, self.micro_step)
 
             def run() -> None:
-                with scratch.in_turn(turn):
+                with turns.running(turn):
                     traced()
 
             return run
 
         job = Job(in_turn(work), None if begin is None else in_turn(begin), turn)
-        return lane.submit(job, after, Waits(self.record, transfers))
-
-    def _lane(self, name: str) -> Lane:
-        if name not in self._lanes:
-            self._lanes[name] = make_lane(name, self.device, self._scratch[name].turns)
-            self._scratch[name].begin_next = self._lanes[name].begin_next
-        return self._lanes[name]
+        return self._lanes.lane(name).submit(job, after, Waits(self.record, transfers))
 
     def finish(self) -> None:
         """Return once all that was submitted is done."""
-        for lane in self._lanes.values():
-            lane.submit(Job(lambda: None)).wait()
+        self._lanes.finish()
 
     def forget_scratch(self) -> None:
         """Wire buffers are made anew: what travels now is of other lengths and dtypes."""
@@ -99,8 +109,3 @@ class Wiring:
     @property
     def buffers_made(self) -> int:
         return sum(s.made for s in self._scratch.values())
-
-    def close(self) -> None:
-        """When the model is gone: end the lanes. Its process groups stay: to end one is itself a collective."""
-        for lane in self._lanes.values():
-            lane.close()

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from towpath.errors import StrategyError
 from towpath.spec.formats import ENCODED, NARROW, item_bytes
+from towpath.spec.journal import journal_bytes
 from towpath.spec.precision import Precision
 from towpath.spec.routes import (
     AllToAll,
@@ -47,7 +48,7 @@ LANES = {
     Kind.BACKWARD_GATHER: "gather",
     Kind.REDUCE: "reduce",
     Kind.SYNC: "sync",
-    Kind.USAGE: "sync",
+    Kind.USAGE: "control",
     Kind.PUBLISH: "publish",
 }
 
@@ -309,9 +310,11 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
 
 
 def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
-    """Which parameters any rank used: one byte each, combined at the boundary (an unused one keeps `.grad` None)."""
+    """Combined at the boundary: one byte a parameter, whether any rank used it (an unused one keeps `.grad` None);
+    and digests of what each rank has submitted (`spec/journal.py`)."""
     moves = everyone(strategy.topology) if parameters else ()
-    return tuple(Transfer(Kind.USAGE, "", "", m, Wire(), parameters, "uint8", strategy.topology) for m in moves)
+    count = parameters + journal_bytes(strategy)
+    return tuple(Transfer(Kind.USAGE, "", "", m, Wire(), count, "uint8", strategy.topology) for m in moves)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,12 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> C
     return Cut(levels[-1], tuple(slots))
 
 
+def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
+    """By rank: the number of the full copy that it belongs to."""
+    numbers: dict[tuple[int, int], int] = {}
+    return tuple(numbers.setdefault(_replica(extent, rank, topology), len(numbers)) for rank in range(topology.world))
+
+
 def _replica(extent: Extent, rank: int, topology: Topology) -> tuple[int, int]:
     """Which full copy a rank belongs to."""
     return topology.local_of(rank) // extent.local, topology.node_of(rank) // extent.nodes

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -15,10 +17,16 @@ from towpath.errors import TopologyError
 from towpath.topology.cluster import Topology
 
 Partition = tuple[tuple[int, ...], ...]
+Shared = TypeVar("Shared")
+
+# What all models over one process group share, by that group. A group has threads and connections of its own, and
+# cannot be given back while others may use it: a model made anew takes those of the one before it.
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
+_SHARED_ALONE: dict[Any, Any] = {}
 
 
 class Groups:
-    """The process groups of one sharded model, made on demand inside `parent` (default: the whole world).
+    """The process groups inside `parent` (default: the whole world), made on demand and shared by all its models.
 
     Ranks are counted inside the parent. Every rank must ask for the same groups in the same order.
     """
@@ -26,7 +34,18 @@ class Groups:
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
         self._alone = not (dist.is_available() and dist.is_initialized())
         self._parent = None if self._alone else (parent or dist.group.WORLD)
-        self._made: dict[tuple[Partition, str], dist.ProcessGroup] = {}
+        self._shared = _SHARED_ALONE if self._parent is None else _SHARED.setdefault(self._parent, {})
+        self._made: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = self.shared("process groups", dict)
+
+    def shared(self, what: str, make: Callable[[], Shared]) -> Shared:
+        """What all models over this process group have in common; made by who asks for it first."""
+        if what not in self._shared:
+            self._shared[what] = make()
+        return self._shared[what]
+
+    def describe_made(self) -> str:
+        """The groups so far, in words that are alike on every rank which made the same ones in the same order."""
+        return ", ".join(f"{lane} of {len(ranks)}" for ranks, lane in self._made) or "none"
 
     @property
     def rank(self) -> int:
@@ -54,10 +73,10 @@ class Groups:
 
         `backend`: the parent's, unless given.
         """
-        key = (partition, lane)
+        mine = next(ranks for ranks in partition if self.rank in ranks)
+        key = (mine, lane)
         if key not in self._made:
             assert self._parent is not None, "a world of one communicates nothing"
-            mine = next(ranks for ranks in partition if self.rank in ranks)
             members = [dist.get_global_rank(self._parent, r) for r in mine]
             # Only the members take part: a thousand ranks then make one group each, not a thousand.
             made = dist.new_group(
@@ -69,7 +88,8 @@ class Groups:
 
     def leave(self, group: dist.ProcessGroup) -> None:
         """Close this rank's connections in it, so that whoever waits for this rank there learns that it is gone."""
-        self._made = {key: made for key, made in self._made.items() if made is not group}
+        for key in [key for key, made in self._made.items() if made is group]:
+            del self._made[key]
         dist.destroy_process_group(group)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -98,6 +118,17 @@ class Groups:
         if self.world > 1:
             dist.broadcast(tensor, group=self._parent, group_src=0)
 
+    @property
+    def name(self) -> str:
+        """The same on all its ranks, and no other group's."""
+        return "alone" if self._parent is None else self._parent.group_name
+
+    @property
+    def timeout_seconds(self) -> float:
+        """How long a transfer waits for a peer before it fails."""
+        timeout = None if self._parent is None else self._timeout()
+        return (timeout or timedelta(minutes=30)).total_seconds()
+
     def _timeout(self) -> timedelta | None:
         """New groups would take the default timeout, not the one the user gave theirs."""
         assert self._parent is not None
@@ -107,6 +138,16 @@ class Groups:
             except (RuntimeError, AttributeError):
                 continue
         return None
+
+
+def check_process_group() -> None:
+    """Refuse to take one of several ranks for a world of its own: each would train alone, and none would notice."""
+    started = int(os.environ.get("WORLD_SIZE", "1")) if launched() else 1
+    if started > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise TopologyError(
+            f"rank {os.environ['RANK']}: the launcher started {started} ranks, and this one has no process group: it "
+            "would train alone. Call torch.distributed.init_process_group() before towpath.shard()."
+        )
 
 
 def launched() -> bool:

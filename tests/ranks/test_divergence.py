@@ -1,0 +1,252 @@
+"""Ranks that run different units, fail alone, or stop early: an error on every rank that names them, never a number.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from tests.ranks.twin import Twin
+from towpath.errors import StepError
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+SHARED = ["zero3", "hpz", "mics", "paro-iig", "zero3@ring", "zero3@two-hop", "lins:2x1|2x1|2x2"]
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, width), nn.Linear(width, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Runs those that it is told to, in that order."""
+
+    def __init__(self, count: int = 4, uneven: bool = False) -> None:
+        super().__init__()
+        self.all = nn.ModuleList(Expert(6 + i * uneven) for i in range(count))
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for i in chosen:
+            x = self.all[i](x)
+        return x
+
+
+class Net(nn.Module):
+    def __init__(self, count: int = 4, uneven: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.experts = Experts(count, uneven)
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        return self.last(self.experts(self.first(x), chosen))
+
+
+def _net(label: str, shape: towpath.Topology, uneven: bool = False) -> Any:
+    torch.manual_seed(3)
+    return towpath.shard(Net(uneven=uneven).double(), strategy_of(label, shape), topology=shape, units=[Expert])
+
+
+def _loss(model: nn.Module, chosen: list[int], step: int = 0) -> Tensor:
+    seed = torch.Generator().manual_seed(dist.get_rank() + 10 * step)
+    return model(torch.randn(3, 6, generator=seed).double(), chosen).square().mean()
+
+
+def _error(action: Callable[[], Any]) -> str:
+    with pytest.raises(StepError) as caught:
+        action()
+    return str(caught.value)
+
+
+# --- different units --------------------------------------------------------------------------------------------------
+
+
+def test_as_many_different_units_are_found_at_the_boundary_and_nothing_is_delivered(world: Worlds) -> None:
+    """In the first step nothing is prefetched: both ranks send as many gathers, of the same size."""
+    for rank, texts in enumerate(world(4).run(_differ)):
+        for text in texts:
+            assert text.startswith(f"rank {rank}: the ranks ran different units: transfer 2 of the step was, on"), text
+            assert "on rank 0: gather of unit 'experts.all.1', on rank 1: gather of unit 'experts.all.2'" in text, text
+            assert "units=[" in text
+
+
+def _differ() -> list[str]:
+    texts: list[str] = []
+    for label in SHARED:
+        model = _net(label, SHAPE)
+        texts.append(_error(lambda model=model: _loss(model, [1 + dist.get_rank() % 2]).backward()))
+        assert all(isinstance(p, towpath.ShardTensor) and p.grad is None for p in model.parameters()), label
+        _loss(model, [1, 2], step=1).backward()  # as if the step before had not been
+        assert not any(p.grad is None for p in model.experts.all[1].parameters())
+    return texts
+
+
+@pytest.mark.parametrize("label", ["zero3", "hpz", "mics", "paro-iig"])
+@pytest.mark.parametrize("chosen", [([0, 1], [0, 2]), ([1, 2], [2, 1]), ([0, 1, 2], [0, 2])], ids=str)
+def test_ranks_whose_units_never_meet_say_so_long_before_their_patience_ends(label: str, chosen: Any) -> None:
+    """What a rank prefetches in vain makes another number of gathers, or other sizes: they wait for each other."""
+    with World(4, group_timeout=60.0) as ranks:
+        told = ranks.run(_never_meet, label, chosen)
+    for rank, text in enumerate(told):
+        assert text.startswith(f"rank {rank}: "), text
+        assert "the ranks ran different units" in text and "of unit 'experts.all." in text, text
+
+
+def _never_meet(label: str, chosen: Any) -> str:
+    model = _net(label, SHAPE, uneven=True)
+    _loss(model, [0, 1, 2]).backward()
+    text = _error(lambda: _loss(model, chosen[dist.get_rank() % 2], step=1).backward())
+    assert all(isinstance(p, towpath.ShardTensor) for p in model.parameters())
+    return text
+
+
+def test_different_units_in_an_evaluation_are_found_at_the_next_boundary(world: Worlds) -> None:
+    for text in world(2).run(_differ_in_evaluation):
+        assert "of unit 'experts.all.0'" in text and "of unit 'experts.all.3'" in text
+
+
+def _differ_in_evaluation() -> str:
+    model = _net("zero3", towpath.Topology(2, 1))
+    with torch.no_grad():
+        _loss(model, [3 * dist.get_rank()])
+    return _error(lambda: _loss(model, [1]).backward())
+
+
+def test_replicas_may_run_different_units(world: Worlds) -> None:
+    world(4).run(_replicas_differ)
+
+
+def _replicas_differ() -> None:
+    """Each node of `mics` and `paro-iig` is a replica of the parameters; of `ddp` and `zero1` each rank."""
+    for label in ("mics", "paro-iig", "ddp", "zero1"):
+        twin = Twin(
+            Net, lambda model, rank, micro, step: _loss(model, [rank // 2, 2], step), label, SHAPE, units=[Expert]
+        )
+        twin.backward()
+        twin.check_gradients()
+
+
+def test_what_differs_inside_one_unit_trains_exactly(world: Worlds) -> None:
+    world(4).run(_differ_inside_a_unit)
+
+
+def _differ_inside_a_unit() -> None:
+    """The way out that the error names: all experts are gathered, whichever of them a rank uses."""
+
+    def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+        return _loss(model, [rank, (rank + step) % 4][: 1 + rank % 2], step)
+
+    for label in ("zero3", "hpz", "paro-iig"):
+        twin = Twin(Net, loss, label, SHAPE, units=[Experts])
+        twin.train(3)
+        twin.backward(3)
+        twin.check_gradients()
+        twin.check_parameters()
+
+
+# --- passes that fail -------------------------------------------------------------------------------------------------
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise ArithmeticError("no gradient today")
+
+
+class Fails(nn.Module):
+    """Fails in its forward or backward, when told to."""
+
+    when = "never"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise ArithmeticError("no output today")
+        return self.linear(Failing.apply(x) if self.when == "backward" else x)
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 2)
+        self.blocks = nn.ModuleList(Fails() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def _fragile_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    seed = torch.Generator().manual_seed(rank + 10 * step)
+    return model(torch.randn(3, 6, generator=seed).double()).square().mean()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_pass_that_fails_on_all_ranks_leaves_nothing_behind(world: Worlds, when: str) -> None:
+    world(2).run(_all_fail, when)
+
+
+def _all_fail(when: str) -> None:
+    shape = towpath.Topology(2, 1)
+    for label in ("zero3", "zero1", "mics", "paro-iig"):
+        twin = Twin(Fragile, _fragile_loss, label, shape, units=[Fails])
+        twin.backward()
+        kept = [p.grad.to_local().clone() for p in twin.sharded.parameters()]
+        twin.sharded.blocks[1].when = when
+        with pytest.raises(ArithmeticError):
+            _fragile_loss(twin.sharded, dist.get_rank(), 0, 1).backward()
+        # At once, before any other call: the root was whole from its forward on.
+        parameters = list(twin.sharded.parameters())
+        assert all(isinstance(p, towpath.ShardTensor) for p in parameters), label
+        assert all(torch.equal(p.grad.to_local(), k) for p, k in zip(parameters, kept, strict=True)), label
+        del twin.sharded.blocks[1].when
+        twin.sharded.zero_grad()
+        twin.plain.zero_grad()
+        assert all(p.grad is None for p in parameters), label
+        twin.backward(2)
+        twin.check_gradients()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_a_rank_that_fails_alone_and_goes_on_is_told_so_and_its_peers_why(when: str) -> None:
+    with World(2, group_timeout=3.0) as ranks:
+        peer, failed = ranks.run(_fail_alone, when)
+    assert failed.startswith("rank 1: its ") and "was caught here; rank 0 did not fail" in failed, failed
+    assert "rank 1: step 1; its " in peer and "and was caught" in peer, peer
+
+
+def _fail_alone(when: str) -> str:
+    torch.manual_seed(0)
+    model: Any = towpath.shard(Fragile().double(), "zero3", topology=towpath.Topology(2, 1), units=[Fails])
+    rank = dist.get_rank()
+    _fragile_loss(model, rank, 0, 0).backward()
+    if rank == 1:
+        model.blocks[1].when = when
+        with pytest.raises(ArithmeticError):
+            _fragile_loss(model, rank, 0, 1).backward()
+        del model.blocks[1].when
+    return _error(lambda: _fragile_loss(model, rank, 0, 2).backward())
