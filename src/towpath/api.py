@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -16,10 +16,12 @@ from towpath.engine.build import Order, agree, build, check_exchangeable, check_
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import become
 from towpath.engine.initialise import Values
+from towpath.engine.joining import Batch, joined
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.record import Record, TransferStats
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.trace import Interval, Trace
+from towpath.engine.whole import reshard, unshard
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError, TowpathError
 from towpath.spec import presets
 from towpath.spec.precision import Precision
@@ -126,17 +128,34 @@ class ShardedModule(nn.Module):
 
     def unshard(self) -> None:
         """Make all parameters whole, on every rank, until `reshard()`."""
-        self.towpath_engine.unshard()
+        unshard(self.towpath_engine)
 
-    def reshard(self) -> None:
-        """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept."""
-        self.towpath_engine.reshard()
+    def reshard(self, *, modifier_rank: int | None = None) -> None:
+        """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept; or, if one is
+        named, what `modifier_rank` has written. Every rank must call it."""
+        reshard(self.towpath_engine, modifier_rank)
+
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """For data that ends sooner on some ranks: `for batch in model.join(loader)` goes on until the last is through.
+
+        A rank that is through before gets its last batch again and again, and takes part in all that the others do; its
+        gradients count as zero, while the mean is still taken over all ranks.
+        """
+        return joined(self.towpath_engine, batches)
+
+    def broadcast_buffers(self, rank: int = 0) -> None:
+        """Every rank's buffers (a BatchNorm's running statistics, say) become those of `rank`. Every rank must call it.
+
+        The engine leaves buffers alone after `shard()`: where they depend on a rank's data, they differ.
+        """
+        for buffer in self.buffers():
+            self.towpath_engine.wiring.groups.broadcast(buffer, rank)
 
 
 def _check_class(model: nn.Module) -> None:
     if isinstance(model, ShardedModule):
         raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
-    taken = [n for n in ("no_sync", "unshard", "reshard") if hasattr(model, n)]
+    taken = [n for n in ("no_sync", "unshard", "reshard", "join", "broadcast_buffers") if hasattr(model, n)]
     if taken:
         raise ShardError(
             f"{type(model).__name__} has {', '.join(taken)} of its own, which shard() would hide. Do not wrap the "
@@ -156,17 +175,21 @@ def _engine(model: nn.Module) -> Engine:
 
 
 @contextmanager
-def full_parameters(model: nn.Module) -> Generator[None]:
-    """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept."""
+def full_parameters(model: nn.Module, *, modifier_rank: int | None = None) -> Generator[None]:
+    """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept.
+
+    Ranks that wrote different values all raise an error that names the parameter. `modifier_rank`: the rank whose
+    values all take over instead.
+    """
     engine = _engine(model)
     if engine.root.pinned:  # inside another such context, which ends it
         yield
         return
-    engine.unshard()
+    unshard(engine)
     try:
         yield
     finally:
-        engine.reshard()
+        reshard(engine, modifier_rank)
 
 
 def schedule(

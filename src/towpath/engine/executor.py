@@ -50,6 +50,7 @@ class Engine:
         self._changes = {strategy.wire(kind).until for kind in Kind}  # steps at which a codec has served
         self._boundary = True
         self._running_backward = False
+        self.muted = False  # gradients of this rank count as zero
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
         # Which unit came after which, in the forward and in the backward pass: what to gather ahead.
         self._following: dict[Kind, dict[Unit, Unit]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
@@ -95,11 +96,8 @@ class Engine:
         recomputing = in_backward()
         unit.check_parameters()
         if not recomputing:
-            self._failures.agree()
+            self.begin()
             unit.forwards += comes_back
-            if self._failed or self._running_backward:
-                self._abandon()
-            self._publish()
             if unit is self.root:
                 self._begin_pass()
         self._gather(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
@@ -199,7 +197,8 @@ class Engine:
                 f"{unit.name!r} had begun. Use checkpoint(..., use_reentrant=False), which computes each once."
             )
         unit.begin_gradients(self.gradients)
-        self.host.leave_out(bucket.arrive, index, grad)
+        if not self.muted:
+            self.host.leave_out(bucket.arrive, index, grad)
 
     def _begin_pass(self) -> None:
         """A forward or backward pass starts: what the one before used, or gathered in vain, is let go."""
@@ -353,52 +352,18 @@ class Engine:
         finally:
             self._boundary = before
 
-    def unshard(self) -> None:
-        """Make every unit whole, each in memory of its own, until `reshard`."""
+    def begin(self) -> None:
+        """Before what makes units whole: what failed before is agreed on, and what was written is published."""
         self._failures.agree()
-        if self._failed:
+        if self._failed or self._running_backward:
             self._abandon()
         self._publish()
-        for unit in self.units:
-            if unit.pinned:
-                continue
-            if unit.slot is not None:
-                self._refuse_if_in_use(unit)
-                unit.release()
-                unit.home = unit.slot
-                unit.live_in(self.weights.apart(unit.plan.weight_needs))
-            unit.gather(Kind.GATHER, self.weights, keep_copy=False)
-            unit.wait()
-            for bucket in unit.buckets:
-                bucket.remember()
-            unit.pinned = True
-            unit.show(whole=True)
 
-    def _refuse_if_in_use(self, unit: Unit) -> None:
-        if any(not use.done for use in unit.uses):
-            raise StepError(
-                f"unit {unit.name or 'root'!r} has a forward pass whose backward pass has not run: its weights cannot "
-                "be moved now. Call backward() first, or delete the loss."
-            )
-
-    def reshard(self) -> None:
-        """Undo `unshard`, and take over what was written to the whole parameters meanwhile."""
+    def tell_before_rewrite(self) -> None:
         for told in self.before_rewrite:
             tell = told()
             if tell is not None:
                 tell()
-        for unit in self.units:
-            if not unit.pinned:
-                continue
-            unit.pinned = False
-            unit.show(whole=False)
-            if unit.holds == unit.version:  # else the optimizer has stepped meanwhile, and what is whole is old
-                with torch.no_grad():
-                    for bucket in unit.buckets:
-                        bucket.write_back()
-            if unit.slot is not None and unit.home is not None:
-                unit.release()
-                unit.live_in(unit.home)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ShardError(

@@ -29,6 +29,7 @@ class Unit:
         self.slot: Slot | None = None  # where the whole weights live, shared in turns; none where they are always whole
         self.home: Slot | None = None  # the slot to return to after unshard()
         self.pinned = False  # held whole by unshard()
+        self.checksums = torch.zeros(0, dtype=torch.int64)  # of the parameters, when unshard() made them whole
         self.forwards = self.backwards = 0  # passes through it since the last whole backward pass
         self.holds = -1  # the version of the weights that are whole now, or are being gathered
         self.ahead = False  # gathered before anything needs it

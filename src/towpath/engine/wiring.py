@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members, Scratch
@@ -17,7 +16,7 @@ from towpath.engine.streams import Handle, Job, Work
 from towpath.spec.journal import Journal
 from towpath.spec.schedule import LANES, TURNS, Transfer
 from towpath.spec.strategy import Kind
-from towpath.topology.groups import Groups, Partition
+from towpath.topology.groups import Groups
 
 
 class Wiring:
@@ -43,7 +42,7 @@ class Wiring:
         partition = tuple(g.ranks for g in transfer.move.groups)
         nodes = tuple(map(transfer.topology.node_of, group.ranks))
         if transfer.kind is Kind.USAGE:
-            within = between = self.control_group(partition)
+            within = between = self.groups.control_on_host()
         else:
             within = between = self.groups.of(partition, lane)
         # NCCL runs a group's messages one after the other; gloo does not, and needs no second group to overlap them.
@@ -52,12 +51,6 @@ class Wiring:
         members = Members(within, between, group, group.ranks.index(self.rank), nodes)
         collective = select(transfer, members, self._backend, self._scratch[lane])
         return Line(transfer, members, collective, self.record)
-
-    def control_group(self, partition: Partition) -> dist.ProcessGroup:
-        """For what the host itself has to know: it carries tensors on the CPU, and never waits for a device."""
-        if self._backend == "nccl":
-            return self.groups.of(partition, "control on the host", backend="gloo")
-        return self.groups.of(partition, "control")
 
     def bundle(self, kind: Kind, lines: Sequence[Line]) -> Bundle:
         """The gathers of `lines`, which have the same members, in one message."""

@@ -86,6 +86,13 @@ class Groups:
             self._made[key] = made
         return self._made[key]
 
+    def control_on_host(self) -> dist.ProcessGroup:
+        """Of all ranks, for what the host itself has to know: its tensors are on the CPU, and wait for no device."""
+        everyone = (tuple(range(self.world)),)
+        if self.backend(torch.device("cpu")) == "gloo":
+            return self.of(everyone, "control")
+        return self.of(everyone, "control on the host", backend="gloo")
+
     def leave(self, group: dist.ProcessGroup) -> None:
         """Close this rank's connections in it, so that whoever waits for this rank there learns that it is gone."""
         for key in [key for key, made in self._made.items() if made is group]:
@@ -108,15 +115,23 @@ class Groups:
         dist.gather_object(value, out, group=self._parent, group_dst=0)
         return out or []
 
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """The row of every rank, on the host: [ranks, ...]. Every rank's has the same shape and dtype."""
+        if self._alone:
+            return row[None]
+        rows = [torch.empty_like(row) for _ in range(self.world)]
+        dist.all_gather(rows, row, group=self.control_on_host())
+        return torch.stack(rows)
+
     def barrier(self) -> None:
         """Return when every rank is here."""
         if self.world > 1:
             dist.barrier(group=self._parent)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Everyone's `tensor` becomes rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
+        """Everyone's `tensor` becomes that of `rank`."""
         if self.world > 1:
-            dist.broadcast(tensor, group=self._parent, group_src=0)
+            dist.broadcast(tensor, group=self._parent, group_src=rank)
 
     @property
     def name(self) -> str:

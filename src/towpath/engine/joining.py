@@ -1,0 +1,43 @@
+"""Ranks whose data ends at different times: those that are through repeat their last batch, and count for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeVar
+
+import torch
+
+from towpath.engine.executor import Engine
+from towpath.errors import StepError
+
+Batch = TypeVar("Batch")
+
+_HAS_NONE, _REPEATS, _HAS_ONE = 0, 1, 2
+
+
+def joined(engine: Engine, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """As many batches on every rank as the rank with the most has.
+
+    A rank that is through must still take part in the transfers of the others: it computes with its last batch again,
+    and the gradients of that count as zero.
+    """
+    groups, source = engine.wiring.groups, iter(batches)
+    last: list[Batch] = []
+    while True:
+        found = list(islice(source, 1))
+        mine = _HAS_ONE if found else _REPEATS if last else _HAS_NONE
+        last = found or last
+        everyones = groups.gather_rows(torch.tensor([mine])).flatten().tolist()
+        if _HAS_ONE not in everyones:
+            return
+        if _HAS_NONE in everyones:
+            raise StepError(
+                f"rank {groups.rank}: rank {everyones.index(_HAS_NONE)} has no batch at all, and cannot repeat its "
+                "last one while the others train. Give every rank at least one batch."
+            )
+        engine.muted = mine == _REPEATS
+        try:
+            yield last[0]
+        finally:
+            engine.muted = False

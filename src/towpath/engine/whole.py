@@ -1,0 +1,118 @@
+"""A whole model on every rank, for a while: `unshard()`, and what is kept of the user's writes at `reshard()`.
+
+Every rank writes to a copy of its own, and keeps of it the slices that it holds. What ranks wrote differently would be
+kept in parts, from each rank its own: so they compare, for every parameter, a checksum of before and one of after.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from towpath.engine.executor import Engine
+from towpath.engine.unit import Unit
+from towpath.errors import StepError
+from towpath.spec.strategy import Kind
+
+_ROW = 1024
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def unshard(engine: Engine) -> None:
+    """Make every unit whole, each in memory of its own, until `reshard`."""
+    engine.begin()
+    for unit in engine.units:
+        if unit.pinned:
+            continue
+        if unit.slot is not None:
+            _refuse_if_in_use(unit)
+            unit.release()
+            unit.home = unit.slot
+            unit.live_in(engine.weights.apart(unit.plan.weight_needs))
+        unit.gather(Kind.GATHER, engine.weights, keep_copy=False)
+        unit.wait()
+        for bucket in unit.buckets:
+            bucket.remember()
+        unit.checksums = checksums(unit)
+        unit.pinned = True
+        unit.show(whole=True)
+
+
+def _refuse_if_in_use(unit: Unit) -> None:
+    if any(not use.done for use in unit.uses):
+        raise StepError(
+            f"unit {unit.name or 'root'!r} has a forward pass whose backward pass has not run: its weights cannot "
+            "be moved now. Call backward() first, or delete the loss."
+        )
+
+
+def reshard(engine: Engine, modifier_rank: int | None = None) -> None:
+    """Undo `unshard`, and take over what was written to the whole parameters meanwhile; by `modifier_rank` alone, if
+    one is named."""
+    engine.tell_before_rewrite()
+    pinned = [unit for unit in engine.units if unit.pinned]
+    for unit in pinned:
+        unit.pinned = False
+        unit.show(whole=False)
+    # Where the optimizer has stepped meanwhile, what is whole is old.
+    current = [unit for unit in pinned if unit.holds == unit.version]
+    try:
+        with torch.no_grad():
+            if modifier_rank is not None:
+                _take_from(engine, current, modifier_rank)
+            else:
+                _compare(engine, current)
+            for unit in current:
+                for bucket in unit.buckets:
+                    bucket.write_back()
+    finally:
+        for unit in pinned:
+            if unit.slot is not None and unit.home is not None:
+                unit.release()
+                unit.live_in(unit.home)
+
+
+def _take_from(engine: Engine, units: list[Unit], rank: int) -> None:
+    for unit in units:
+        for bucket in unit.buckets:
+            engine.wiring.groups.broadcast(bucket.full, rank)
+
+
+def _compare(engine: Engine, units: list[Unit]) -> None:
+    """Raise, on every rank, where one wrote to a parameter what another one did not."""
+    groups = engine.wiring.groups
+    if groups.world == 1 or not units:
+        return
+    mine = torch.cat([torch.stack([u.checksums, checksums(u)]) for u in units], dim=1)
+    everyones = groups.gather_rows(mine)  # [ranks, before and after, parameters]
+    before, after = everyones[:, 0], everyones[:, 1]
+    # Replicas may differ in their last bits from the start; they must still agree on whether it was written to.
+    alike = torch.where(before == before[:1], after == after[:1], (before == after) == (before == after)[:1])
+    if bool(alike.all()):
+        return
+    rank, index = (int(i) for i in (~alike).nonzero()[0])
+    names = [place.names[0] for unit in units for bucket in unit.buckets for place in bucket.layout.places]
+    written = [r for r in range(groups.world) if before[r, index] != after[r, index]]
+    raise StepError(
+        f"rank {groups.rank}: parameter {names[index]!r} was written while it was whole, and not alike on every rank: "
+        f"rank {', '.join(map(str, written))} changed it, and rank {rank} has other values than rank 0. None of "
+        "it is taken over; where every rank holds the parameter whole anyway (ddp, zero1), the writes stand, and the "
+        "model must be built anew. Write the same on every rank, or name the rank whose values all take over: "
+        "full_parameters(model, modifier_rank=0)."
+    )
+
+
+def checksums(unit: Unit) -> torch.Tensor:
+    """Of every parameter of a unit that is whole: [parameters]. Depends on every bit, and on the order of elements."""
+    parts = [place.of(bucket.full) for bucket in unit.buckets for place in bucket.layout.places]
+    return torch.stack([_checksum(part) for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
+
+
+def _checksum(values: torch.Tensor) -> torch.Tensor:
+    bits = values.detach().reshape(-1).view(_INTEGERS[values.element_size()])
+    whole = bits.numel() // _ROW * _ROW
+    rows, rest = bits[:whole].view(-1, _ROW), bits[whole:]
+    total = torch.zeros((), dtype=torch.int64)
+    for number, sums in enumerate((rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), rest.long())):
+        weights = torch.arange(1, sums.numel() + 1, device=sums.device) * 2 + number
+        total += (sums * weights).sum().cpu() * (2 * number + 1)
+    return total
