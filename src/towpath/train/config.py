@@ -19,6 +19,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from towpath.errors import ConfigError
 from towpath.spec import presets
 from towpath.spec.strategy import Strategy
+from towpath.spec.toml import written
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -173,7 +174,7 @@ class StrategyConfig:
         if options:
             raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
         try:
-            return Strategy.from_toml(self.file.read_text())
+            return Strategy.from_toml(self.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}.") from None
 
@@ -239,7 +240,7 @@ class Config:
     @staticmethod
     def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         try:
-            table = tomllib.loads(Path(path).read_text())
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}.") from None
         except tomllib.TOMLDecodeError as error:
@@ -291,7 +292,18 @@ def _typed(kind: Any, value: Any, key: str) -> Any:
     if type(value) is not kind:
         names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(f"{key} = {json.dumps(value, default=str)}: expected {names[kind]}.")
+    if kind is str and not _is_unicode(value):
+        raise ConfigError(f"{key} = {value!a}: expected Unicode text; the bytes of a name must be UTF-8.")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Not, if Python has put bytes that are no UTF-8 into it, as lone surrogates: a file's name may hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _override(table: dict[str, Any], text: str) -> None:
@@ -317,15 +329,11 @@ def _closest(name: str, known: Any) -> str:
 
 
 def _written(section: Any) -> str:
-    """As TOML, which JSON's scalars and lists are too. Each key with what it means."""
-    pairs = [(f, f"{f.name} = {_toml(getattr(section, f.name))}") for f in fields(section)]
+    """As TOML, each key with what it means."""
+    pairs = [(f, f"{f.name} = {written(getattr(section, f.name))}") for f in fields(section)]
     assert all(f.default is not MISSING for f, _ in pairs)
     lines = [f"{text:<32} # {f.metadata['about']}" for f, text in pairs]
     return "\n".join([f"[{section.NAME}]", *lines, ""])
-
-
-def _toml(value: Any) -> str:
-    return repr(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _reason(error: Exception) -> str:
