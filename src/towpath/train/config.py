@@ -62,7 +62,7 @@ class DataConfig:
     text: tuple[str, ...] = _key((), "text files, folders or globs")
     tokens: str = _key("", "a folder that `towpath data prepare` made")
     dataset: str = _key("", "a folder with a Hugging Face dataset on disk")
-    column: str = _key("text", "the dataset's column with the text")
+    column: str = _key("text", "of a dataset, of .jsonl: where the text is; empty: JSON as it is")
     tokenizer: str = _key("bytes", "'bytes', or a tokenizer.json")
     held_out: float = _key(0.05, "the share at the end that only evaluation reads")
 
@@ -70,6 +70,8 @@ class DataConfig:
         named = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
         if len(named) > 1:
             _refuse(self, named[1], getattr(self, named[1]), f"only one source; data.{named[0]} is given too")
+        if self.dataset and not self.column:
+            _refuse(self, "column", self.column, "the name of the dataset's column with the text")
         if not 0 <= self.held_out < 1:
             _refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
 
