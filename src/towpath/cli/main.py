@@ -7,6 +7,7 @@ pipe's reader has left (`| head`) changes none of them.
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from typing import Annotated, Any
@@ -69,6 +70,9 @@ def main() -> None:
         # All is taken down: what comes now ends the process, and must be no exception in what Python does at its end.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
+        # Python's last collection would go through all of torch: a second of computing in each rank, and as many times
+        # that as the machine has more to do than cores, for one who waits for his Ctrl-C to be done.
+        gc.freeze()
     sys.exit(status)
 
 
