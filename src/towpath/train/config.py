@@ -211,14 +211,15 @@ class CheckpointConfig:
     NAME: ClassVar = "checkpoint"
 
     folder: str = _key("", "of the checkpoints; empty: checkpoints in log.folder")
-    every: int = _key(0, "steps between checkpoints; 0: only the last state")
+    every: int = _key(0, "steps between checkpoints; 0: as many as every_minutes takes")
+    every_minutes: float = _key(10.0, "with every = 0, between checkpoints; 0: only the last state")
     keep: int = _key(2, "how many of the newest stay; 0: all")
     keep_every: int = _key(0, "besides, those whose step this divides stay; 0: none")
     background: bool = _key(True, "write while the next steps run")
     resume: str = _key("auto", "auto: from the newest in the folder; off; or a path")
 
     def __post_init__(self) -> None:
-        _not_negative(self, "every", "keep", "keep_every")
+        _not_negative(self, "every", "every_minutes", "keep", "keep_every")
         if self.keep_every and not self.keep:
             _refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
         if not self.resume:
