@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,8 +28,8 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
 from towpath.checkpoint import files, storage
-from towpath.errors import TowpathError
-from towpath.train import run
+from towpath.errors import TowpathError, TrainError
+from towpath.train import run, saves
 from towpath.train.config import Config, DataConfig
 from towpath.train.corpus import find
 from towpath.train.data import Windows
@@ -302,6 +303,38 @@ def _flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def test_without_a_number_of_steps_the_ranks_save_when_the_time_is_over(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Rank 1's clock alone says so; both save after the step in which they tell each other."""
+    assert Config().checkpoint.every == 0 and Config().checkpoint.every_minutes == 10
+    options = (*options, "train.steps=10", "checkpoint.keep=0")
+    # A minute and a second a step: more than three minutes are over after step 3, and again three steps after step 4.
+    expected = {
+        "checkpoint.every_minutes=3": [4, 8, 10],
+        "checkpoint.every_minutes=10": [10],
+        "checkpoint.every_minutes=0": [10],
+        "checkpoint.every=6": [6, 10],
+    }
+    for setting, steps in expected.items():
+        folder = tmp_path / setting
+        for seen in world(2).run(_train_by_the_clock, (*options, setting, *_in(folder))):
+            assert len(seen.losses) == 10 and not seen.error
+        assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [f"step-{n:06}" for n in steps]
+
+
+def _train_by_the_clock(options: tuple[str, ...]) -> Seen:
+    seconds = 0.0
+
+    def before(step: int) -> None:
+        nonlocal seconds
+        seconds = 61.0 * step * dist.get_rank()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saves, "monotonic", lambda: seconds)
+        return _train(options, None, before)
+
+
 # --- when a checkpoint cannot be written -----------------------------------------------------------------------------
 
 
@@ -346,6 +379,36 @@ def _change_mode(folder: Path, writable: bool) -> None:
 
 def _remount(folder: Path, writable: bool) -> None:
     subprocess.run(["mount", "-o", f"remount,{'rw' if writable else 'ro'}", folder], check=True)
+
+
+def test_what_is_being_written_when_the_run_fails_is_written_to_its_end(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "checkpoint.every=3"))
+    for seen, newest in world(2).run(_fail_while_it_saves, options):
+        assert seen.error == "for the test"
+        assert newest == tmp_path / "checkpoints" / "step-000003"
+
+
+def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
+    """And the newest checkpoint when the run is over."""
+    real_put, failed = files.put, threading.Event()
+
+    def put(file: Any, data: memoryview) -> None:
+        failed.wait()
+        real_put(file, data)
+
+    def before(step: int) -> None:
+        if step == 4:
+            failed.set()
+            raise TrainError("for the test")
+
+    files.put = put
+    try:
+        seen = _train(options, None, before)
+    finally:
+        files.put = real_put
+    return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
 def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], None]) -> Seen:

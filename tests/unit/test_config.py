@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
 from towpath.spec.presets import strategies
@@ -25,6 +27,15 @@ def test_what_is_written_loads_as_the_same() -> None:
             "log": {"trace": [3, 5], "wandb": "project"},
         }
     )
+    assert Config.of(tomllib.loads(str(config))) == config
+
+
+@given(texts=st.lists(st.text()), column=st.text(), rate=st.floats(min_value=0, exclude_min=True, allow_nan=False))
+@example(texts=['a "name"', "C:\\new\nline\x7f\x00"], column="🚣 # not a comment", rate=5e-324)
+def test_whatever_its_texts_and_numbers_what_is_written_loads_as_the_same(
+    texts: list[str], column: str, rate: float
+) -> None:
+    config = Config.of({"data": {"text": texts, "column": column}, "train": {"learning_rate": rate}})
     assert Config.of(tomllib.loads(str(config))) == config
 
 
@@ -62,6 +73,7 @@ def test_overrides_are_toml_and_what_is_not_is_text(tmp_path: Path) -> None:
         ({"model": {"heads": 8, "kv_heads": 3}}, "expected a divisor of heads = 8"),
         ({"data": {"text": ["a"], "tokens": "b"}}, "expected only one source; data.text is given too"),
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0"),
+        ({"data": {"text": "caf\udce9.txt"}}, r"data.text = 'caf\\udce9.txt': expected Unicode text"),
         ({"strategy": {"name": "zerro3"}}, r"expected a preset \(zero3\?\)"),
         ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
         ({"strategy": {"group": [2]}}, r"strategy.group = \[2\]: expected \[local, nodes\]"),

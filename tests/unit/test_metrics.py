@@ -101,6 +101,11 @@ def test_tensorboard_reads_back_what_was_written(tmp_path: Path) -> None:
     assert "train/mfu" not in events.Tags()["scalars"]
 
 
+def test_a_run_does_not_begin_where_its_first_row_cannot_be_written() -> None:
+    with pytest.raises(ConfigError, match="cannot write /dev/full: No space left on device"):
+        JsonLines(Path("/dev/full")).start(0, {}, {})
+
+
 def test_weights_and_biases_offline_needs_no_network_and_leaves_nothing_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,10 @@
 """Strategies by name: what each is, what a wrong name or option is told, and that all survive TOML."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import towpath
 from towpath.errors import StrategyError, TopologyError
@@ -39,6 +43,20 @@ def test_there_are_ten_paro_strategies_and_some_have_another_name() -> None:
 def test_a_strategy_survives_toml(name: str, route: str | None) -> None:
     strategy = towpath.strategy(name, TOPOLOGY, route=route)
     assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+@given(name=st.text())
+@example('a "name"')
+@example("C:\\new\nline\x7f\x00 \u2028 🚣")
+def test_whatever_its_name_a_strategy_survives_toml(name: str) -> None:
+    strategy = replace(towpath.strategy("zero++", TOPOLOGY), name=name)
+    assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+def test_a_name_that_no_file_can_hold_is_refused() -> None:
+    strategy = replace(towpath.strategy("zero3", TOPOLOGY), name="\ud800")
+    with pytest.raises(StrategyError, match=r"the name '\\ud800' cannot be written"):
+        strategy.to_toml()
 
 
 def test_only_what_crosses_nodes_with_several_members_in_each_leaves_the_flat_route() -> None:

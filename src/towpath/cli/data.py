@@ -19,8 +19,6 @@ from towpath.train.prepare import SHARD_TOKENS, Outcome, Plan, prepare
 from towpath.train.progress import size
 from towpath.train.shards import Manifest
 
-_SECONDS_BETWEEN_LINES = 2.0
-
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
 
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what it says here, for machines.")]
@@ -43,7 +41,9 @@ def prepare_command(
     ] = None,
     tokenizer: Annotated[str, typer.Option(metavar="bytes|FILE", help="'bytes', or a tokenizer.json.")] = "bytes",
     dataset: Annotated[str, typer.Option(metavar="FOLDER", help="A Hugging Face dataset on disk.")] = "",
-    column: Annotated[str, typer.Option(help="The dataset's column with the text.")] = "text",
+    column: Annotated[
+        str, typer.Option(help="Of a dataset, of .jsonl: where the text is. '': JSON as it is.")
+    ] = "text",
     workers: Annotated[int, typer.Option(min=0, help="Processes. 0: one for each core.")] = 0,
     shard_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a file.")] = SHARD_TOKENS,
     json_file: _Json = None,

@@ -67,10 +67,17 @@ def run(
     out.print(f"\nWhat each link carried in {result.seconds:.1f} s ({shaped}; % of the rate, on average)", style="bold")
     out.print(_table(result, cable, loopback))
     if json_file is not None:
-        json_file.write_text(json.dumps(_record(result, lab), indent=2) + "\n")
+        _write(json_file, _record(result, lab))
     if result.returncode != 0:
         progress.print(f"towpath: {command[0]} failed: {describe(result.returncode)}", style="bold red")
         raise typer.Exit(1)
+
+
+def _write(json_file: Path, record: dict[str, Any]) -> None:
+    try:
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise LabError(f"--json {json_file}: {error.strerror}.") from None
 
 
 def _table(result: Result, inter: Rate, intra: Rate | None) -> Table:

@@ -1,11 +1,13 @@
 """The command's root: the groups of commands, and what every command owes its user when something goes wrong.
 
-Exit codes: 0 success, 1 what was run failed, 2 a user's mistake (one line on stderr, no traceback), 130 and 143 ended
-by Ctrl-C and SIGTERM, after everything has been taken down.
+Exit codes: 0 success, 1 what was run failed (or its result could not be printed: a full disk), 2 a user's mistake (one
+line on stderr, no traceback), 130 and 143 ended by Ctrl-C and SIGTERM, after everything has been taken down. That a
+pipe's reader has left (`| head`) changes none of them.
 """
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from typing import Annotated, Any
@@ -15,6 +17,7 @@ import typer
 import towpath
 from towpath.cli import checkpoint, data, export, lab
 from towpath.cli.demo import demo
+from towpath.cli.output import Output
 from towpath.cli.train import train
 from towpath.errors import TowpathError, TrainError
 
@@ -60,12 +63,16 @@ def root(
 def main() -> None:
     """The console's entry point."""
     signal.signal(signal.SIGTERM, _terminate)
+    output = Output()
     try:
-        status = _run(sys.argv[1:])
+        status = _delivered(_run(sys.argv[1:]), output)
     finally:
         # All is taken down: what comes now ends the process, and must be no exception in what Python does at its end.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
+        # Python's last collection would go through all of torch: a second of computing in each rank, and as many times
+        # that as the machine has more to do than cores, for one who waits for his Ctrl-C to be done.
+        gc.freeze()
     sys.exit(status)
 
 
@@ -87,6 +94,13 @@ def _run(arguments: list[str]) -> int:
         message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
         return _complain(f"{message.rstrip('.')}. See {path} --help.")
     return status if isinstance(status, int) else 0
+
+
+def _delivered(status: int, output: Output) -> int:
+    lost = output.lost()
+    if lost is None:
+        return status
+    return _complain(f"stdout cannot be written: {lost.strerror}. What was printed there is lost.", status or _FAILED)
 
 
 def _complain(message: str, status: int = _USAGE) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from towpath.errors import StrategyError
 from towpath.spec.placement import LABELS, Placement
+from towpath.spec.toml import written
 from towpath.spec.transitions import Transitions, transitions
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Extent, Topology
@@ -81,7 +82,10 @@ class Strategy:
         return "\n".join(lines)
 
     def to_toml(self) -> str:
-        lines = [f'name = "{self.name}"']
+        try:
+            lines = [f"name = {written(self.name)}"]
+        except ValueError as error:
+            raise StrategyError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
@@ -89,7 +93,7 @@ class Strategy:
             wire = self.wire(kind)
             values = {f.name: getattr(wire, f.name) for f in fields(Wire)}
             lines.append(f"[{kind.value}]")
-            lines += [f"{name} = {v}" if isinstance(v, int) else f'{name} = "{v}"' for name, v in values.items()]
+            lines += [f"{name} = {written(v if isinstance(v, int) else str(v))}" for name, v in values.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod

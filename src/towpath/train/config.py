@@ -19,6 +19,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from towpath.errors import ConfigError
 from towpath.spec import presets
 from towpath.spec.strategy import Strategy
+from towpath.spec.toml import written
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -61,7 +62,7 @@ class DataConfig:
     text: tuple[str, ...] = _key((), "text files, folders or globs")
     tokens: str = _key("", "a folder that `towpath data prepare` made")
     dataset: str = _key("", "a folder with a Hugging Face dataset on disk")
-    column: str = _key("text", "the dataset's column with the text")
+    column: str = _key("text", "of a dataset, of .jsonl: where the text is; empty: JSON as it is")
     tokenizer: str = _key("bytes", "'bytes', or a tokenizer.json")
     held_out: float = _key(0.05, "the share at the end that only evaluation reads")
 
@@ -69,6 +70,8 @@ class DataConfig:
         named = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
         if len(named) > 1:
             _refuse(self, named[1], getattr(self, named[1]), f"only one source; data.{named[0]} is given too")
+        if self.dataset and not self.column:
+            _refuse(self, "column", self.column, "the name of the dataset's column with the text")
         if not 0 <= self.held_out < 1:
             _refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
 
@@ -173,7 +176,7 @@ class StrategyConfig:
         if options:
             raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
         try:
-            return Strategy.from_toml(self.file.read_text())
+            return Strategy.from_toml(self.file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}.") from None
 
@@ -208,14 +211,15 @@ class CheckpointConfig:
     NAME: ClassVar = "checkpoint"
 
     folder: str = _key("", "of the checkpoints; empty: checkpoints in log.folder")
-    every: int = _key(0, "steps between checkpoints; 0: only the last state")
+    every: int = _key(0, "steps between checkpoints; 0: as many as every_minutes takes")
+    every_minutes: float = _key(10.0, "with every = 0, between checkpoints; 0: only the last state")
     keep: int = _key(2, "how many of the newest stay; 0: all")
     keep_every: int = _key(0, "besides, those whose step this divides stay; 0: none")
     background: bool = _key(True, "write while the next steps run")
     resume: str = _key("auto", "auto: from the newest in the folder; off; or a path")
 
     def __post_init__(self) -> None:
-        _not_negative(self, "every", "keep", "keep_every")
+        _not_negative(self, "every", "every_minutes", "keep", "keep_every")
         if self.keep_every and not self.keep:
             _refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
         if not self.resume:
@@ -239,7 +243,7 @@ class Config:
     @staticmethod
     def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         try:
-            table = tomllib.loads(Path(path).read_text())
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {_reason(error)}.") from None
         except tomllib.TOMLDecodeError as error:
@@ -291,7 +295,18 @@ def _typed(kind: Any, value: Any, key: str) -> Any:
     if type(value) is not kind:
         names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
         raise ConfigError(f"{key} = {json.dumps(value, default=str)}: expected {names[kind]}.")
+    if kind is str and not _is_unicode(value):
+        raise ConfigError(f"{key} = {value!a}: expected Unicode text; the bytes of a name must be UTF-8.")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """Not, if Python has put bytes that are no UTF-8 into it, as lone surrogates: a file's name may hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _override(table: dict[str, Any], text: str) -> None:
@@ -317,15 +332,11 @@ def _closest(name: str, known: Any) -> str:
 
 
 def _written(section: Any) -> str:
-    """As TOML, which JSON's scalars and lists are too. Each key with what it means."""
-    pairs = [(f, f"{f.name} = {_toml(getattr(section, f.name))}") for f in fields(section)]
+    """As TOML, each key with what it means."""
+    pairs = [(f, f"{f.name} = {written(getattr(section, f.name))}") for f in fields(section)]
     assert all(f.default is not MISSING for f, _ in pairs)
     lines = [f"{text:<32} # {f.metadata['about']}" for f, text in pairs]
     return "\n".join([f"[{section.NAME}]", *lines, ""])
-
-
-def _toml(value: Any) -> str:
-    return repr(value) if isinstance(value, float) else json.dumps(value)
 
 
 def _reason(error: Exception) -> str:

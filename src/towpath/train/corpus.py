@@ -13,9 +13,10 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from towpath.errors import ConfigError
+from towpath.train import json_lines
 from towpath.train.config import DataConfig
 from towpath.train.dataset import Rows
 from towpath.train.pieces import PIECE_BYTES, Corpus, Read, Text
@@ -28,8 +29,8 @@ _BEGINNING_BYTES = 1 << 13
 _SUFFIXES = """
 .adoc .asm .bash .bib .c .cc .cfg .cl .clj .cmake .cpp .cs .css .csv .cu .cuh .cxx .d .dart .el .erl .ex .exs .f .f90
 .go .gradle .h .hh .hpp .hs .htm .html .ini .ipynb .java .jl .js .json .jsonl .jsx .kt .lisp .lua .m .markdown .md .ml
-.mli .nim .org .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .rst .s .scala .scm .sh .sql .srt .swift .tcl .tex .text
-.toml .ts .tsv .tsx .txt .v .vhd .vim .wiki .xml .yaml .yml .zig
+.mli .ndjson .nim .org .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .rst .s .scala .scm .sh .sql .srt .swift .tcl .tex
+.text .toml .ts .tsv .tsx .txt .v .vhd .vim .wiki .xml .yaml .yml .zig
 """
 SUFFIXES = frozenset(_SUFFIXES.split())
 
@@ -44,7 +45,7 @@ def find(config: DataConfig) -> Corpus:
     if config.dataset:
         return Rows.of(config.dataset, config.column)
     if config.text:
-        return Files.named(config.text)
+        return Files.named(config.text, config.column)
     return Files.of_python()
 
 
@@ -54,6 +55,15 @@ class File:
     size_bytes: int
     changed_ns: int
     checked: bool  # left out if it turns out to be binary; a file that is named is taken as it is
+    column: str = ""  # which field of JSON lines is the text; empty: all that is in the file
+
+    @property
+    def json_lines(self) -> bool:
+        return bool(self.column) and Path(self.path).suffix.lower() in json_lines.SUFFIXES
+
+    def identity(self) -> tuple[object, ...]:
+        told = (os.path.realpath(self.path), self.size_bytes, self.changed_ns, self.checked)
+        return (*told, self.column) if self.json_lines else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +73,18 @@ class Files:
     skipped: int = 0
 
     @staticmethod
-    def named(sources: Sequence[str]) -> Files:
-        """Files, folders and globs, in this order, each one's files sorted. What is named twice is read once."""
+    def named(sources: Sequence[str], column: str = "text") -> Files:
+        """Files, folders and globs, in this order, each one's files sorted. What is named twice is read once.
+
+        `column`: which field of JSON lines is the text; empty: they are read as they are.
+        """
         found: dict[str, File] = {}
         skipped = 0
         for source in sources:
             paths, others, checked = _matches(source)
             skipped += others
             for path in paths:
-                found.setdefault(os.path.realpath(path), _file(path, checked=checked))
+                found.setdefault(os.path.realpath(path), _file(path, checked=checked, column=column))
         about = ", ".join(sources)
         if not any(file.size_bytes for file in found.values()):
             raise ConfigError(f"no text in {about}: {len(found)} files, and {skipped} not text by their names.")
@@ -97,7 +110,7 @@ class Files:
         return sum(file.size_bytes for file in self.files)
 
     def identity(self) -> list[object]:
-        return [(os.path.realpath(f.path), f.size_bytes, f.changed_ns, f.checked) for f in self.files]
+        return [file.identity() for file in self.files]
 
     def pieces(self) -> Iterator[FilePiece]:
         gathered: list[Part] = []
@@ -144,34 +157,54 @@ class FilePiece:
         binary = 0
         for part in self.parts:
             content = _content(part)
-            if content is not None:
-                texts.append(Text(content, part.ends))
-            elif part.ends:
-                binary += 1
+            if content is None:
+                binary += part.ends
+            elif part.file.json_lines:
+                texts += json_lines.texts(content.data, part.file.column, part.file.path, content.start)
+            else:
+                texts.append(Text(content.data, part.ends))
         return Read(texts=texts, binary=binary)
 
 
-def _content(part: Part) -> bytes | None:
+class _Content(NamedTuple):
+    data: bytes
+    start: int  # in the file
+
+
+def _content(part: Part) -> _Content | None:
     """None if the file is binary, and that matters."""
     file = part.file
+    cut = _after_line if file.json_lines else _cut
     try:
         with Path(file.path).open("rb") as opened:
             if file.checked and b"\0" in opened.read(_BEGINNING_BYTES):
                 return None
-            start, stop = (_cut(opened, place, file.size_bytes) for place in (part.start, part.stop))
+            if part.start == 0 and file.column and not file.json_lines:
+                _refuse_json_lines(file, opened)
+            start, stop = (cut(opened, place, file) for place in (part.start, part.stop))
             opened.seek(start)
             content = opened.read(stop - start)
     except OSError as error:
         raise ConfigError(f"cannot read {file.path}: {error.strerror}.") from None
     if len(content) < stop - start:
         raise ConfigError(f"{file.path} became shorter while it was read: {file.size_bytes} bytes before. Try again.")
-    return content
+    return _Content(content, start)
 
 
-def _cut(opened: BinaryIO, place: int, size_bytes: int) -> int:
+def _refuse_json_lines(file: File, opened: BinaryIO) -> None:
+    opened.seek(0)
+    if json_lines.looks_like_it(opened):
+        raise ConfigError(
+            f"{file.path}: got a JSON object on each of its first lines, expected text. Call the file .jsonl, and the "
+            f"field {file.column!r} of each line is read (data.column, or --column); or set that to '', to train on "
+            "the lines as they are, braces and all."
+        )
+
+
+def _cut(opened: BinaryIO, place: int, file: File) -> int:
     """After the first line that ends at `place` or soon behind; where none does, between two characters."""
-    if place == 0 or place >= size_bytes:
-        return min(place, size_bytes)
+    if place == 0 or place >= file.size_bytes:
+        return min(place, file.size_bytes)
     opened.seek(place - 1)
     window = opened.read(_REACH_BYTES)
     newline = window.find(b"\n")
@@ -179,6 +212,22 @@ def _cut(opened: BinaryIO, place: int, size_bytes: int) -> int:
         return place + newline
     following = window[1:4]
     return place + next((i for i, byte in enumerate(following) if byte & 0xC0 != 0x80), len(following))
+
+
+def _after_line(opened: BinaryIO, place: int, file: File) -> int:
+    """After the first line that ends at `place` or behind."""
+    if place == 0 or place >= file.size_bytes:
+        return min(place, file.size_bytes)
+    opened.seek(place - 1)
+    read = 0
+    while window := opened.read(_REACH_BYTES):
+        newline = window.find(b"\n")
+        if newline >= 0:
+            return place + read + newline
+        read += len(window)
+        if read > json_lines.LONGEST_LINE_BYTES:
+            raise json_lines.refused(file.path, place, 0, file.column, f"a line of more than {read} bytes")
+    return file.size_bytes
 
 
 def _matches(source: str) -> tuple[list[str], int, bool]:
@@ -219,9 +268,9 @@ def _is_text_like(path: str) -> bool:
     return not name.name.startswith(".") and (name.suffix.lower() in SUFFIXES or not name.suffix)
 
 
-def _file(path: str, *, checked: bool) -> File:
+def _file(path: str, *, checked: bool, column: str = "") -> File:
     try:
         told = Path(path).stat()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}.") from None
-    return File(path=path, size_bytes=told.st_size, changed_ns=told.st_mtime_ns, checked=checked)
+    return File(path=path, size_bytes=told.st_size, changed_ns=told.st_mtime_ns, checked=checked, column=column)

@@ -82,6 +82,8 @@ class Training:
     samples: int = 0  # read so far, by all ranks together
     skipped: int = 0  # steps in a row whose gradient was not finite
     stopped: bool = False  # some rank was told to stop, and now all know
+    save_wanted: bool = False  # this rank's clock says that it is time to save
+    save_due: bool = False  # some rank's did before this step, and now all know
     clocks: Clocks = field(default_factory=Clocks)
 
     @property
@@ -162,9 +164,10 @@ class Training:
     def _agree(self, loss: Tensor, norm: Tensor, stop: bool) -> tuple[float, float, bool]:
         """The job's loss and norm, and whether both are finite: the same answer on every rank, from one all-reduce."""
         with self._on("agreement"):
-            mine = torch.stack([loss.double(), norm.to(loss.device).double(), loss.new_tensor(stop).double()])
-            mean_loss, mean_norm, stopping = self.job.mean(mine)
-        self.stopped = stopping > 0
+            flags = loss.new_tensor([stop, self.save_wanted], dtype=torch.float64)
+            mine = torch.cat([torch.stack([loss.double(), norm.to(loss.device).double()]), flags])
+            mean_loss, mean_norm, stopping, saving = self.job.mean(mine)
+        self.stopped, self.save_due = stopping > 0, saving > 0
         return mean_loss, mean_norm, math.isfinite(mean_loss) and math.isfinite(mean_norm)
 
     def _guard(self, finite: bool, loss: float, norm: float) -> None:

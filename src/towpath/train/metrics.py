@@ -10,6 +10,7 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
@@ -91,7 +92,12 @@ class JsonLines:
 
     def start(self, step: int, cluster: dict[str, int], config: dict[str, Any]) -> None:
         """A row that tells the runs of a file apart: what follows is of one that begins after `step`."""
-        self._put({"kind": "start", "step": step, "time": time.time(), **cluster, "config": _plain(config)})
+        try:
+            self._put({"kind": "start", "step": step, "time": time.time(), **cluster, "config": _plain(config)})
+        except OSError as error:
+            with suppress(OSError):  # what it could not write before
+                self._file.close()
+            raise ConfigError(f"log: cannot write {self._file.name}: {error.strerror}.") from None
 
     def write(self, row: Row) -> None:
         found: dict[str, Any] = {"kind": kind_of(row), "step": row.step, **values_of(row)}

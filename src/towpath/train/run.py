@@ -40,6 +40,7 @@ def train(config: Config) -> None:
                 saves.stepped()
                 if _evaluates(config.train, training.done) and not training.stopped:  # there may be 25 s to save in
                     watch.evaluated(*training.evaluate())
+        watch.summarise()
 
 
 def _evaluates(config: TrainConfig, done: int) -> bool:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
+import time
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 
 from towpath import checkpoint
@@ -43,6 +45,10 @@ def _same(a: Path, b: Path) -> bool:
 # Options of the optimizer that the configuration tells: what it says now counts, not what it said then.
 _TOLD = ("betas", "eps", "weight_decay")
 
+# When the run fails, for the checkpoint that is being written: it ends by itself, also where a rank is lost.
+_PATIENCE_SECONDS = 60.0
+_PAUSE_SECONDS = 0.01
+
 
 class Saves:
     """`with Saves(…) as saves:` around the steps: resumes before the first, keeps the last. Every rank alike."""
@@ -51,6 +57,7 @@ class Saves:
         told = config.checkpoint
         self._folder, self._source = _folder(config), _source(config)
         self._every, self._steps = told.every, config.train.steps
+        self._seconds = 60 * told.every_minutes
         self._training, self._job = training, training.job
         self._rank = training.job.rank  # which a process group that is gone no longer tells
         if self._source != self._folder:
@@ -68,6 +75,8 @@ class Saves:
             background=told.background,
         )
         self._saved: int | None = None  # the step whose state is in the folder, or on its way
+        self._saving: checkpoint.Saving | None = None
+        self._since = monotonic()  # the last one, or the beginning
 
     def _set_aside(self) -> None:
         """What this run does not go on from, but a later `auto` would take for a newer state of it."""
@@ -116,15 +125,21 @@ class Saves:
             self._saved = loaded.step
 
     def stepped(self) -> None:
-        if self._every and self._training.done % self._every == 0:
+        training = self._training
+        if training.done % self._every == 0 if self._every else training.save_due:
             self._save()
+        # The ranks' clocks differ: they tell each other in the next step, and all save after it.
+        training.save_wanted = 0 < self._seconds <= monotonic() - self._since
 
     def _save(self) -> None:
-        self._saver.save(self._training.done)
+        self._saving = self._saver.save(self._training.done)
         self._saved = self._training.done
+        self._since = monotonic()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is not None:
+            if isinstance(error, Exception):  # not told to end at once
+                self._end_saving()
             self._tell_what_is_left()
             return
         if self._saved != self._training.done:
@@ -136,6 +151,12 @@ class Saves:
             self._job.say(f"checkpoint: {outcome.path}")
         if self._training.stopped and self._training.done < self._steps:
             self._job.say(f"stopped after step {self._training.done}. The same command goes on from there.")
+
+    def _end_saving(self) -> None:
+        """The thread that writes would end with the process."""
+        until = monotonic() + _PATIENCE_SECONDS
+        while self._saving is not None and not self._saving.done and monotonic() < until:
+            time.sleep(_PAUSE_SECONDS)
 
     def _tell_what_is_left(self) -> None:
         """To save, all ranks are needed. Each says so: which of them are alive is not known."""

@@ -44,6 +44,7 @@ class Watch:
         self._sums = record_of(self._model).sums()
         self._aside = Sums()  # what evaluations moved
         self._began = time.perf_counter()
+        self._seconds = 0.0  # when all steps are done
 
     def __enter__(self) -> Watch:
         for writer in self._writers:
@@ -52,9 +53,8 @@ class Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._seconds = time.perf_counter() - self._began
         self._open.close()
-        if error is None and self._leads and self._training.done > self._steps_before:
-            self._summarise()
 
     def stepped(self, step: Step) -> None:
         before, self._sums = self._sums, record_of(self._model).sums()
@@ -90,7 +90,7 @@ class Watch:
         for writer in list(self._writers):
             try:
                 writer.write(row)
-            except OSError as error:  # a full disk is no reason to end a training
+            except Exception as error:  # a full disk, or whatever a library raises: no reason to end a training
                 self._writers.remove(writer)
                 name = type(writer).__name__
                 self._progress.note(f"step {row.step}: {name} cannot write: {error}. From here on its rows are lost.")
@@ -98,7 +98,7 @@ class Watch:
     def _close(self, writer: Writer) -> None:
         try:
             writer.close()
-        except OSError as error:
+        except Exception as error:  # as in _write; the last state is still to be saved
             self._progress.note(f"{type(writer).__name__} could not write its last rows: {error}")
 
     @contextmanager
@@ -120,10 +120,14 @@ class Watch:
                 told = f"step {step}: the trace cannot be written: {error}"
             self._progress.note(told)
 
-    def _summarise(self) -> None:
+    def summarise(self) -> None:
+        """Printed when the last state is saved: nobody may be there to read it."""
+        steps = self._training.done - self._steps_before
+        if not (self._leads and steps):
+            return
         clocks = self._training.clocks
         spent = Spent(
-            total_seconds=time.perf_counter() - self._began,
+            total_seconds=self._seconds,
             passes_seconds=clocks.passes,
             others={
                 "the optimizer": clocks.optimizer,
@@ -134,7 +138,7 @@ class Watch:
             aside=self._aside,
         )
         done = stats(self._model).since(self._stats_before)
-        print(summary(done, spent, self._training.done - self._steps_before), flush=True)
+        print(summary(done, spent, steps), flush=True)
 
 
 def check_log(log: LogConfig) -> None:
@@ -156,7 +160,7 @@ def _writers(config: Config, training: Training) -> list[Writer]:
     lines.start(training.done, {"nodes": topology.nodes, "ranks_per_node": topology.ranks_per_node}, asdict(config))
     writers: list[Writer] = [lines]
     try:
-        (folder / "config.toml").write_text(str(config))
+        (folder / "config.toml").write_text(str(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"log: cannot write {folder / 'config.toml'}: {error.strerror}.") from None
     if log.tensorboard:

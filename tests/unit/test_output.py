@@ -1,0 +1,141 @@
+"""What is printed may be lost, a reader leaves or a disk is full; what is computed is not, nor what is saved."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.unit.test_metrics import row_of
+from towpath import checkpoint
+from towpath.cli.main import _delivered
+from towpath.cli.output import Output
+from towpath.train.progress import Progress
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
+TINY = [
+    *("model.width=16", "model.depth=1", "model.heads=2", "train.steps=3", "train.batch=4", "train.micro_batch=1"),
+    *("train.length=16", "train.evaluate_batches=1", "train.threads=1", "data.text=text.txt"),
+]
+
+
+@contextmanager
+def _without_reader() -> Generator[int]:
+    """A pipe whose reader has left before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        yield writing
+    finally:
+        os.close(writing)
+
+
+@contextmanager
+def _output_to(descriptor: int) -> Generator[Output]:
+    """This process's, as `main` makes it, with stdout and stderr at `descriptor`."""
+    kept = os.dup(1), os.dup(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.TextIOWrapper(io.FileIO(1, "w", closefd=False), "ascii"))
+        patch.setattr(sys, "stderr", None)
+        try:
+            for number in (1, 2):
+                os.dup2(descriptor, number)
+            yield Output()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            for number, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, number)
+                os.close(before)
+
+
+def _run(folder: Path, *arguments: str, **to: int) -> int:
+    """`towpath ARGUMENTS` as a process; its exit code."""
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment = {**outside, "XDG_CACHE_HOME": str(folder / "cache")}
+    if "--ranks" not in arguments:
+        environment["FORCE_COLOR"] = "1"  # rich then draws its live line wherever stderr goes
+    return subprocess.run([sys.executable, "-m", "towpath", *arguments], cwd=folder, env=environment, **to).returncode  # pyright: ignore
+
+
+def test_lines_live_lines_and_libraries_are_quiet_when_the_reader_has_left() -> None:
+    with _without_reader() as pipe, _output_to(pipe) as output:
+        for _ in range(3):
+            print("a line", flush=True)
+            print("a line", file=sys.stderr)
+        with Progress(3, console=Console(stderr=True, force_terminal=True)) as progress:
+            for step in (1, 2, 3):
+                progress.show(row_of(step))
+                progress.note("a note")
+        for number in (1, 2):
+            os.write(number, b"a library's")
+        assert output.lost() is None
+        assert _delivered(0, output) == 0 and _delivered(130, output) == 130
+
+
+def test_what_a_full_disk_loses_is_said_and_what_fits_later_is_printed(tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full, (tmp_path / "out").open("w") as out, _output_to(full.fileno()) as output:
+        print("lost", flush=True)
+        for number in (1, 2):
+            os.dup2(out.fileno(), number)
+        print("printed", flush=True)
+        assert _delivered(0, output) == 1 and _delivered(2, output) == 2
+    told = (tmp_path / "out").read_text().splitlines()
+    assert told[0] == "printed"
+    assert told[1] == "towpath: stdout cannot be written: No space left on device. What was printed there is lost."
+
+
+def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as out, _output_to(out.fileno()):
+        print("2 × 2", flush=True)
+    assert (tmp_path / "out").read_text() == "2 \\xd7 2\n"
+
+
+CLOSED = """
+import sys
+from pathlib import Path
+from towpath.cli.output import Output
+assert sys.stdout is None and sys.stderr is None
+Output()
+with Path(sys.argv[1]).open("w") as file:
+    print("lost", flush=True)
+    sys.stderr.write("lost")
+    file.write(f"descriptor {file.fileno()}")
+"""
+
+
+def test_closed_descriptors_are_not_those_of_the_next_file(tmp_path: Path) -> None:
+    shell = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", CLOSED, str(tmp_path / "file")]
+    subprocess.run(shell, check=True)
+    told, descriptor = (tmp_path / "file").read_text().split()
+    assert told == "descriptor" and int(descriptor) > 2
+
+
+@pytest.mark.parametrize("how", [("--ranks", "2"), ()], ids=["lines-of-two-ranks", "live-line"])
+def test_a_training_that_nobody_reads_trains_and_saves_to_its_end(tmp_path: Path, how: tuple[str, ...]) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    with _without_reader() as pipe:
+        code = _run(tmp_path, "train", str(EXAMPLE), *how, *TINY, "checkpoint.every=2", stdout=pipe, stderr=pipe)
+    assert code == 0
+    folder = tmp_path / "towpath-run"
+    steps = [checkpoint.verify(folder / "checkpoints" / f"step-{step:06}") for step in (2, 3)]
+    assert all(found.ok for found in steps)
+    rows = [json.loads(line)["kind"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows == ["start", "train", "train", "train", "validation"]
+
+
+def test_what_is_written_for_machines_is_there_when_nobody_reads_the_rest(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a line of text\n")
+    arguments = ["text.txt", "-o", "tokens", "--workers", "1", "--json", "told.json"]
+    with _without_reader() as pipe:
+        code = _run(tmp_path, "data", "prepare", *arguments, stdout=pipe, stderr=pipe)
+    assert code == 0
+    assert json.loads((tmp_path / "told.json").read_text())["documents"] == 1
