@@ -64,9 +64,8 @@ def test_zero_plus_plus_leaves_little_of_what_zero3_sends() -> None:
         scales = 1 + 4 / 256 + 1e-3
         flat = {"route": "flat"}
         assert inter_bytes(towpath.strategy("qwz", topology, **flat)) <= whole * scales * (0.5 + 0.5 + 1) / 3
-        assert inter_bytes(towpath.strategy("hpz", topology)) <= whole * 2 / 3 * (
-            1 + 1e-5
-        )  # and the bitmap of what is used
+        usage = 1 + 1e-4  # which parameters were used, and what ranks compare
+        assert inter_bytes(towpath.strategy("hpz", topology)) <= whole * 2 / 3 * usage
         assert inter_bytes(towpath.strategy("qgz", topology)) <= whole * (1 + 1 + 0.25 * (1 + 8 / 256)) / 3
 
 
