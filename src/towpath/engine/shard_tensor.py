@@ -9,6 +9,7 @@ that it shares with its aliases (`_version` does not tell: foreach, fused and `.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from towpath.collectives.flat import all_gather_single
 from towpath.engine.boxes import Box, boxes_of
@@ -387,11 +389,28 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
     tensor = next(t for t in flat if isinstance(t, ShardTensor))
     start, end = tensor.span.bounds()
+    optimizer = _calling_optimizer()
+    if optimizer is not None:
+        raise ShardTensorError(
+            f"rank {tensor.span.peers.rank}: {optimizer} works on whole tensors ({func}), and each rank holds "
+            "slices of them: take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
+        )
     raise ShardTensorError(
         f"{func} needs the whole tensor, and rank {tensor.span.peers.rank} holds the elements [{start}:{end}] of a "
         f"parameter of shape {tuple(tensor.shape)}. Call full_tensor() on it, or work on the whole model inside "
         "`with towpath.full_parameters(model):`. Inside a unit's forward its parameters are whole."
     )
+
+
+def _calling_optimizer() -> str | None:
+    """The class of the optimizer whose step this is part of."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Optimizer):
+            return type(caller).__name__
+        frame = frame.f_back
+    return None
 
 
 _SPECIAL: dict[Any, Handler] = {

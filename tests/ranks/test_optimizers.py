@@ -1,0 +1,115 @@
+"""Every elementwise optimizer of PyTorch trains a sharded model as one process would; the others are refused.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import optim
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.test_never_silent import Net, _loss
+from tests.ranks.twin import Twin
+from towpath import checkpoint
+from towpath.errors import ShardTensorError
+
+Worlds = Callable[[int], World]
+Make = Callable[[Any], optim.Optimizer]
+
+SHAPE = towpath.Topology(2, 1)
+
+# Large enough steps that a state which is lost, or of another slice, shows.
+ELEMENTWISE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (optim.SGD, {"lr": 0.1, "weight_decay": 0.01}),
+    "SGD, momentum": (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD, Nesterov": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "maximize": True}),
+    "Adam": (optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW": (optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "AdamW, amsgrad": (optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    "RMSprop": (optim.RMSprop, {"lr": 0.01, "momentum": 0.5, "centered": True}),
+    "Adagrad": (optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "Adadelta": (optim.Adadelta, {"lr": 1.0}),
+    "Adamax": (optim.Adamax, {"lr": 0.01}),
+    "NAdam": (optim.NAdam, {"lr": 0.01}),
+    "RAdam": (optim.RAdam, {"lr": 0.01}),
+    "ASGD": (optim.ASGD, {"lr": 0.1}),
+    "Rprop": (optim.Rprop, {"lr": 0.01}),
+}
+FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
+
+
+def _cases() -> Iterator[tuple[str, Make]]:
+    for name, (kind, options) in ELEMENTWISE.items():
+        switches = [{"foreach": False}, {"foreach": True}]
+        # Of Nesterov and amsgrad the fused ones, too.
+        switches += [{"fused": True}] if kind in FUSED and "lr_decay" not in options else []
+        for switch in switches:
+            words = ", ".join(f"{key}={value}" for key, value in switch.items())
+            yield f"{name}, {words}", lambda p, kind=kind, all_=options | switch: kind(p, **all_)
+
+
+def test_every_elementwise_optimizer_trains_exactly_saved_and_resumed(world: Worlds, tmp_path: Path) -> None:
+    assert sum(1 for _ in _cases()) >= 2 * len(ELEMENTWISE)
+    world(2).run(_train, tmp_path)
+
+
+def _train(root: Path) -> None:
+    """Two steps; saved; a new model, sharded by another strategy, goes on for two more from what was saved."""
+    labels = ("zero3", "paro-iig", "zero1", "mics")
+    for number, (case, make) in enumerate(_cases()):
+        twin = _twin(labels[number % len(labels)], make)
+        twin.train(2)
+        folder = root / str(number)
+        assert checkpoint.save(folder, 2, checkpoint.State(twin.sharded, twin.optimizer)).ok, case
+        resumed = _twin(labels[(number + 1) % len(labels)], make)
+        resumed.plain, resumed.plain_optimizer = twin.plain, twin.plain_optimizer
+        loaded = checkpoint.load(folder, checkpoint.State(resumed.sharded, resumed.optimizer))
+        assert loaded is not None and loaded.step == 2, case
+        for step in (2, 3):
+            resumed.backward(step)
+            resumed.step()
+        try:
+            resumed.check_parameters()
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+def _twin(label: str, make: Make) -> Twin:
+    twin = Twin(Net, _loss, label, SHAPE)
+    twin.optimizer, twin.plain_optimizer = make(twin.sharded.parameters()), make(twin.plain.parameters())
+    return twin
+
+
+WHOLE_MATRICES: dict[str, Make] = {
+    "Adafactor": lambda ps: optim.Adafactor(ps, lr=0.01),
+    "Muon": lambda ps: optim.Muon([p for p in ps if p.dim() == 2], lr=0.01),
+    "LBFGS": lambda ps: optim.LBFGS(ps, lr=0.1),
+}
+
+
+def test_what_needs_whole_matrices_is_refused_at_its_first_step_with_what_to_do(world: Worlds) -> None:
+    for texts in world(2).run(_refuse):
+        for name, text in texts.items():
+            assert f"{name} works on whole tensors" in text, text
+            assert "take an elementwise optimizer" in text and "AdamW" in text, text
+
+
+def _refuse() -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for name, make in WHOLE_MATRICES.items():
+        twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1))
+        before = [p.to_local().clone() for p in twin.sharded.parameters()]
+        twin.backward()
+        optimizer = make(list(twin.sharded.parameters()))
+        with pytest.raises(ShardTensorError) as caught:
+            optimizer.step(lambda: torch.zeros(())) if name == "LBFGS" else optimizer.step()
+        texts[name] = str(caught.value)
+        assert all(torch.equal(p.to_local(), b) for p, b in zip(twin.sharded.parameters(), before, strict=True)), name
+    return texts
