@@ -41,6 +41,9 @@ _PARK_SECONDS = 30.0
 _LAST_WORDS_SECONDS = 10.0
 
 
+_GONE = "ZX"  # a zombie, or no process
+
+
 class ContestantError(CaseError):
     """A contestant failed or did not answer: which one, which rank, and what it said."""
 
@@ -165,7 +168,11 @@ class Contestant:
 
     @property
     def parked(self) -> bool:
-        return all(_state(rank.pid) in "TZX" for rank in self._ranks)
+        return self._all_are("T")
+
+    @property
+    def gone(self) -> bool:
+        return self._all_are(_GONE)
 
     def close(self) -> None:
         if self._place is not None:
@@ -229,10 +236,13 @@ class Contestant:
         """Stopped when this returns; the kernel may take its time where cores are busy."""
         self._signal(signal.SIGSTOP)
         until = time.monotonic() + _PARK_SECONDS
-        while not self.parked:
+        while not self._all_are("T" + _GONE):
             if time.monotonic() > until:
                 raise ContestantError(f"contestant {self.name!r}: its ranks were told to stop, and go on.")
             time.sleep(0.0002)
+
+    def _all_are(self, states: str) -> bool:
+        return all(_state(rank.pid) in states for rank in self._ranks)
 
     def _signal(self, number: int) -> None:
         for rank in self._ranks:
@@ -241,7 +251,7 @@ class Contestant:
 
 
 def _state(pid: int) -> str:
-    """The kernel's letter: T is stopped, X is gone."""
+    """The kernel's letter: T is stopped; X, there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -36,7 +36,7 @@ class Race:
             "spread": _rounded(spreads(self.seconds), 4),
             "seconds": {kind: [round(s, digits) for s in values] for kind, values in self.seconds.items()},
         }
-        if any(self.between_nodes.values()):
+        if any(map(any, (*self.between_nodes.values(), *self.inside_nodes.values()))):
             found["interface_bytes"] = {
                 kind: {"between_nodes": self.between_nodes[kind], "inside_nodes": self.inside_nodes[kind]}
                 for kind in self.seconds
