@@ -50,7 +50,7 @@ class Kind:
     @staticmethod
     def parse(text: str) -> Kind:
         name, *words = text.split()
-        options = dict((word.split("=", 1) if "=" in word else (word, "")) for word in words)
+        options = {option: value for option, _, value in (word.partition("=") for word in words)}
         if name in OPTIONS and (unknown := options.keys() - set(OPTIONS[name])):
             raise ValueError(
                 f"contestant {text!r}: {name} has no option {', '.join(sorted(unknown))}; "

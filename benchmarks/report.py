@@ -24,7 +24,9 @@ COLUMNS = (30, 27, 7, 15, 17)  # case or date, what, found, interval or asked
 
 def rows(label: str, line: dict[str, Any]) -> Iterable[tuple[str, ...]]:
     """One for each check; the first has the label."""
-    checks = line["checks"] or [{"what": "FAILED" if "failed" in line else "(no figure)", "found": float("nan")}]
+    checks: list[dict[str, Any]] = line["checks"] or [
+        {"what": "FAILED" if "failed" in line else "(no figure)", "found": float("nan")}
+    ]
     mark = "old" if line["harness"] < results.HARNESS else "!" * bool(line.get("warnings"))
     for number, check in enumerate(checks):
         interval = f"[{check['low']:.3g}, {check['high']:.3g}]" if "low" in check else ""

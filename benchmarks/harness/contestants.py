@@ -18,7 +18,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -265,7 +265,7 @@ def _joined(connection: socket.socket) -> _Rank:
 
 
 @contextmanager
-def started(entries: Mapping[str, Entry], say: Callable[[str], None]) -> Iterator[dict[str, Contestant]]:
+def started(entries: Mapping[str, Entry], say: Callable[[str], None]) -> Generator[dict[str, Contestant]]:
     """All of them, one after the other, each warmed up while the others are stopped; gone at the end, or on Ctrl-C."""
     with ExitStack() as stack:
         made: dict[str, Contestant] = {}

@@ -62,7 +62,11 @@ class Suite:
         failed: list[str] = []
         for number, case in enumerate(cases, start=1):
             say(f"{self.name}: {case.name} ({number} of {len(cases)})")
-            line = self._measured(case, options)
+            try:
+                line = self._measured(case, options)
+            except KeyboardInterrupt:
+                say(f"interrupted in {case.name}, of which nothing is kept; --resume goes on with it")
+                raise SystemExit(128 + signal.SIGINT) from None
             if "failed" in line:
                 failed.append(case.name)
             show(line)
@@ -84,6 +88,8 @@ class Suite:
         parser.add_argument("-o", "--output", type=Path, help=f"default: {results.file_of(self.name)}")
         self.options(parser)
         options = parser.parse_args(arguments)
+        if options.rounds < 1:
+            parser.error(f"--rounds is at least 1; got {options.rounds}")
         if options.quick:
             options.rounds, options.settle = QUICK_ROUNDS, 0.0
         return options
@@ -93,7 +99,7 @@ class Suite:
         stamped = stamp.stamp()
         began = time.monotonic()
         try:
-            found = case.measure(Settings(options.rounds, options.quick, say, options))
+            found: dict[str, Any] = case.measure(Settings(options.rounds, options.quick, say, options))
         except (CaseError, TowpathError) as error:
             found = {"failed": str(error)}
         checks: list[Check] = found.pop("checks", [])

@@ -324,6 +324,20 @@ class TestSuite:
         [kept] = run("first", "--quick")
         assert kept["quick"] and kept["quick seen"] and kept["rounds"] == suite.QUICK_ROUNDS
 
+    def test_an_interrupt_ends_the_suite_and_keeps_what_was_measured(
+        self, run: Ran, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(case: Case, settings: suite.Settings) -> dict[str, Any]:
+            if case.name == "second":
+                raise KeyboardInterrupt
+            return {}
+
+        monkeypatch.setattr(Case, "measure", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert ended.value.code == 130
+        assert [kept["case"]["name"] for kept in results.read(run.file)] == ["first"]
+
     def test_an_unknown_case_is_refused_before_anything_runs(self, run: Ran) -> None:
         with pytest.raises(SystemExit, match="no case frist, nobody; there are first, second, broken"):
             run("nobody", "first", "frist")
