@@ -11,7 +11,12 @@
     bare · compute    the module alone, with its optimizer, or only forward and backward in the dtype of the workload
     fsdp2 silent      FSDP2 with nothing computed: its communication alone
 
-On a CPU, with gloo: docs/log.md says which of these knobs turn nothing.
+All of them work on a CPU with gloo (torch 2.13), and train alike. What does less there, or nothing:
+- FSDP2 has no streams: without the asynchronous unshard a gather that is begun ahead is also waited for there and then,
+  and reductions always are. So `set_reduce_scatter_max_input_buffers` would change nothing, and is left alone.
+- A static graph of DDP fails where its first micro-step does not sum ("expect_autograd_hooks_ INTERNAL ASSERT FAILED").
+- DDP refuses its bf16 hook except on NCCL ("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU
+  and XCCL"), though gloo sums bf16: here it is registered under another name.
 """
 
 from __future__ import annotations
@@ -162,7 +167,6 @@ def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
             model, bucket_cap_mb=BUCKET_MEBIBYTES, gradient_as_bucket_view=True, static_graph=True
         )
     if kind.has("bf16"):
-        # DDP refuses this hook by its name except on NCCL. Gloo sums bf16 too.
         made.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     return made, _no_sync_after_the_first() if kind.has("tuned") else _nothing
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness import figures, race
@@ -71,7 +71,7 @@ def raced(case: Race | Field, contestants: Sequence[str], asked: Asked, settings
     derived = None
     inter: str | Rate | None = case.inter
     if case.regime is not None:
-        derived = rate_of(case.regime, workload, settings.quick, settings.say)
+        derived = rate_of(case.regime, replace(workload, micro_steps=1), settings.quick, settings.say)
         inter, contestants = derived.rate, (*contestants, COMMUNICATION, COMPUTE)
     entries = {
         kind: Entry(Cluster(workload.topology, inter), Step, (kind, workload), WARM_TURNS) for kind in contestants
