@@ -1,33 +1,38 @@
 """How long a checkpoint holds the training up: in the background against at once, and what it costs the steps after.
 
-    python benchmarks/checkpoints.py [CASE …] [--folder DIR] [--rounds 7] [-o benchmarks/results/checkpoints.json]
+    python benchmarks/checkpoints.py [CASE …] [--folder DIR] [--rounds 8] [--quick] [--resume]
 
-A chain of matrices with AdamW, a multiple of 12 bytes a parameter: weights and two states. In a round one save of each
-kind takes its turn; figures are medians. `held`: from the call of save() to its return. `written`: until the checkpoint
-has its name. A step is timed with nothing under way, and with a save under way.
+A chain of matrices with AdamW, a multiple of 12 bytes a parameter: weights and two states. Two such trainings, in
+processes of their own, take turns: one saves in the background, one at once. `held`: from the call of save() to its
+return. `written`: until the checkpoint has its name. A step is timed with nothing under way, and with a save under way.
+Every run is added to benchmarks/results/checkpoints.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import towpath
-from results_file import keep, selected
-from towpath import checkpoint, lab
+from harness import figures, race
+from harness.contestants import Cluster, Entry, started
+from harness.suite import Settings, Suite
+from towpath import checkpoint
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined
 from towpath.train.run import begin
+
+BACKGROUND, AT_ONCE = "background", "at once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +44,79 @@ class Case:
     layers: int
     ranks: int = 1
 
+    @property
+    def topology(self) -> towpath.Topology:
+        return towpath.Topology(2, 2) if self.ranks == 4 else towpath.Topology(1, 1)
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        width = 64 if settings.quick else self.width
+        with tempfile.TemporaryDirectory(prefix="towpath-checkpoints-", dir=settings.options.folder) as folder:
+            entries = {
+                kind: Entry(Cluster(self.topology), Saving, (kind, self, width, Path(folder, kind)), warm_turns=1)
+                for kind in (BACKGROUND, AT_ONCE)
+            }
+            with started(entries, settings.say) as made:
+                run = race.run(made, settings.rounds, settings.say)
+                told = {kind: one.ask("facts")[0] for kind, one in made.items()}
+        held = figures.ratio(run.seconds, BACKGROUND, AT_ONCE)
+        return {
+            "checks": [figures.Check("background held / at once held", held.found, interval=held.interval)],
+            "bytes": told[BACKGROUND]["bytes"],
+            "medians": {kind: figures.medians(facts["seconds"]) for kind, facts in told.items()},
+            "raw": {kind: facts["seconds"] for kind, facts in told.items()},
+            **run.recorded(),
+        }
+
 
 CASES = (Case("100 MB", 1024, 8), Case("800 MB", 2048, 16), Case("GPT, 4 ranks", 512, 6, 4))
 
 
-def measure(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
-    model = nn.Sequential(*(nn.Linear(case.width, case.width, bias=False) for _ in range(case.layers)))
-    model = towpath.shard(model, "zero3", topology=towpath.Topology(1, 1))
+class Saving:
+    """The worker: a turn is a step, a save, and steps until the checkpoint is written; its seconds are those held.
+
+    The first turn makes the memory that later ones reuse.
+    """
+
+    def __init__(self, rank: int, world: int, kind: str, case: Case, width: int, folder: Path) -> None:
+        self._stack = ExitStack()  # the ranks end with the race, and what they hold with them
+        state, self._step = chain(case, width) if world == 1 else gpt_on_ranks(case, width, folder, self._stack)
+        self._step()
+        self._folder, self._number = folder / "checkpoints", 0
+        self._saver = checkpoint.Saver(self._folder, state, keep_last=1, background=kind == BACKGROUND)
+        self._seconds: dict[str, list[float]] = {}
+
+    def turn(self) -> float:
+        self._note(step=self._step())
+        self._number += 1
+        saving = self._saver.save(self._number)
+        while not everywhere(saving.done):
+            self._note(step_while_writing=self._step())
+        outcome = saving.outcome()
+        assert outcome.ok, outcome
+        self._note(held=outcome.held_seconds, written=outcome.seconds)
+        return outcome.held_seconds
+
+    def facts(self) -> dict[str, Any]:
+        size = checkpoint.read_manifest(self._folder / f"step-{self._number:06d}").bytes
+        return {"bytes": size, "seconds": self._seconds}
+
+    def _note(self, **found: float) -> None:
+        for name, value in found.items():
+            self._seconds.setdefault(name, []).append(value)
+
+
+def everywhere(done: bool) -> bool:
+    """How many steps a save lasts must be one number: all ranks step together."""
+    both = torch.tensor([int(done)])
+    dist.all_reduce(both, dist.ReduceOp.MIN)
+    return bool(both.item())
+
+
+def chain(case: Case, width: int) -> tuple[checkpoint.State, Callable[[], float]]:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(case.layers)))
+    model = towpath.shard(model, "zero3", topology=case.topology)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
-    batch = torch.randn(64, case.width)
+    batch = torch.randn(64, width)
 
     def step() -> float:
         began = time.perf_counter()
@@ -56,81 +125,31 @@ def measure(case: Case, folder: Path, rounds: int) -> dict[str, Any]:
         optimizer.zero_grad()
         return time.perf_counter() - began
 
-    return compare(checkpoint.State(model, optimizer), step, folder, rounds)
+    return checkpoint.State(model, optimizer), step
 
 
-def train(rank: int, world: int, case: Case, folder: Path, rounds: int) -> dict[str, Any]:
-    """The same on each rank of a training loop."""
+def gpt_on_ranks(
+    case: Case, width: int, folder: Path, stack: ExitStack
+) -> tuple[checkpoint.State, Callable[[], float]]:
+    """A training loop as `towpath train` has it."""
     config = Config(
-        model=ModelConfig(width=case.width, depth=case.layers, heads=8),
-        train=TrainConfig(steps=1000, batch=4, micro_batch=1, length=128, threads=1),
+        model=ModelConfig(width=width, depth=case.layers, heads=8),
+        train=TrainConfig(steps=100_000, batch=4, micro_batch=1, length=128, threads=1),
         strategy=StrategyConfig(name="zero3", nodes=2, ranks_per_node=2),
-        log=LogConfig(folder=str(folder)),
+        log=LogConfig(folder=str(folder / "log")),
     )
-    with joined() as job:
-        training = begin(config, job)
-        state = checkpoint.State(training.model, training.optimizer, training=training)
-        # How many steps a save lasts must be one number: all ranks step together.
-        return compare(
-            state, lambda: training.step().seconds, folder, rounds, lambda done: all(job.groups.gather_objects(done))
-        )
+    training = begin(config, stack.enter_context(joined()))
+    return checkpoint.State(training.model, training.optimizer, training=training), lambda: training.step().seconds
 
 
-def compare(
-    state: checkpoint.State,
-    step: Callable[[], float],
-    folder: Path,
-    rounds: int,
-    everywhere: Callable[[bool], bool] = bool,
-) -> dict[str, Any]:
-    step()
-    seconds: dict[str, list[float]] = {}
-
-    def note(**found: float) -> None:
-        for name, value in found.items():
-            seconds.setdefault(name, []).append(value)
-
-    behind = checkpoint.Saver(folder / "background", state, keep_last=1)
-    at_once = checkpoint.Saver(folder / "at-once", state, keep_last=1, background=False, lane="at once")
-    behind.save(0).outcome()  # makes the memory that later ones reuse
-    for number in range(1, rounds + 1):
-        note(step=step())
-        outcome = at_once.save(number).outcome()
-        note(at_once_held=outcome.held_seconds)
-        saving = behind.save(number)
-        while not everywhere(saving.done):
-            note(step_while_writing=step())
-        outcome = saving.outcome()
-        assert outcome.ok, outcome
-        note(background_held=outcome.held_seconds, background_written=outcome.seconds)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    size = checkpoint.read_manifest(folder / "background" / f"step-{rounds:06d}").bytes
-    ratio = medians["background_held"] / medians["at_once_held"]
-    return {"bytes": size, "seconds": medians, "background held / at once held": ratio}
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    default = Path(tempfile.gettempdir())
+    parser.add_argument("--folder", type=Path, default=default, help="on the disk to be measured")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="all, unless named")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "results" / "checkpoints.json")
-    arguments = parser.parse_args()
-    for case in selected(CASES, arguments.cases):
-        folder = Path(tempfile.mkdtemp(prefix="towpath-checkpoints-", dir=arguments.folder))
-        try:
-            if case.ranks == 1:
-                found = measure(case, folder, arguments.rounds)
-            else:
-                with lab.Lab(towpath.Topology(2, 2), inter=None) as cluster:
-                    found = cluster.call(train, case, folder, arguments.rounds, timeout_seconds=1800)[0]
-        finally:
-            shutil.rmtree(folder)
-        keep(arguments.output, {"case": asdict(case), **found}, [c.name for c in CASES])
-        for name, value in found["seconds"].items():
-            print(f"{case.name:>12}  {name:<20} {value * 1000:9.1f} ms")
-        print(f"{case.name:>12}  background held / at once held: {found['background held / at once held']:.1%}")
-
+SUITE = Suite("checkpoints", __doc__ or "", CASES, rounds=8, options=add_folder)
 
 if __name__ == "__main__":
-    main()
+    import checkpoints  # ranks find by this name what they are sent
+
+    checkpoints.SUITE.main()

@@ -1,33 +1,38 @@
 """The codecs' kernels against a copy of memory, against the oracle, and fused against apart; on one thread.
 
-    python benchmarks/kernels.py [CASE …] [--device cpu] [--rounds 9] [-o benchmarks/results/kernels.json]
+    python benchmarks/kernels.py [CASE …] [--device cpu] [--rounds 10] [--quick] [--resume]
 
-In a round all contestants take one turn each, on 16 MB of input (on a GPU 512 MB); figures are of the medians.
-Bandwidth counts the bytes read and the bytes written, of the copy as of the kernels. "Apart" is what
-`decode_sum_encode` replaces: decode each of four messages, add them up, encode the sum; every step by the same kernels,
-or by torch.
+In a round each contestant, in a process of its own, works once unmeasured (what ran before has the caches) and then
+twice, on 16 MB of input (on a GPU 512 MB); figures are of the medians. Bandwidth counts the bytes read and the bytes
+written, of the copy as of the kernels. "Apart" is what `decode_sum_encode` replaces: decode each of four messages, add
+them up, encode the sum; every step by the same kernels, or by torch. Every run is added to
+benchmarks/results/kernels.jsonl; `python benchmarks/report.py kernels` shows them.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from results_file import keep, selected
+from harness import race
+from harness.contestants import Entry, ThisHost, started
+from harness.figures import Check, medians
+from harness.suite import Settings, Suite
 from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.dispatch import Kernels, kernels_for
 from towpath.spec.formats import Codec
 
 MEGABYTES = {"cpu": 16, "cuda": 512}
+QUICK_MEGABYTES = 1
 ROWS = 4
+TIMES = 2  # a turn
+CONTESTANTS = ("copy", "encode", "decode", "fused", "apart", "oracle encodes", "oracle decodes")
 
 # Of the bandwidth of a copy; times as fast as the oracle; times as fast as apart.
 ASKED = {"encode/copy": 0.5, "decode/copy": 0.5, "encode/oracle": 5.0, "decode/oracle": 5.0, "fused/apart": 2.0}
@@ -43,6 +48,28 @@ class Case:
     @property
     def asked(self) -> dict[str, float]:
         return ASKED if self.codec in ("int8", "int4") and self.dtype in ("float32", "bfloat16") else {}
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        megabytes = QUICK_MEGABYTES if settings.quick else MEGABYTES[self.device]
+        entries = {kind: Entry(ThisHost(), Turn, (self, kind, megabytes), warm_turns=1) for kind in CONTESTANTS}
+        with started(entries, settings.say) as made:
+            run = race.run(made, settings.rounds, settings.say)
+            [told] = made["encode"].ask("facts")
+        median, moved = medians(run.seconds), told["moved"]
+        bandwidth = {kind: bytes_moved / median[kind] for kind, bytes_moved in moved.items()}
+        figures = {
+            "encode/copy": bandwidth["encode"] / bandwidth["copy"],
+            "decode/copy": bandwidth["decode"] / bandwidth["copy"],
+            "encode/oracle": median["oracle encodes"] / median["encode"],
+            "decode/oracle": median["oracle decodes"] / median["decode"],
+            "fused/apart": median["apart"] / median["fused"],
+        }
+        return {
+            "checks": [Check(name, figure, at_least=self.asked.get(name)) for name, figure in figures.items()],
+            "kernels": told["kernels"],
+            "copy_bytes_per_second": round(bandwidth["copy"]),
+            **run.recorded(),
+        }
 
 
 TEXTS = (
@@ -79,10 +106,10 @@ def apart(
     return work
 
 
-def contestants(case: Case, kernels: Kernels) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
+def contestants(case: Case, kernels: Kernels, megabytes: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
     """What takes turns, and the bytes that each reads and writes."""
     codec, dtype = Codec.parse(case.codec), getattr(torch, case.dtype)
-    elements = MEGABYTES[case.device] * 2**20 // dtype.itemsize
+    elements = megabytes * 2**20 // dtype.itemsize
     x = torch.randn(elements, device=case.device).to(dtype)
     rows = torch.zeros(ROWS, codec.encoded_bytes(elements), dtype=torch.uint8, device=case.device)
     for i, row in enumerate(rows):
@@ -101,6 +128,23 @@ def contestants(case: Case, kernels: Kernels) -> tuple[dict[str, Callable[[], An
     return work, moved
 
 
+class Turn:
+    """The worker of one contestant."""
+
+    def __init__(self, rank: int, world: int, case: Case, kind: str, megabytes: int) -> None:
+        self._device, kernels = case.device, kernels_for(torch.device(case.device))
+        torch.manual_seed(0)
+        work, self._moved = contestants(case, kernels, megabytes)
+        self._work, self._kernels = work[kind], kernels.name
+
+    def turn(self) -> float:
+        timed(self._work, self._device)
+        return sum(timed(self._work, self._device) for _ in range(TIMES)) / TIMES
+
+    def facts(self) -> dict[str, Any]:
+        return {"moved": self._moved, "kernels": self._kernels}
+
+
 def timed(work: Callable[[], Any], device: str) -> float:
     """On a CPU, the seconds that this thread had a core: what others take of a shared machine is not the kernels'."""
     if device == "cpu":
@@ -114,53 +158,15 @@ def timed(work: Callable[[], Any], device: str) -> float:
     return time.perf_counter() - began
 
 
-def run(case: Case, rounds: int) -> dict[str, Any]:
-    kernels = kernels_for(torch.device(case.device))
-    work, moved = contestants(case, kernels)
-    seconds: dict[str, list[float]] = {kind: [] for kind in work}
-    for turn in range(rounds + 1):
-        for kind, each in work.items():
-            elapsed = timed(each, case.device)
-            if turn > 0:  # one of each warms up
-                seconds[kind].append(elapsed)
-    median = {kind: statistics.median(values) for kind, values in seconds.items()}
-    bandwidth = {kind: bytes_moved / median[kind] for kind, bytes_moved in moved.items()}
-    figures = {
-        "encode/copy": bandwidth["encode"] / bandwidth["copy"],
-        "decode/copy": bandwidth["decode"] / bandwidth["copy"],
-        "encode/oracle": median["oracle encodes"] / median["encode"],
-        "decode/oracle": median["oracle decodes"] / median["decode"],
-        "fused/apart": median["apart"] / median["fused"],
-    }
-    return {
-        "case": asdict(case),
-        "kernels": kernels.name,
-        "figures": {name: round(figure, 3) for name, figure in figures.items()},
-        "asked": case.asked,
-        "copy_bytes_per_second": round(bandwidth["copy"]),
-        "median_seconds": {kind: round(value, 6) for kind, value in median.items()},
-        "seconds": {kind: [round(s, 6) for s in values] for kind, values in seconds.items()},
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="such as int4-bfloat16 (default: all of the device)")
+def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=MEGABYTES, default="cpu")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    for case in selected([c for c in CASES if c.device == options.device], options.cases):
-        result = run(case, options.rounds)
-        print(f"{case.name} ({result['kernels']}), a copy: {result['copy_bytes_per_second'] / 1e9:.1f} GB/s")
-        for name, figure in result["figures"].items():
-            least = case.asked.get(name)
-            verdict = "" if least is None else f" (asked ≥ {least}: {'met' if figure >= least else 'MISSED'})"
-            print(f"  {name}: {figure:.2f}{verdict}", flush=True)
-        if options.output:
-            keep(options.output, result, [c.name for c in CASES])
 
+
+def of_device(cases: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
+    return [case for case in cases if case.device == options.device]
+
+
+SUITE = Suite("kernels", __doc__ or "", CASES, rounds=10, options=add_device, chosen=of_device)
 
 if __name__ == "__main__":
-    main()
+    SUITE.main()

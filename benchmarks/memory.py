@@ -1,11 +1,12 @@
 """How much memory a rank needs to start: a GPT of a billion fp32 parameters over four ranks under `zero3`.
 
-    python benchmarks/memory.py [CASE …] [--folder /tmp] [-o benchmarks/results/memory.json]
+    python benchmarks/memory.py [CASE …] [--folder /tmp] [--quick] [--resume]
 
 A case builds the model on the meta device and shards it: `loaded` from a safetensors file (4 GB, made in `--folder`
 and removed), `drawn` with new weights, unit by unit. A thread in each rank reads RssAnon every two milliseconds; what
 counts is its peak above the level after the imports, and after a tiny model, which has torch import what it imports
-late. It may be 0.3 of the model (a quarter is the rank's share) and the largest unit.
+late. It may be 0.3 of the model (a quarter is the rank's share) and the largest unit. Every run is added to
+benchmarks/results/memory.jsonl.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from typing import Any
 import torch
 
 import towpath
-from results_file import keep, selected
+from harness.figures import Check
+from harness.suite import Settings, Suite
+from internals import unit_elements
 from towpath import lab
 from towpath.train import models
 from towpath.train.config import ModelConfig
@@ -31,6 +34,7 @@ from towpath.train.config import ModelConfig
 SHAPE = towpath.Topology(2, 2)
 MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
 TINY = ModelConfig(width=64, depth=2, heads=2)
+QUICK_MODEL = ModelConfig(width=256, depth=4, heads=4, kv_heads=4)
 VOCABULARY = 32_000
 SHARE = 0.3
 EVERY_SECONDS = 0.002
@@ -41,31 +45,33 @@ class Case:
     name: str
     from_file: bool
 
-    def measure(self, folder: Path) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        model = QUICK_MODEL if settings.quick else MODEL
+        with tempfile.TemporaryDirectory(dir=settings.options.folder) as temporary:
             file = Path(temporary, "model.safetensors")
-            weights = str(file) if self.from_file else ""
             if self.from_file:
-                write(file)
+                write(file, model)
+                model = replace(model, weights=str(file))
             with lab.Lab(SHAPE, inter=None) as cluster:
-                ranks = cluster.call(start, weights, timeout_seconds=1800)
+                ranks = cluster.call(start, model, timeout_seconds=1800)
         first = ranks[0]
+        limit = int(SHARE * first["model_bytes"]) + first["unit_bytes"]
         return {
+            "checks": [Check("peak bytes of a rank", max(rank["peak_bytes"] for rank in ranks), limit)],
             "parameters": first["parameters"],
             "peak_bytes": [rank["peak_bytes"] for rank in ranks],
             "kept_bytes": [rank["kept_bytes"] for rank in ranks],
             "model_bytes": first["model_bytes"],
             "unit_bytes": first["unit_bytes"],
-            "limit_bytes": int(SHARE * first["model_bytes"]) + first["unit_bytes"],
         }
 
 
 CASES = [Case("loaded", True), Case("drawn", False)]
 
 
-def write(file: Path) -> None:
+def write(file: Path, model: ModelConfig) -> None:
     """Some values for every parameter, a piece at a time."""
-    built = models.build(MODEL, VOCABULARY)
+    built = models.build(model, VOCABULARY)
     header: dict[str, Any] = {}
     end = 0
     for name, parameter in built.model.named_parameters():
@@ -82,25 +88,24 @@ def write(file: Path) -> None:
                 left -= out.write(piece[:left])
 
 
-def start(rank: int, world: int, weights: str) -> dict[str, Any]:
+def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """What every rank does."""
     torch.set_num_threads(1)
     towpath.shard(models.build(TINY, 256).model, "zero3", topology=SHAPE)
-    built, model, peak, kept = watched(lambda: build_and_shard(weights))
-    sizes = [sum(b.plan.numel for b in unit.buckets) for unit in model.towpath_engine.units]
+    built, model, peak, kept = watched(lambda: build_and_shard(config))
     if built.values is not None:
         check(model, built.values)
     return {
         "parameters": built.parameters,
         "model_bytes": 4 * built.parameters,
-        "unit_bytes": 4 * max(sizes),
+        "unit_bytes": 4 * max(unit_elements(model)),
         "peak_bytes": peak,
         "kept_bytes": kept,
     }
 
 
-def build_and_shard(weights: str) -> tuple[models.Built, Any]:
-    built = models.build(ModelConfig(**asdict(MODEL) | {"weights": weights}), VOCABULARY)
+def build_and_shard(config: ModelConfig) -> tuple[models.Built, Any]:
+    built = models.build(config, VOCABULARY)
     return built, towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
 
 
@@ -136,24 +141,11 @@ def rss_anon() -> int:
         return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) * 1024
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help=f"which of {', '.join(c.name for c in CASES)} (default: all)")
+def add_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="has room for 4 GB")
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    for case in selected(CASES, options.cases):
-        found = case.measure(options.folder)
-        worst = max(found["peak_bytes"])
-        verdict = "met" if worst <= found["limit_bytes"] else "MISSED"
-        print(
-            f"{case.name}: peak {worst / 1e9:.3f} GB of {found['model_bytes'] / 1e9:.3f} GB, unit "
-            f"{found['unit_bytes'] / 1e9:.3f} GB (asked ≤ {found['limit_bytes'] / 1e9:.3f}: {verdict})",
-            flush=True,
-        )
-        if options.output:
-            keep(options.output, {"case": asdict(case), **found, "met": verdict == "met"}, [c.name for c in CASES])
 
+
+SUITE = Suite("memory", __doc__ or "", CASES, options=add_folder)
 
 if __name__ == "__main__":
-    main()
+    SUITE.main()

@@ -1,22 +1,19 @@
 """What codecs cost in quality: a GPT of ten million parameters, trained by each strategy on the same data.
 
-    python benchmarks/quality.py [VARIANT …] [--steps 400] [--seeds 2] [-o benchmarks/results/quality.json]
-    python benchmarks/quality.py --plot benchmarks/results/quality.svg -o benchmarks/results/quality.json
+    python benchmarks/quality.py [RUN …] [--steps 400] [--seeds 2] [--quick] [--resume]
+    python benchmarks/draw_quality.py
 
 Four ranks on two nodes read the bytes of the Python standard library's sources; the last tenth is held out. A variant
-and a seed are one run; what is judged is its final validation loss against that of `zero3` with the same seed, in the
-mean over the seeds. Results go into the file run by run: those not run stay.
+and a seed are one run; what is judged (draw_quality.py) is its final validation loss against that of `zero3` with the
+same seed, in the mean over the seeds. Every run is added to benchmarks/results/quality.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +21,8 @@ from torch import Tensor
 
 import gpt
 import towpath
-from results_file import keep, selected
+from harness.figures import Check
+from harness.suite import Settings, Suite
 from towpath import lab
 
 SHAPE = towpath.Topology(2, 2)
@@ -34,6 +32,7 @@ LENGTH, BATCH = 128, 1
 PEAK = 3e-4
 EVERY, WINDOWS = 40, 16  # steps between validations for the curve; windows of each rank, the same ones every time
 WINDOWS_AT_THE_END = 128  # for what is judged
+QUICK_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +60,27 @@ VARIANTS = [
     Variant("hpz + qwZ", "hpz", {"weights": "int8"}, 0.002),
     Variant("zero++, whole-tensor blocks", "zero++", {"weights": "int8:whole", "gradients": "int4:whole"}, None),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        steps = QUICK_STEPS if settings.quick else settings.options.steps
+        variant = next(v for v in VARIANTS if v.name == self.variant)
+        with lab.Lab(SHAPE, inter=None) as cluster:
+            found: Result = cluster.call(train, variant, self.seed, steps, timeout_seconds=3600)[0]
+        checks = [Check("final loss, nats a byte", found.final)]
+        return {"checks": checks, "steps": steps, "strategy": str(variant.make()), **asdict(found)}
+
+
+RUNS = [Run(variant.name, seed) for seed in range(5) for variant in VARIANTS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,71 +140,16 @@ def validation(made: Any, text: Tensor, of_rank: int) -> float:
     return total.item() / torch.distributed.get_world_size()
 
 
-def judged(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By variant: its final loss over zero3's with the same seed, less one; in the mean, and by seed."""
-    final = {(r["case"]["variant"], r["case"]["seed"]): r["final"] for r in results}
-    rows: list[dict[str, Any]] = []
-    for variant in VARIANTS:
-        shares = [f / final["zero3", s] - 1 for (name, s), f in final.items() if name == variant.name]
-        if shares and variant.name != "zero3":
-            rows.append(
-                {"variant": variant.name, "mean": statistics.mean(shares), "each": shares, "most": variant.most}
-            )
-    return rows
-
-
-def plot(results: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for variant in VARIANTS:
-        curves = [r["curve"] for r in results if r["case"]["variant"] == variant.name]
-        if not curves:
-            continue
-        steps = [step for step, _ in curves[0]]
-        means = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(steps))]
-        for axes, first in ((whole, 0), (end, len(steps) // 2)):
-            axes.plot(steps[first:], means[first:], label=variant.name, linewidth=1.4)
-    for axes in (whole, end):
-        axes.set_xlabel("optimizer steps")
-        axes.spines[["top", "right"]].set_visible(False)
-    whole.set_ylabel("validation loss (nats a byte), mean of the seeds")
-    whole.legend(frameon=False)
-    end.set_title("the second half, enlarged", fontsize=10)
-    figure.tight_layout()
-    matplotlib.rcParams["svg.hashsalt"] = "towpath"
-    figure.savefig(file, metadata={"Date": None})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("variants", nargs="*", help=f"which of {', '.join(repr(v.name) for v in VARIANTS)}")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--plot", type=Path, help="draw what the results file has, and run nothing")
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/quality.json"))
-    options = parser.parse_args()
-    if options.plot is None:
-        names = [f"{v.name}, seed {s}" for s in range(options.seeds) for v in VARIANTS]
-        for seed in range(options.seeds):
-            for variant in selected(VARIANTS, options.variants):
-                with lab.Lab(SHAPE, inter=None) as cluster:
-                    found: Result = cluster.call(train, variant, seed, options.steps, timeout_seconds=3600)[0]
-                name = f"{variant.name}, seed {seed}"
-                print(f"{name}: {found.final:.4f}", [(step, round(loss, 3)) for step, loss in found.curve], flush=True)
-                case = {"name": name, "variant": variant.name, "seed": seed, "steps": options.steps}
-                keep(options.output, {"case": case, "strategy": str(variant.make()), **asdict(found)}, names)
-    results = json.loads(options.output.read_text())["results"]
-    for row in judged(results):
-        asked = "worse is expected" if row["most"] is None else f"asked ≤ {row['most']:.1%}"
-        each = ", ".join(f"{share:+.2%}" for share in row["each"])
-        print(f"{row['variant']}: {row['mean']:+.2%} of zero3's loss ({asked}); by seed {each}")
-    if options.plot is not None:
-        plot(results, options.plot)
+    parser.add_argument("--seeds", type=int, default=2, help="at most 5")
 
+
+def of_seeds(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
+    return [run for run in runs if run.seed < options.seeds]
+
+
+SUITE = Suite("quality", __doc__ or "", RUNS, options=add_options, chosen=of_seeds)
 
 if __name__ == "__main__":
-    main()
+    SUITE.main()

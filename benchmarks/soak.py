@@ -1,6 +1,6 @@
 """A run whose ranks are killed, again and again, ends as one that nobody disturbed: bit for bit.
 
-    python benchmarks/soak.py [CASE …] [--kills 20] [--seed 0] [--folder DIR] [-o benchmarks/results/soak.json]
+    python benchmarks/soak.py [CASE …] [--kills 20] [--seed 0] [--folder DIR] [--quick] [--resume]
 
 `torchrun --max-restarts` runs `towpath train` with four ranks. A random rank gets SIGKILL at a random moment: so many
 steps after a restart and a part of one, or while the ranks still start. Every second step is saved, and every fsync
@@ -9,6 +9,8 @@ takes a tenth of a second more, as on a slow disk, so that many of the kills fal
     every row of metrics, also of steps that were taken twice, has the undisturbed run's loss to the bit
     every file of the last checkpoint (weights, optimizer, random numbers, codecs) is the undisturbed run's, to the byte
     every checkpoint that was published verifies, the newest also after each kill, and nothing half written is left
+
+Every run is added to benchmarks/results/soak.jsonl. After a failure the folder of the run stays, to be looked at.
 """
 
 from __future__ import annotations
@@ -24,16 +26,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from harness.failure import CaseError
+
+if TYPE_CHECKING:  # a rank that starts imports nothing that it does not need
+    from harness.suite import Settings
 
 RANKS = 4
 SAVED_EVERY = 2
 STEPS_BETWEEN_KILLS = 6  # at most
 SLOW_SECONDS = 0.1
+QUICK_KILLS = 1
 WORKER = "--as-rank"
 
 
@@ -42,7 +50,18 @@ class Case:
     """Options of `towpath train` beside the common ones."""
 
     name: str
-    options: tuple[str, ...]
+    train: tuple[str, ...]
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        from harness.figures import Check
+
+        options = settings.options
+        kills = QUICK_KILLS if settings.quick else options.kills
+        folder = Path(tempfile.mkdtemp(prefix="towpath-soak-", dir=options.folder))
+        settings.say(f"{self.name}: {folder}")
+        found = soak(self, folder, kills, options.seed, settings.say)
+        shutil.rmtree(folder)
+        return {"checks": [Check("rows lost", found["rows_lost"])], "seed": options.seed, **found}
 
 
 CASES = (
@@ -68,7 +87,7 @@ class Run:
             *("model.width=64", "model.depth=2", "model.heads=4", f"data.text=['{corpus}']"),
             *(f"train.steps={steps}", "train.batch=8", "train.micro_batch=2", "train.length=32", "train.threads=1"),
             *("strategy.nodes=2", "strategy.ranks_per_node=2", f"log.folder={folder}"),
-            *(f"checkpoint.every={SAVED_EVERY}", "checkpoint.keep=8", "checkpoint.keep_every=10", *case.options),
+            *(f"checkpoint.every={SAVED_EVERY}", "checkpoint.keep=8", "checkpoint.keep_every=10", *case.train),
         ]
 
     @contextmanager
@@ -93,7 +112,7 @@ class Run:
     def expect(self, held: bool, what: str) -> None:
         if not held:
             tail = (self.folder / "output.txt").read_text(errors="replace")[-4000:]
-            raise SystemExit(f"{tail}\n{self.folder.name}: {what}")
+            raise CaseError(f"{tail}\n{self.folder.name}: {what}")
 
     def ranks(self, before: set[int], launcher: subprocess.Popen[bytes]) -> dict[int, int]:
         """Process by rank, as soon as all of them are there that were started after those of `before`."""
@@ -131,7 +150,7 @@ class Kill:
     seconds_to_restart: float
 
 
-def disturb(run: Run, kills: int, dice: random.Random) -> list[Kill]:
+def disturb(run: Run, kills: int, dice: random.Random, say: Callable[[str], None]) -> list[Kill]:
     """Run to the end, with so many ranks killed on the way."""
     from towpath import checkpoint
 
@@ -162,7 +181,7 @@ def disturb(run: Run, kills: int, dice: random.Random) -> list[Kill]:
             if newest is not None:
                 verdict = checkpoint.verify(newest)
                 run.expect(verdict.ok, f"after a kill: {verdict.problem}")
-            print(f"  kill {len(done):2}: rank {doomed} at step {at}{', while saving' if saving else ''}", flush=True)
+            say(f"kill {len(done):2}: rank {doomed} at step {at}{', while saving' if saving else ''}")
         run.expect(launcher.wait() == 0, f"torchrun ended with {launcher.returncode}")
     return done
 
@@ -196,11 +215,11 @@ def compare(disturbed: Run, undisturbed: Run) -> dict[str, Any]:
     }
 
 
-def soak(case: Case, folder: Path, kills: int, seed: int) -> dict[str, Any]:
+def soak(case: Case, folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     steps = (STEPS_BETWEEN_KILLS + 2) * kills  # more than can be done before the last kill
     undisturbed, disturbed = Run(case, folder / "undisturbed", steps), Run(case, folder / "disturbed", steps)
     undisturbed.to_the_end()
-    done = disturb(disturbed, kills, random.Random(seed))
+    done = disturb(disturbed, kills, random.Random(seed), say)
     found = compare(disturbed, undisturbed)
     return {"kills": len(done), "while_saving": sum(k.saving for k in done), **found, "each": [asdict(k) for k in done]}
 
@@ -226,29 +245,16 @@ def as_rank(pids: str, arguments: list[str]) -> None:
     main()
 
 
-def main() -> None:
-    from results_file import keep, selected
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(c.name for c in CASES)}; default: all")
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    for case in selected(CASES, options.cases):
-        folder = Path(tempfile.mkdtemp(prefix="towpath-soak-", dir=options.folder))
-        print(f"{case.name}: {folder}", flush=True)
-        found = soak(case, folder, options.kills, options.seed)
-        shutil.rmtree(folder)  # after a failure it stays, to be looked at
-        print(
-            f"{case.name}: {found['kills']} kills, {found['while_saving']} of them while saving; {found['steps']} "
-            f"steps ({found['steps_taken']} taken) with the undisturbed run's losses and weights, bit for bit; "
-            f"{found['checkpoints_verified']} checkpoints verified",
-            flush=True,
-        )
-        if options.output:
-            keep(options.output, {"case": asdict(case), "seed": options.seed, **found}, [c.name for c in CASES])
+
+
+def main() -> None:
+    from harness.suite import Suite
+
+    Suite("soak", __doc__ or "", CASES, options=add_options).main()
 
 
 if __name__ == "__main__":

@@ -1,27 +1,27 @@
 """What `towpath train` costs beside the bare engine: data, agreement, metrics and the live line, by the step.
 
-    python benchmarks/train.py [--rounds 7] [-o benchmarks/results/train.json]
+    python benchmarks/train.py [CASE …] [--rounds 8] [--quick] [--resume]
 
-One sharded model on two nodes of two ranks, 200 mbit between them. Its steps are taken in turn by the loop that a user
-would write around the engine, over batches that are ready, and by the one of `towpath train`: A B A B. Asked: ≤ 1.02.
+Two nodes of two ranks, 200 mbit between them. On ranks of their own, and in turns, one sharded model is trained by the
+loop that a user would write around the engine, over batches that are ready, and another like it by the one of `towpath
+train`; four steps are a turn. Asked: ≤ 1.02. Every run is added to benchmarks/results/train.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import towpath
-from results_file import keep
-from towpath import lab
+from harness import figures, race
+from harness.contestants import Cluster, Entry, started
+from harness.suite import Settings, Suite
+from harness.worker import timed
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined
 from towpath.train.loop import Training
@@ -30,18 +30,66 @@ from towpath.train.run import begin
 from towpath.train.watch import Watch
 
 SHAPE = towpath.Topology(2, 2)
-STEPS = 4  # of each in a round
+INTER = "200mbit"
+STEPS = 4  # a turn
 ASKED = 1.02
-STRATEGIES = ("zero3", "paro-iig")
+OURS, THEIRS = "towpath train", "bare loop"
 
 
-def configuration(strategy: str, folder: str, steps: int) -> Config:
-    return Config(
-        model=ModelConfig(width=256, depth=6, heads=8),
-        train=TrainConfig(steps=steps, batch=32, micro_batch=4, length=128, threads=1),
-        strategy=StrategyConfig(name=strategy),
-        log=LogConfig(folder=folder),
-    )
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The strategy of both loops."""
+
+    name: str
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            turns = 2 + settings.rounds
+            entries = {
+                kind: Entry(
+                    Cluster(SHAPE, INTER), Loop, (kind, self.configuration(f"{folder}/{i}", turns, settings)), 1
+                )
+                for i, kind in enumerate((OURS, THEIRS))
+            }
+            with started(entries, settings.say) as made:
+                run = race.run(made, settings.rounds, settings.say)
+        return {"checks": [figures.ratio(run.seconds, OURS, THEIRS, ASKED)], "steps_a_turn": STEPS, **run.recorded()}
+
+    def configuration(self, folder: str, turns: int, settings: Settings) -> Config:
+        width, depth, length = (64, 2, 32) if settings.quick else (256, 6, 128)
+        return Config(
+            model=ModelConfig(width=width, depth=depth, heads=8),
+            train=TrainConfig(steps=turns * STEPS, batch=32, micro_batch=4, length=length, threads=1),
+            strategy=StrategyConfig(name=self.name),
+            log=LogConfig(folder=folder),
+        )
+
+
+class Loop:
+    """The worker: so many steps are a turn."""
+
+    def __init__(self, rank: int, world: int, kind: str, config: Config) -> None:
+        stack = contextlib.ExitStack()  # the ranks end with the race, and what they hold with them
+        training = begin(config, stack.enter_context(joined()))
+        self._stack = stack
+        self._step = bare(training) if kind == THEIRS else self._whole(config, training)
+
+    def turn(self) -> float:
+        return timed(self._steps) / STEPS
+
+    def _steps(self) -> None:
+        for _ in range(STEPS):
+            self._step()
+
+    def _whole(self, config: Config, training: Training) -> Callable[[], None]:
+        watch = self._stack.enter_context(Watch(config, training))
+
+        def step() -> None:
+            with watch.traced(training.done + 1):
+                taken = training.step()
+            watch.stepped(taken)
+
+        return step
 
 
 def bare(training: Training) -> Callable[[], None]:
@@ -61,49 +109,9 @@ def bare(training: Training) -> Callable[[], None]:
     return step
 
 
-def race(rank: int, world: int, config: Config, rounds: int) -> list[tuple[float, float]]:
-    """(bare, whole) seconds a step, by round."""
-    with joined() as job:
-        training = begin(config, job)
-        plain = bare(training)
-        with Watch(config, training) as watch:
-
-            def whole() -> None:
-                with watch.traced(training.done + 1):
-                    step = training.step()
-                watch.stepped(step)
-
-            for _ in range(2):  # both warm up
-                plain()
-                whole()
-            return [(timed(training, plain), timed(training, whole)) for _ in range(rounds)]
-
-
-def timed(training: Training, step: Callable[[], None]) -> float:
-    training.job.groups.barrier()
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        step()
-    training.job.groups.barrier()
-    return (time.perf_counter() - began) / STEPS
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/train.json"))
-    options = parser.parse_args()
-    for strategy in STRATEGIES:
-        with tempfile.TemporaryDirectory() as folder, lab.Lab(SHAPE, inter="200mbit") as cluster:
-            config = configuration(strategy, folder, steps=2 + options.rounds * STEPS)
-            seconds = cluster.call(race, config, options.rounds, timeout_seconds=1800)[0]
-        ratios = [whole / plain for plain, whole in seconds]
-        ratio = statistics.median(ratios)
-        print(f"{strategy}: towpath train / bare loop = {ratio:.3f} (asked ≤ {ASKED}); by round", end=" ")
-        print(", ".join(f"{r:.3f}" for r in ratios))
-        case: dict[str, Any] = {"name": strategy, "topology": str(SHAPE), "inter": "200mbit", "steps": STEPS}
-        keep(options.output, {"case": case, "asked": ASKED, "ratio": ratio, "seconds": seconds}, list(STRATEGIES))
-
+SUITE = Suite("train", __doc__ or "", [Case("zero3"), Case("paro-iig")], rounds=8)
 
 if __name__ == "__main__":
-    main()
+    import train  # ranks find by this name what they are sent
+
+    train.SUITE.main()

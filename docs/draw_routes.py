@@ -27,7 +27,7 @@ from towpath.spec.strategy import WIRED, Kind
 from towpath.spec.transitions import Move
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results" / "collectives.json"
+RESULTS = DOCS.parent / "benchmarks" / "results" / "collectives.jsonl"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)
 REGION_MEBIBYTES = 64
 # What the links of a node carry in one unit of time, in slices: its cable (each way), and those inside it together.
@@ -418,9 +418,9 @@ def measured_table(results: Path = RESULTS) -> str | None:
         shape = Topology(**case["topology"])
         links = f"{case['inter'] or 'unshaped'}, {case['intra'] or 'unshaped'}"
         where = f"{shape.nodes} × {shape.ranks_per_node}"
-        for ours, theirs, ratio, most in result["ratios"]:
-            asked = "" if most is None else f"≤ {most:.3f}"
-            rows.append([case["op"], where, links, f"{ours} / {theirs}", f"{ratio:.3f}", asked])
+        for check in result["checks"]:
+            asked = f"≤ {check['at_most']:.3f}" if "at_most" in check else ""
+            rows.append([case["op"], where, links, check["what"], f"{check['found']:.3f}", asked])
     return (
         table(["collective", "nodes × ranks", "cable, inside", "times of", "measured", "asked"], rows) if rows else None
     )
@@ -432,13 +432,15 @@ def parts_table(results: Path = RESULTS) -> str | None:
     for result in measured(results, in_parts=True):
         case: dict[str, Any] = result["case"]
         size = f"{case['kilobytes'] // Topology(**case['topology']).world:,} KiB"
-        rows.append([case["op"], case["inter"] or "unshaped", size, *(f"{r:.2f}" for *_, r, _ in result["ratios"])])
+        rows.append([case["op"], case["inter"] or "unshaped", size, *(f"{c['found']:.2f}" for c in result["checks"])])
     return table(["collective", "cable", "a slice", "in 2 parts / whole", "in 4 parts / whole"], rows) if rows else None
 
 
 def measured(results: Path, in_parts: bool) -> list[dict[str, Any]]:
-    every = json.loads(results.read_text())["results"] if results.exists() else []
-    return [r for r in every if r["case"]["name"].endswith("in-parts") == in_parts]
+    """The last run of each case that has figures."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    last = {run["case"]["name"]: run for run in map(json.loads, lines) if "failed" not in run}
+    return [run for name, run in last.items() if name.endswith("in-parts") == in_parts]
 
 
 def tables() -> dict[str, str]:

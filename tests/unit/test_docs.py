@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs import draw_routes
@@ -31,11 +33,24 @@ def test_the_tables_are_those_of_the_plans(name: str) -> None:
 
 
 def test_figures_are_given_only_where_they_were_measured(tmp_path: Path) -> None:
-    assert draw_routes.measured_table(tmp_path / "collectives.json") is None
+    assert draw_routes.measured_table(tmp_path / "collectives.jsonl") is None
     same = ("Not measured yet" in PAGE) == ("measured" not in tables())
     assert same, (
-        "docs/routes.md must say 'Not measured yet' just as long as benchmarks/results/collectives.json is missing"
+        "docs/routes.md must say 'Not measured yet' just as long as benchmarks/results/collectives.jsonl is missing"
     )
+
+
+def test_of_many_runs_the_last_one_with_figures_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "collectives.jsonl"
+    case = {"name": "gather", "op": "all-gather", "topology": {"nodes": 2, "ranks_per_node": 4}, "inter": None}
+    runs: list[dict[str, Any]] = [
+        {"case": case | {"intra": None}, "checks": [{"what": "a / b", "found": found, "at_most": 0.6}]}
+        for found in (0.1, 0.7)
+    ]
+    lines = [*runs, {"case": case, "checks": [], "failed": "rank 3 died"}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    shown = draw_routes.measured_table(file)
+    assert shown is not None and "| a / b | 0.700 | ≤ 0.600 |" in shown and "0.100" not in shown
 
 
 @pytest.mark.parametrize("route", DRAWN)

@@ -1,0 +1,183 @@
+"""What people would use instead of Towpath: FSDP2, HSDP and DDP of PyTorch, plain, and as their experts tune them.
+
+    fsdp2 · hsdp      each block its own unit, gathered again for the backward pass; HSDP all-reduces at the boundary
+      tuned           asynchronous unshard, and the next block's gather begun a block ahead, in both directions
+      reshard=no      weights stay gathered between forward and backward, and between micro-steps: the memory of ZeRO-2
+      reshard=2       the backward pass gathers inside groups of two ranks (what ZeRO++ calls hpZ)
+      sync=last       gradients stay unsharded and are reduced at the boundary only: the memory of DDP's gradients
+    torch-ddp         DistributedDataParallel as it comes, which sums at every micro-step
+      tuned           gradients are views of its buckets, of 8 MiB; a static graph; sums at the boundary only
+      bf16            its gradients travel in bf16 (its own hook), whatever computes
+    bare · compute    the module alone, with its optimizer, or only forward and backward in the dtype of the workload
+    fsdp2 silent      FSDP2 with nothing computed: its communication alone
+
+All of them work on a CPU with gloo (torch 2.13), and train alike. What does less there, or nothing:
+- FSDP2 has no streams: without the asynchronous unshard a gather that is begun ahead is also waited for there and then,
+  and reductions always are. So `set_reduce_scatter_max_input_buffers` would change nothing, and is left alone.
+- A static graph of DDP fails where its first micro-step does not sum ("expect_autograd_hooks_ INTERNAL ASSERT FAILED").
+- DDP refuses its bf16 hook except on NCCL ("BF16 all reduce communication hook required CUDA 11+ and NCCL 2.10+ or XPU
+  and XCCL"), though gloo sums bf16: here it is registered under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from torch import nn
+
+import towpath
+from workload import Workload
+
+# (the model, whether this micro-step is the last) → the context of a micro-step
+Context = Callable[[Any, bool], AbstractContextManager[Any]]
+
+BUCKET_MEBIBYTES = 8
+OPTIONS = {
+    "fsdp2": ("tuned", "reshard", "sync", "silent"),
+    "hsdp": ("tuned", "reshard", "sync"),
+    "torch-ddp": ("tuned", "bf16"),
+    "bare": (),
+    "compute": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A contestant's text, taken apart: 'fsdp2 tuned reshard=no', 'zero3 route=hierarchical'."""
+
+    name: str
+    options: dict[str, str]
+
+    @staticmethod
+    def parse(text: str) -> Kind:
+        name, *words = text.split()
+        options = {option: value for option, _, value in (word.partition("=") for word in words)}
+        if name in OPTIONS and (unknown := options.keys() - set(OPTIONS[name])):
+            raise ValueError(
+                f"contestant {text!r}: {name} has no option {', '.join(sorted(unknown))}; "
+                f"there are {', '.join(OPTIONS[name]) or 'none'}."
+            )
+        if name not in OPTIONS and name not in towpath.strategies():
+            there = ", ".join((*OPTIONS, *towpath.strategies()))
+            raise ValueError(f"contestant {text!r}: there is neither a peer nor a strategy {name!r}, only {there}.")
+        return Kind(name, options)
+
+    @property
+    def foreign(self) -> bool:
+        return self.name in OPTIONS
+
+    def has(self, option: str) -> bool:
+        return option in self.options
+
+
+def build(text: str, workload: Workload) -> tuple[Any, Context]:
+    """The model of a contestant, by its own engine, and the context of its micro-steps."""
+    kind = Kind.parse(text)
+    match kind.name:
+        case "bare":
+            return workload.model(), _nothing
+        case "compute":
+            return workload.model().to(workload.torch_dtype), _nothing
+        case "fsdp2" | "hsdp":
+            return _fsdp(kind, workload)
+        case "torch-ddp":
+            return _ddp(kind, workload)
+        case _:
+            return _ours(kind, workload)
+
+
+def tuned(contestant: str) -> str | None:
+    """What a peer is also raced as."""
+    kind = Kind.parse(contestant)
+    if not kind.foreign or kind.has("tuned") or "tuned" not in OPTIONS[kind.name]:
+        return None
+    return " ".join((kind.name, "tuned", *contestant.split()[1:]))
+
+
+def _nothing(model: Any, last: bool) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def _ours(kind: Kind, workload: Workload) -> tuple[Any, Context]:
+    strategy = towpath.strategy(kind.name, workload.topology, **kind.options)
+    narrow = workload.dtype != "float32"
+    precision = towpath.Precision(params=workload.dtype, reduce=workload.dtype) if narrow else None
+    made = towpath.shard(workload.model(), strategy, precision=precision)
+    return made, lambda model, last: nullcontext() if last else model.no_sync()
+
+
+def _fsdp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    narrow = workload.dtype != "float32"
+    dtype = workload.torch_dtype
+    policy = MixedPrecisionPolicy(dtype, dtype) if narrow else MixedPrecisionPolicy()
+    nodes, ranks_per_node = workload.topology.nodes, workload.topology.ranks_per_node
+    shape = (workload.topology.world,) if kind.name == "fsdp2" else (nodes, ranks_per_node)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    reshard: bool | int | None = None
+    if kind.has("reshard"):
+        reshard = False if kind.options["reshard"] == "no" else int(kind.options["reshard"])
+    made: Any = workload.silent_model() if kind.has("silent") else workload.model()
+    for module in (*made.blocks, made):
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    if kind.has("tuned"):
+        _prefetched(made)
+    return made, _fsdp_context(kind)
+
+
+def _prefetched(made: Any) -> None:
+    """Each unit's gather begins while the one before it computes, in both directions."""
+    blocks = list(made.blocks)
+    made._set_unshard_async_op(True)
+    made.set_modules_to_forward_prefetch(blocks[:1])
+    made.set_modules_to_backward_prefetch(blocks[-1:])
+    for before, after in pairwise(blocks):
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+def _fsdp_context(kind: Kind) -> Context:
+    def context(model: Any, last: bool) -> AbstractContextManager[Any]:
+        if kind.has("sync"):
+            model.set_requires_gradient_sync(last)
+        elif kind.name == "hsdp":
+            model.set_requires_all_reduce(last)
+        if kind.options.get("reshard") == "no":
+            model.set_reshard_after_backward(last)
+        return nullcontext()
+
+    return context
+
+
+def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    model: nn.Module = workload.model()
+    if not kind.has("tuned"):
+        made = DistributedDataParallel(model)
+    else:
+        made = DistributedDataParallel(
+            model, bucket_cap_mb=BUCKET_MEBIBYTES, gradient_as_bucket_view=True, static_graph=True
+        )
+    if kind.has("bf16"):
+        made.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    return made, _no_sync_after_the_first() if kind.has("tuned") else _nothing
+
+
+def _no_sync_after_the_first() -> Context:
+    """A static graph is recorded in the first micro-step, which has to sum: else an assertion inside DDP fails."""
+    recorded = False
+
+    def context(model: Any, last: bool) -> AbstractContextManager[Any]:
+        nonlocal recorded
+        recorded, sums = True, last or not recorded
+        return nullcontext() if sums else model.no_sync()
+
+    return context

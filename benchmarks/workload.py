@@ -1,0 +1,117 @@
+"""What the contestants of benchmarks/engine.py train: a GPT of about 17 million parameters, on what, how often."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import gpt
+import towpath
+
+WIDTH, TINY = 384, 48
+DEPTH, LONGEST, VOCABULARY = 9, 256, 2048
+BATCH, LENGTH, SHORT = 4, 128, 16
+SQUARE = towpath.Topology(2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step. `dtype`: what travels and computes; the masters are fp32.
+
+    `wait_seconds`: so long each block waits after its result, and twice as long before its gradients, as for a device
+    that computes and takes nothing from the cores that the network's work and the codecs need.
+    """
+
+    topology: towpath.Topology = SQUARE
+    micro_steps: int = 1
+    dtype: str = "float32"
+    batch: int = BATCH
+    length: int = LENGTH
+    width: int = WIDTH
+    depth: int = DEPTH
+    wait_seconds: float | None = None
+
+    def quick(self) -> Workload:
+        """As little as goes through the same code."""
+        return replace(self, width=TINY, depth=2, batch=1, length=SHORT, micro_steps=min(self.micro_steps, 2))
+
+    def model(self) -> gpt.GPT:
+        """The same values on every rank."""
+        torch.manual_seed(0)
+        made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=LONGEST, vocabulary=VOCABULARY)
+        if self.wait_seconds is not None:
+            for block in made.blocks:
+                block.__class__ = Waiting
+                block.wait_seconds = self.wait_seconds
+        return made
+
+    def silent_model(self) -> gpt.GPT:
+        """The same parameters, each used and each with a gradient, and nothing computed."""
+        made = self.model()
+        made.__class__ = SilentGPT
+        for block in made.blocks:
+            block.__class__ = SilentBlock
+        return made
+
+    def data(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        return gpt.batches(rank, self.batch, self.length)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+PLAIN = Workload()
+
+
+class Waiting(gpt.Block):
+    wait_seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wait.apply(super().forward(x), self.wait_seconds)
+
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        ctx.seconds = seconds
+        return x.clone()  # of a view FSDP2 would warn
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grad, None
+
+
+class Touch(torch.autograd.Function):
+    """Passes `x` on, and has gradients for the parameters that nobody computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        ctx.like = [(p.shape, p.dtype) for p in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
+
+
+class SilentBlock(gpt.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return Touch.apply(x, *self.parameters())
+
+
+class SilentGPT(gpt.GPT):
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        own = (self.tokens.weight, self.positions, *self.norm.parameters())  # the head's is the tokens'
+        x = torch.zeros(1, 1, dtype=self.positions.dtype, requires_grad=True)
+        x = Touch.apply(x, *own)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()

@@ -1,0 +1,499 @@
+"""The benchmarks' harness is fair, and its files keep everything: turns, stamps, intervals, regimes.
+
+Nothing here is timed: clocks, contestants and hosts are made up. One test starts processes, to see them stopped.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from benchmarks.harness import figures, migrate, race, regime, results, stamp, suite, turns
+from benchmarks.harness.contestants import Contestant, ContestantError, Entry, ThisHost
+from benchmarks.harness.failure import CaseError
+
+from towpath.lab import LinkBytes, Rate
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Iterator[SimpleNamespace]:
+    """Modules as a script has them: with its own folder in the path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        names = ("engine", "peers", "races", "report", "workload")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+class TestTurns:
+    def test_two_go_in_both_orders(self) -> None:
+        assert [turns.order("AB", turn) for turn in range(4)] == [["A", "B"], ["B", "A"], ["B", "A"], ["A", "B"]]
+
+    @pytest.mark.parametrize("count", range(1, 6))
+    def test_everyone_goes_once_a_round_and_has_the_same_place_on_average(self, count: int) -> None:
+        names = [f"contestant {i}" for i in range(count)]
+        orders = [turns.order(names, turn) for turn in range(2 * count)]
+        assert all(sorted(order) == names for order in orders)
+        for rounds in range(2, 2 * count + 1, 2):
+            places = [sum(order.index(name) for order in orders[:rounds]) for name in names]
+            assert len(set(places)) == 1
+        # Over all of them everybody was first equally often, too.
+        assert {sum(order[0] == name for order in orders) for name in names} == {2}
+
+
+@dataclass
+class Racer:
+    """Takes what it is told to, and sends as many bytes as it has done turns."""
+
+    log: list[str]
+    name: str
+    seconds: Iterator[float]
+    carried: int = 1000
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        self.log.append(f"{self.name} {method}")
+        self.carried += 10 * len(self.log)
+        return [next(self.seconds), 99.0]  # rank 0 waited for all
+
+    def counters(self) -> tuple[LinkBytes, ...]:
+        return (LinkBytes(self.carried, 5, 2 * self.carried), LinkBytes(7, 7, 7))
+
+
+class TestRace:
+    def test_every_turn_is_recorded_with_its_own_seconds_and_bytes(self) -> None:
+        log: list[str] = []
+        racers = {"A": Racer(log, "A", iter([1.0, 2.0])), "B": Racer(log, "B", iter([3.0, 4.0]))}
+        run = race.run(racers, 2, lambda text: None)
+        assert log == ["A turn", "B turn", "B turn", "A turn"]
+        assert run.order == [["A", "B"], ["B", "A"]]
+        assert run.seconds == {"A": [1.0, 2.0], "B": [3.0, 4.0]}
+        assert run.between_nodes == {"A": [10, 40], "B": [20, 30]}
+        assert run.inside_nodes == {"A": [20, 80], "B": [40, 60]}
+        recorded = run.recorded()
+        assert recorded["rounds"] == 2 and recorded["median_seconds"] == {"A": 1.5, "B": 3.5}
+        assert recorded["spread"] == {"A": 0.6667, "B": 0.2857}  # largest less smallest, over the median
+
+    def test_what_sends_nothing_has_no_bytes(self) -> None:
+        silent = SimpleNamespace(ask=lambda method: [1.0], counters=tuple)
+        assert "interface_bytes" not in race.run({"A": silent}, 1, lambda text: None).recorded()
+
+
+class TestFigures:
+    @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8, 10])
+    def test_an_interval_covers_the_median_as_often_as_it_says(self, count: int) -> None:
+        """Each value is above or below the true median (0) with equal probability: all the ways it can come."""
+        found = [
+            figures.interval_of_median([sign * (1 + i) for i, sign in enumerate(signs)])
+            for signs in itertools.product((-1, 1), repeat=count)
+        ]
+        covered = sum(interval.low <= 0 <= interval.high for interval in found)
+        assert {interval.coverage for interval in found} == {covered / 2**count}
+
+    def test_it_takes_six_rounds_to_be_sure_at_95_percent(self) -> None:
+        assert figures.interval_of_median([5, 1, 3, 2, 4]).coverage < figures.CONFIDENCE
+        assert figures.interval_of_median([5, 1, 3, 2, 4, 6]) == figures.Interval(1, 6, 1 - 2 / 64)
+        assert figures.interval_of_median(range(10)) == figures.Interval(1, 8, 1 - 22 / 1024)
+
+    def test_a_ratio_is_of_medians_and_its_interval_of_what_shared_a_round(self) -> None:
+        """The host became slower from round to round: the ratio within a round did not change."""
+        theirs = [1.0, 2.0, 3.0, 4.0, 5.0, 60.0]
+        check = figures.ratio({"ours": [0.5 * s for s in theirs], "theirs": theirs}, "ours", "theirs", 0.4)
+        assert check.interval == figures.Interval(0.5, 0.5, 1 - 2 / 64)
+        assert (check.what, check.found, check.met) == ("ours / theirs", 0.5, False)
+        assert figures.verdict(check.recorded()) == "ours / theirs: 0.5 [0.5, 0.5 at 97%] (asked ≤ 0.4: MISSED)"
+
+    def test_what_was_asked_is_met_missed_or_nothing(self) -> None:
+        assert figures.Check("x", 1.0, at_most=1.0).met is True
+        assert figures.Check("x", 1.1, at_most=1.0).met is False
+        assert figures.Check("x", 0.9, at_least=1.0).met is False
+        assert figures.Check("x", 1.0).recorded() == {"what": "x", "found": 1.0, "met": None}
+        assert figures.verdict(figures.Check("x", 1.0).recorded()) == "x: 1"
+
+
+class TestStamp:
+    @pytest.fixture
+    def checkout(self, tmp_path: Path) -> Path:
+        (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+        (tmp_path / "code.py").write_text("1")
+        (tmp_path / "benchmarks" / "results" / "a.jsonl").write_text("")
+        author = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        for command in (["init", "-q"], ["add", "-A"], [*author, "commit", "-qm", "first"]):
+            subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+        return tmp_path
+
+    def test_a_tree_is_clean_until_code_changes_but_each_run_adds_to_the_results(self, checkout: Path) -> None:
+        head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
+        clean = {"commit": head.stdout.strip(), "clean": True}
+        (checkout / "benchmarks" / "results" / "a.jsonl").write_text("a run")
+        (checkout / "benchmarks" / "results" / "new.jsonl").write_text("a run")
+        assert stamp.code(checkout) == clean
+        (checkout / "new.py").write_text("2")  # it could be imported
+        assert stamp.code(checkout) == clean | {"clean": False}
+
+    def test_without_git_that_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+        assert stamp.code(tmp_path) == {"commit": None, "clean": None}
+        assert stamp.warnings(0.0, None) == ["no commit: this is no git checkout"]
+
+    def test_it_says_where_and_with_what(self) -> None:
+        found = stamp.stamp()
+        assert set(found) == {"date", "commit", "clean", "host", "versions"}
+        assert set(found["host"]) == {"cpu", "capability", "cores", "kernel", "machine"}
+        assert set(found["versions"]) == {"python", "torch", "towpath"}
+        assert found["date"].endswith("Z") and len(found["date"]) == len("2026-01-01T00:00:00Z")
+        assert stamp.processor("processor\t: 0\nmodel name\t: A: B 2\nmodel name\t: C\n") == "A: B 2"
+
+    def test_a_busy_machine_is_named(self) -> None:
+        assert stamp.warnings(0.5, True) == []
+        [busy] = stamp.warnings(0.51, True)
+        assert "0.51" in busy
+        assert stamp.warnings(0.0, False) == ["the tree was not as committed"]
+
+
+def line(case: str, **more: Any) -> dict[str, Any]:
+    return {"harness": 2, "date": "2026-01-01T00:00:00Z", "case": {"name": case}, "checks": [], **more}
+
+
+class TestResults:
+    def test_a_run_is_added_and_nothing_is_taken_away(self, tmp_path: Path) -> None:
+        file = tmp_path / "made" / "a.jsonl"
+        results.append(file, line("x", found=1))
+        before = file.read_bytes()
+        results.append(file, line("x", found=2, name="ü"))
+        assert file.read_bytes().startswith(before)
+        assert [run["found"] for run in results.history(results.read(file), "x")] == [1, 2]
+
+    def test_the_last_run_with_figures_counts_and_one_without_is_shown(self) -> None:
+        lines = [line("x", found=1), line("y", found=2), line("x", found=3), line("y", failed="it died")]
+        assert {name: run.get("found") for name, run in results.last(lines).items()} == {"x": 3, "y": 2}
+        assert results.last(lines, failed=True)["y"]["failed"] == "it died"
+
+    def test_a_file_that_is_not_there_has_no_runs(self, tmp_path: Path) -> None:
+        assert results.read(tmp_path / "none.jsonl") == []
+
+    def test_an_unfinished_line_is_not_written_on(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.jsonl"
+        file.write_text('{"case": ')
+        with pytest.raises(ValueError, match="ends in the middle of a line"):
+            results.append(file, line("x"))
+        assert file.read_text() == '{"case": '
+        with pytest.raises(ValueError, match=r"a\.jsonl:1 is not a line of JSON"):
+            results.read(file)
+
+
+FORMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        {"checks": [{"what": "step", "found": 2.0, "at_most": 1.0, "met": False}]},
+        [{"what": "step", "found": 2.0, "at_most": 1.0, "met": False}],
+    ),
+    (
+        {"ratios": [["a", "b", 0.5, 0.6], ["c", "b", 0.7, None]]},
+        [
+            {"what": "a / b", "found": 0.5, "at_most": 0.6, "met": True},
+            {"what": "c / b", "found": 0.7, "met": None},
+        ],
+    ),
+    (
+        {"figures": {"encode": 0.4, "decode": 3}, "asked": {"encode": 0.5}},
+        [
+            {"what": "encode", "found": 0.4, "at_least": 0.5, "met": False},
+            {"what": "decode", "found": 3, "met": None},
+        ],
+    ),
+    (
+        {"ratio": 1.5, "asked": 1.02},
+        [{"what": "towpath train / bare loop", "found": 1.5, "at_most": 1.02, "met": False}],
+    ),
+    (
+        {"peak_bytes": [3, 5], "limit_bytes": 5},
+        [{"what": "peak bytes of a rank", "found": 5, "at_most": 5, "met": True}],
+    ),
+    ({"final": 2.5}, [{"what": "final", "found": 2.5, "met": None}]),
+]
+
+
+class TestMigration:
+    @pytest.mark.parametrize(("old", "checks"), FORMS, ids=lambda form: next(iter(form)) if form else "")
+    def test_an_old_result_keeps_its_words_and_says_its_checks(
+        self, old: dict[str, Any], checks: list[dict[str, Any]]
+    ) -> None:
+        result = {"case": {"name": "x"}, "seconds": [1, 2], "environment": {"date": "2026-01-01"}, **old}
+        [new] = migrate.migrated("engine", {"results": [result]})
+        assert new == {
+            **result,
+            "suite": "engine",
+            "harness": 1,
+            "note": "before the harness",
+            "date": "2026-01-01",
+            "checks": checks,
+        }
+
+    @pytest.mark.parametrize("file", sorted(results.FOLDER.glob("*.jsonl")), ids=lambda file: file.stem)
+    def test_what_is_committed_has_old_runs_first_and_every_later_one_is_stamped(self, file: Path) -> None:
+        lines = results.read(file)
+        old = [run for run in lines if run["harness"] == 1]
+        assert lines[: len(old)] == old and all(run["note"] == migrate.NOTE for run in old)
+        stamped = {"commit", "clean", "date", "host", "versions", "load", "warnings", "took_seconds"}
+        for run in lines[len(old) :]:
+            assert run["harness"] == results.HARNESS and stamped <= run.keys() and "quick" not in run
+        for run in lines:
+            assert run["suite"] == file.stem or file.stem.startswith(f"{run['suite']}-")
+            assert {"found", "what", "met"} <= set().union({"found", "what", "met"}, *run["checks"])
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    fails: bool = False
+
+    def measure(self, settings: suite.Settings) -> dict[str, Any]:
+        if self.fails:
+            raise CaseError("rank 3 died")
+        checks = [figures.Check("ours / theirs", 0.5, 0.4)]
+        return {"checks": checks, "rounds": settings.rounds, "quick seen": settings.quick, "warnings": ["its own"]}
+
+
+@dataclass
+class Ran:
+    suite: suite.Suite
+    file: Path
+    cases: list[Case] = field(default_factory=list)
+
+    def __call__(self, *arguments: str) -> list[dict[str, Any]]:
+        self.suite.main([*arguments, "--settle", "0", "-o", str(self.file)])
+        return results.read(self.file)
+
+
+class TestSuite:
+    @pytest.fixture
+    def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
+        monkeypatch.setattr(stamp, "load", lambda: 0.75)
+        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "abc", "clean": True})
+        monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
+        cases = [Case("first"), Case("second"), Case("broken", fails=True)]
+        return Ran(suite.Suite("things", "What it does.", cases), tmp_path / "things.jsonl")
+
+    def test_a_run_is_stamped_and_a_missed_one_stays(self, run: Ran, capsys: pytest.CaptureFixture[str]) -> None:
+        run("first", "--rounds", "3")
+        [_, second] = run("first")
+        assert {"suite": "things", "harness": results.HARNESS, "commit": "abc", "clean": True, "rounds": 6}.items() <= (
+            second.items()
+        )
+        assert second["load"] == {"before": 0.75, "after": 0.75}
+        assert second["warnings"] == [*stamp.warnings(0.75, True), "its own"]
+        assert second["checks"] == [{"what": "ours / theirs", "found": 0.5, "at_most": 0.4, "met": False}]
+        assert "first\n  ours / theirs: 0.5 (asked ≤ 0.4: MISSED)\n  warning: the load before was 0.75" in (
+            capsys.readouterr().out
+        )
+
+    def test_what_failed_is_kept_and_the_rest_goes_on(self, run: Ran) -> None:
+        with pytest.raises(SystemExit, match="not measured: broken"):
+            run("broken", "second")
+        lines = results.read(run.file)
+        assert [(kept["case"]["name"], kept.get("failed")) for kept in lines] == [
+            ("second", None),
+            ("broken", "rank 3 died"),
+        ]
+
+    def test_resume_leaves_out_what_has_figures_at_this_commit(self, run: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+        run("first")
+        with pytest.raises(SystemExit, match="broken"):
+            run("broken")
+        with pytest.raises(SystemExit, match="broken"):
+            run("--resume")
+        assert [kept["case"]["name"] for kept in results.read(run.file)] == ["first", "broken", "second", "broken"]
+        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "later", "clean": True})
+        assert run("--resume", "first")[-1]["commit"] == "later"
+        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "later", "clean": False})
+        with pytest.raises(SystemExit, match="a tree as committed"):
+            run("--resume")
+
+    def test_a_quick_run_keeps_nothing_unless_told_where(self, run: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(results, "append", lambda *_: pytest.fail("a smoke run is no result"))
+        run.suite.main(["first", "--quick"])
+        monkeypatch.undo()
+        [kept] = run("first", "--quick")
+        assert kept["quick"] and kept["quick seen"] and kept["rounds"] == suite.QUICK_ROUNDS
+
+    def test_an_interrupt_ends_the_suite_and_keeps_what_was_measured(
+        self, run: Ran, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(case: Case, settings: suite.Settings) -> dict[str, Any]:
+            if case.name == "second":
+                raise KeyboardInterrupt
+            return {}
+
+        monkeypatch.setattr(Case, "measure", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            run()
+        assert ended.value.code == 130
+        assert [kept["case"]["name"] for kept in results.read(run.file)] == ["first"]
+
+    def test_an_unknown_case_is_refused_before_anything_runs(self, run: Ran) -> None:
+        with pytest.raises(SystemExit, match="no case frist, nobody; there are first, second, broken"):
+            run("nobody", "first", "frist")
+        assert not run.file.exists()
+
+
+@dataclass
+class Host:
+    """FSDP2's communication: a part that no cable changes, and one in inverse proportion to its rate."""
+
+    compute_seconds: float
+    fixed_seconds: float
+    bits: float
+    tried: list[Rate] = field(default_factory=list)
+
+    def measure(self, rate: Rate) -> regime.Trial:
+        self.tried.append(rate)
+        return regime.Trial(str(rate), self.fixed_seconds + self.bits / rate.bits_per_second, self.compute_seconds)
+
+
+class TestRegime:
+    @pytest.mark.parametrize("asked", [8.0, 1.0, 0.5])
+    @pytest.mark.parametrize("bits", [1e8, 1e9, 1e10])
+    def test_a_rate_is_found_on_fast_and_slow_hosts(self, bits: float, asked: float) -> None:
+        host = Host(compute_seconds=1.0, fixed_seconds=0.2, bits=bits)
+        derived = regime.derive(asked, host.measure, lambda text: None)
+        assert derived.reached and derived.rate == host.tried[-1] and len(host.tried) <= regime.MOST_TRIALS
+        assert derived.found == derived.trials[-1].regime == pytest.approx(asked, rel=regime.TOLERANCE)
+        recorded = derived.recorded()
+        assert recorded["asked"] == asked and recorded["inter"] == recorded["trials"][-1]["inter"]
+
+    def test_a_rate_that_gives_it_at_once_is_taken(self) -> None:
+        host = Host(0.5, 0.0, bits=8 * 0.5 * regime.FIRST.bits_per_second)
+        assert regime.derive(8.0, host.measure, lambda text: None).rate == regime.FIRST
+        assert len(host.tried) == 1
+
+    def test_two_trials_tell_the_fixed_part_from_the_rest(self) -> None:
+        host = Host(1.0, fixed_seconds=0.4, bits=1e9)
+        tried = [(rate, host.measure(rate)) for rate in (Rate(10**8), Rate(10**9))]
+        assert regime.next_rate(0.5, tried) == Rate(10**10)  # 0.4 and 0.1
+
+    @pytest.mark.parametrize(
+        ("asked", "host", "words"),
+        [
+            (0.3, Host(1.0, 0.4, 1e9), "faster than any cable here.*Ask for a larger regime"),
+            (1e6, Host(1.0, 0.4, 1e9), "slower than 1mbit.*Ask for a smaller regime"),
+        ],
+        ids=["too little", "too much"],
+    )
+    def test_what_no_cable_gives_is_refused_with_what_to_do(self, asked: float, host: Host, words: str) -> None:
+        with pytest.raises(regime.RegimeError, match=words):
+            regime.derive(asked, host.measure, lambda text: None)
+
+    def test_where_noise_never_settles_the_nearest_is_taken_and_said_not_to_be_reached(self) -> None:
+        answers = iter([4.0, 5.0, 4.5, 5.5, 4.2, 6.5, 6.6])
+        noisy = lambda rate: regime.Trial(str(rate), next(answers), 1.0)  # noqa: E731
+        derived = regime.derive(8.0, noisy, lambda text: None)
+        assert not derived.reached and derived.found == 6.6 and len(derived.trials) == regime.MOST_TRIALS + 1
+        assert derived.trials[-1].inter == derived.trials[-2].inter  # of six, the last was the nearest
+
+
+class TestEngine:
+    def test_every_contestant_of_every_case_can_be_made(self, scripts: SimpleNamespace) -> None:
+        cases = scripts.engine.CASES
+        assert len({case.name for case in cases}) == len(cases)
+        for case in cases:
+            listed: Sequence[str] = getattr(case, "contestants", ())
+            for text in (*listed, *(getattr(case, side) for side in ("ours", "theirs") if hasattr(case, side))):
+                kind = scripts.peers.Kind.parse(text)
+                if not kind.foreign:
+                    import towpath
+
+                    towpath.strategy(kind.name, case.workload.topology, **kind.options)
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("fsdp3", "neither a peer nor a strategy 'fsdp3', only fsdp2"),
+            ("torch-ddp reshard=no", "torch-ddp has no option reshard; there are tuned, bf16"),
+            ("bare tuned", "bare has no option tuned; there are none"),
+        ],
+    )
+    def test_an_unknown_contestant_is_refused(self, scripts: SimpleNamespace, text: str, words: str) -> None:
+        with pytest.raises(ValueError, match=words):
+            scripts.peers.Kind.parse(text)
+
+    def test_whoever_races_a_peer_races_what_an_expert_makes_of_it(
+        self, scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert scripts.peers.tuned("fsdp2 reshard=2") == "fsdp2 tuned reshard=2"
+        assert [scripts.peers.tuned(kind) for kind in ("hsdp tuned", "bare", "zero3")] == [None] * 3
+        asked: list[Any] = []
+        monkeypatch.setattr(scripts.races, "raced", lambda *arguments: asked.append(arguments[1:3]) or {})
+        scripts.races.Race("x", "mics", "hsdp", 0.85).measure(SimpleNamespace())
+        assert asked == [(("mics", "hsdp", "hsdp tuned"), (("mics", "hsdp", 0.85), ("mics", "hsdp tuned", 0.85)))]
+
+    def test_what_communicates_alone_has_every_parameter_of_the_model_and_a_gradient_for_it(
+        self, scripts: SimpleNamespace
+    ) -> None:
+        workload = scripts.workload.Workload().quick()
+        model, silent = workload.model(), workload.silent_model()
+        silent(*next(workload.data(0))).backward()
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        assert {name: parameter.grad.shape for name, parameter in silent.named_parameters()} == shapes
+
+
+class Worker:
+    """Answers, or fails as it is told."""
+
+    def __init__(self, rank: int, world: int, factor: int) -> None:
+        self.factor = factor
+
+    def turn(self) -> int:
+        return self.factor
+
+    def fail(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+class TestProcesses:
+    def test_a_contestant_runs_only_while_it_is_asked_and_is_gone_in_the_end(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        contestant = Contestant("nine", Entry(ThisHost(), Worker, (9,), warm_turns=1))
+        try:
+            assert contestant.parked
+            assert contestant.ask("turn") == [9]
+            assert contestant.parked
+            with pytest.raises(ContestantError, match=r"contestant 'nine': it ended with 1"):
+                contestant.ask("fail")
+            assert "on purpose" in capfd.readouterr().err
+        finally:
+            contestant.close()
+        assert contestant.gone
+
+
+class TestReport:
+    def test_it_reads_at_a_hundred_columns(self, scripts: SimpleNamespace, tmp_path: Path) -> None:
+        file = tmp_path / "a.jsonl"
+        check = figures.Check("a very long name of a contestant / and of another one", 0.123456, 0.1)
+        wide = figures.Check("x", 123456.789, at_least=1000.5, interval=figures.Interval(0.123456, 1.23456, 0.96875))
+        long = "a case whose name is much longer than its column"
+        results.append(file, line(long, checks=[check.recorded(), wide.recorded()], warnings=["busy"], commit="a" * 40))
+        results.append(file, line(long, checks=[], failed="it died"))
+        for text in (scripts.report.last_runs(file), scripts.report.history_of(file, long)):
+            assert all(len(row) <= scripts.report.WIDTH for row in text.splitlines()), text
+            assert "FAILED" in text
+        assert "MISSED" in scripts.report.history_of(file, long) and "aaaaaaa" in scripts.report.history_of(file, long)
+
+    def test_an_unknown_case_is_refused_with_those_there_are(self, scripts: SimpleNamespace, tmp_path: Path) -> None:
+        results.append(tmp_path / "a.jsonl", line("there"))
+        with pytest.raises(SystemExit, match=r"no run of nowhere in .*; there are there"):
+            scripts.report.history_of(tmp_path / "a.jsonl", "nowhere")
+
+    @pytest.mark.parametrize("file", sorted(results.FOLDER.glob("*.jsonl")), ids=lambda file: file.stem)
+    def test_it_shows_what_is_committed(self, scripts: SimpleNamespace, file: Path) -> None:
+        shown = scripts.report.last_runs(file)
+        assert all(len(row) <= scripts.report.WIDTH for row in shown.splitlines())
+        assert json.loads(file.read_text().splitlines()[0])["case"]["name"][:20] in shown
