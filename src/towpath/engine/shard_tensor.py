@@ -393,7 +393,8 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     if optimizer is not None:
         raise ShardTensorError(
             f"rank {tensor.span.peers.rank}: {optimizer} works on whole tensors ({func}), and each rank holds "
-            "slices of them: take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
+            "slices of them: take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, "
+            "RAdam)."
         )
     raise ShardTensorError(
         f"{func} needs the whole tensor, and rank {tensor.span.peers.rank} holds the elements [{start}:{end}] of a "
