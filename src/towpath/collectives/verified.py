@@ -11,7 +11,7 @@ from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.flat import all_gather_single
 from towpath.errors import MismatchError, StepError
-from towpath.spec.routes import Op, bounds, sends
+from towpath.spec.routes import Op, sends
 
 _SIGNATURE_BYTES = 128
 
@@ -112,7 +112,7 @@ def check_fit(binding: Binding, members: Members, region: torch.Tensor, shard: t
     """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
     wanted = [("region", region, binding.elements)]
     if binding.op is not Op.ALL_REDUCE:
-        start, end = bounds(binding.elements, len(members.group.ranks), members.slot)
+        start, end = binding.bounds(members)
         wanted.append(("shard", shard, end - start))
     for name, tensor, elements in wanted:
         if tensor.numel() != elements or tensor.dtype != binding.dtype or not tensor.is_contiguous():
