@@ -107,6 +107,8 @@ def test_what_cannot_be_is_refused() -> None:
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
         towpath.Wire("two-hop", feedback="first")
+    with pytest.raises(StrategyError, match="served is for a codec that is no longer in use"):
+        towpath.Wire("two-hop", served=True)
     with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
         towpath.Wire("two-hop", 8)
 
@@ -130,7 +132,12 @@ def test_gradients_may_be_encoded_for_the_first_steps_only() -> None:
     assert Strategy.from_toml(strategy.to_toml()) == strategy
     assert strategy.at(99) == strategy
     assert wires(strategy.at(100)) == {"gather": "ho-ring, int8:256"}
-    assert strategy.at(100).reduce == towpath.Wire("two-hop")
+    after = strategy.at(100)
+    assert str(after.reduce) == "two-hop" and after.reduce.encoding is None
+    assert Strategy.from_toml(after.to_toml()) == after
+    # Nothing moves to another place in the middle of a run: 1,000 elements are four blocks of 256, or 63 times 16.
+    lengths = [towpath.schedule(s, [1000], 1).plans[0].buckets[0].numel for s in (strategy, after)]
+    assert lengths == [1024, 1024]
 
 
 def test_feedback_is_counted_as_memory() -> None:

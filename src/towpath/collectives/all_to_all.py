@@ -25,7 +25,7 @@ import torch
 from towpath.codecs.packing import Draws, Encoded, Packing, Plain
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.messages import Message, Posted, post
-from towpath.spec.routes import AllToAll, Piece, bounds, hops_of, piece_bounds
+from towpath.spec.routes import AllToAll, Piece, hops_of, piece_bounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,12 @@ class AllToAllReduceScatter(Collective):
         return (self._packing.draws,) if isinstance(self._packing, Encoded) else ()
 
     def _stage(self, part: int) -> _Stage:
-        members, grid, elements = self._members, self._members.grid, self._binding.elements
+        members, grid, binding = self._members, self._members.grid, self._binding
         count = len(members.group.ranks)
 
         def piece(position: int) -> tuple[int, int]:
-            return piece_bounds(elements, count, Piece(members.group.slots[position], part, self._buffers.stages))
+            piece = Piece(members.group.slots[position], part, self._buffers.stages)
+            return piece_bounds(binding.elements, count, piece, binding.grain)
 
         if len(self._hops) == 1:
             order = list(range(count))
@@ -104,7 +105,7 @@ class AllToAllReduceScatter(Collective):
 
     def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
         wires, packing = self._wires(), self._packing
-        start, _ = bounds(self._binding.elements, len(self._members.group.ranks), self._members.slot)
+        start, _ = self._binding.bounds(self._members)
         last = len(self._hops) - 1
         # In turn t, stage t − h begins its hop h: later stages first, so that their first hop is under way meanwhile.
         for turn in range(len(self._stages) + last + 1):

@@ -79,8 +79,17 @@ class Binding:
         size = slice_bytes(self.elements, len(members.group.ranks), self.dtype.itemsize, self.codec)
         return parts_of(self.route, members.grid, size)
 
+    @property
+    def grain(self) -> int:
+        """Slices and their parts begin at multiples of this many elements."""
+        return 1 if self.codec is None else self.codec.grain
+
+    def bounds(self, members: Members, slot: int | None = None) -> tuple[int, int]:
+        """Where slice `slot` lies in the region; without one, this member's."""
+        return bounds(self.elements, len(members.group.ranks), members.slot if slot is None else slot, self.grain)
+
     def own_slice(self, region: torch.Tensor, members: Members) -> torch.Tensor:
-        start, end = bounds(self.elements, len(members.group.ranks), members.slot)
+        start, end = self.bounds(members)
         return region[start:end]
 
 

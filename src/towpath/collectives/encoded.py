@@ -12,7 +12,7 @@ from towpath.codecs.packing import Draws
 from towpath.codecs.watched import watched
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.spec.formats import Codec
-from towpath.spec.routes import bounds, encoded_slice
+from towpath.spec.routes import encoded_slice
 
 
 @final
@@ -24,7 +24,7 @@ class EncodedAllGather(Collective):
         self._kernels = watched(kernels_for(scratch.device))
         count = len(members.group.ranks)
         self._bytes = encoded_slice(codec, binding.elements, count)
-        self._bounds = [bounds(binding.elements, count, slot) for slot in range(count)]
+        self._bounds = [binding.bounds(members, slot) for slot in range(count)]
         self._draws = Draws(members.slot)
         self._begun: torch.Tensor | None = None  # the messages, this member's encoded
 

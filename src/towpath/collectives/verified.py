@@ -14,7 +14,7 @@ import torch
 from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.errors import StepError
-from towpath.spec.routes import Op, bounds
+from towpath.spec.routes import Op
 
 
 @final
@@ -47,7 +47,7 @@ def check_fit(binding: Binding, members: Members, region: torch.Tensor, shard: t
     """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
     wanted = [("region", region, binding.elements)]
     if binding.op is not Op.ALL_REDUCE:
-        start, end = bounds(binding.elements, len(members.group.ranks), members.slot)
+        start, end = binding.bounds(members)
         wanted.append(("shard", shard, end - start))
     for name, tensor, elements in wanted:
         if tensor.numel() != elements or tensor.dtype != binding.dtype or not tensor.is_contiguous():

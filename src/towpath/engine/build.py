@@ -208,6 +208,7 @@ class _Shared:
 def _unit(layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
     buckets: list[Bucket] = []
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
+        bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
         buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.peers, shared.mesh, shared.writes))
     return Unit(layout, plan, buckets, shared.wiring)

@@ -47,6 +47,7 @@ def fingerprint(engine: Engine) -> str:
     lines = [engine.strategy.to_toml(), str(engine.precision), str(engine.wiring.device.type)]
     for unit in engine.units:
         for bucket in unit.buckets:
+            lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
             lines += [f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}" for p in bucket.layout.places]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

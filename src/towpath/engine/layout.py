@@ -26,7 +26,7 @@ class ParameterPlace:
     parameter: nn.Parameter
     shape: torch.Size  # of this rank's part of it, which is all of it unless it is split over a tensor-parallel mesh
     parallel: Parallel | None
-    offset: int = 0
+    offset: int = 0  # as soon as the plan has laid out the bucket
 
     @property
     def numel(self) -> int:
@@ -41,6 +41,11 @@ class ParameterPlace:
 class BucketLayout:
     spec: BucketSpec
     places: list[ParameterPlace]
+
+    def follow(self, planned: BucketSpec) -> None:
+        """Parameters lie where the plan has them: it knows in what blocks they are encoded."""
+        for place, offset in zip(self.places, planned.offsets, strict=False):
+            place.offset = offset
 
 
 @dataclass(slots=True)
@@ -73,8 +78,6 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> 
     for dtype, trainable in keys:
         inside = [p for p in places if (dtype_name(p.parameter.dtype), p.parameter.requires_grad) == (dtype, trainable)]
         spec = BucketSpec(tuple(p.numel for p in inside), dtype, trainable)
-        for place, offset in zip(inside, spec.offsets, strict=False):
-            place.offset = offset
         buckets.append(BucketLayout(spec, inside))
     return UnitLayout(name, modules, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
 

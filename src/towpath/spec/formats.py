@@ -10,7 +10,7 @@ A message of a block codec is its scales (float32, one a block), then its codes,
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from towpath.errors import StrategyError
@@ -53,7 +53,8 @@ CODECS = tuple(_CODES)
 SCALE_BYTES = 4
 
 WHOLE = "whole"  # as a block: all elements of a message share one scale
-_DEFAULT_BLOCK, _SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 32, 4096
+SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
+_DEFAULT_BLOCK = 256
 ROTATED = 32  # elements that a rotation mixes
 
 
@@ -75,9 +76,9 @@ class Codec:
             raise StrategyError(f"Codec: unknown codec {self.name!r}; known are {', '.join(CODECS)}.")
         if type(self.block) is not int:
             raise StrategyError(f"Codec: block is a whole number of elements, or 0 for all; got {self.block!r}.")
-        if self.block and not (_SMALLEST_BLOCK <= self.block <= _LARGEST_BLOCK and self.block & (self.block - 1) == 0):
+        if self.block and not (SMALLEST_BLOCK <= self.block <= _LARGEST_BLOCK and self.block & (self.block - 1) == 0):
             raise StrategyError(
-                f"Codec: a block has {_SMALLEST_BLOCK} to {_LARGEST_BLOCK} elements, a power of two, "
+                f"Codec: a block has {SMALLEST_BLOCK} to {_LARGEST_BLOCK} elements, a power of two, "
                 f"or is {WHOLE!r}; got {self.block}."
             )
         if self.stochastic and self.name not in ("int8", "int4"):
@@ -109,6 +110,15 @@ class Codec:
     def largest(self) -> float | None:
         """The largest code; None for a codec without scales."""
         return _CODES[self.name][1]
+
+    @property
+    def grain(self) -> int:
+        """What is encoded is cut at multiples of this many elements: no cut changes which ones share a block."""
+        return self.block if self.block and self.largest is not None else 1
+
+    def within(self, alignment: int) -> Codec:
+        """In blocks that do not span parameters which begin at multiples of `alignment` elements."""
+        return replace(self, block=min(self.block, alignment)) if self.grain > 1 else self
 
     def scales(self, elements: int) -> int:
         if self.largest is None or elements == 0:

@@ -12,7 +12,7 @@ from typing import Any
 from towpath.errors import StrategyError
 from towpath.spec.placement import Placement
 from towpath.spec.routes import ALL_TO_ALL, Grid
-from towpath.spec.strategy import WIRED, Kind, Strategy
+from towpath.spec.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
 from towpath.spec.transitions import Move
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Extent, Topology
@@ -91,8 +91,6 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 
 # The codecs of ZeRO++: of weights (qwZ, section 3.1), and of gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
-_WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
-_GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 _CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_until")
 
 
@@ -123,7 +121,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         if not _crosses(getattr(made.moves, kind.value), topology):
             continue
         taken = chosen.get(kind.value, Wire()).route
-        if kind in _WEIGHTS:
+        if kind in WEIGHTS:
             chosen[kind.value] = replace(wire, route=taken if route or taken != "flat" else BEST_ROUTE)
         else:
             chosen[kind.value] = replace(wire, route=taken if taken in ALL_TO_ALL else "two-hop")
@@ -156,9 +154,9 @@ def _encoded(name: str, route: str | None, options: dict[str, Any]) -> dict[Kind
         raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
     wires: dict[Kind, Wire] = {}
     if weights != "none":
-        wires |= dict.fromkeys(_WEIGHTS, Wire("flat", weights))
+        wires |= dict.fromkeys(WEIGHTS, Wire("flat", weights))
     if gradients != "none":
-        wires |= dict.fromkeys(_GRADIENTS, Wire("two-hop", gradients, feedback, until))
+        wires |= dict.fromkeys(GRADIENTS, Wire("two-hop", gradients, feedback, until))
         if route is not None and named and route not in ALL_TO_ALL:
             raise StrategyError(
                 f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "

@@ -216,17 +216,18 @@ ROUTES = tuple(_GATHERS)
 ALL_TO_ALL = ("one-hop", "two-hop")
 
 
-def bounds(elements: int, pieces: int, index: int) -> tuple[int, int]:
-    """Where piece `index` lies when `elements` are cut as evenly as can be; the first ones are longer by one."""
-    short, longer = divmod(elements, pieces)
+def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int, int]:
+    """Where piece `index` lies when `elements` are cut, at multiples of `grain`, as evenly as can be."""
+    short, longer = divmod(ceil(elements / grain), pieces)  # the first ones are longer by one
     start = index * short + min(index, longer)
-    return start, start + short + (index < longer)
+    end = start + short + (index < longer)
+    return min(start * grain, elements), min(end * grain, elements)
 
 
-def piece_bounds(elements: int, members: int, piece: Piece) -> tuple[int, int]:
+def piece_bounds(elements: int, members: int, piece: Piece, grain: int = 1) -> tuple[int, int]:
     """Where a piece lies in a region of `elements`."""
-    start, end = bounds(elements, members, piece.slot)
-    first, last = bounds(end - start, piece.parts, piece.part)
+    start, end = bounds(elements, members, piece.slot, grain)
+    first, last = bounds(end - start, piece.parts, piece.part, grain)
     return start + first, start + last
 
 
@@ -241,9 +242,9 @@ def cells_of(receives: Sequence[Send]) -> list[int]:
     return cells
 
 
-def cell_elements(elements: int, members: int, parts: int) -> int:
+def cell_elements(elements: int, members: int, parts: int, grain: int = 1) -> int:
     """The largest part of a slice: what a cell of the wire buffer has room for."""
-    return ceil(ceil(elements / members) / parts)
+    return min(ceil(ceil(ceil(elements / grain) / members) / parts) * grain, elements)
 
 
 def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
@@ -276,7 +277,7 @@ def slice_bytes(elements: int, members: int, item_bytes: int, codec: Codec | Non
 
 def encoded_slice(codec: Codec, elements: int, members: int) -> int:
     """Bytes that each member's slice takes up when a region is gathered encoded."""
-    return codec.encoded_bytes(cell_elements(elements, members, 1))
+    return codec.encoded_bytes(cell_elements(elements, members, 1, codec.grain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +300,7 @@ class AllToAll:
     @property
     def cell(self) -> int:
         """The largest piece, in elements."""
-        return cell_elements(self.elements, prod(self.hops), self.stages)
+        return cell_elements(self.elements, prod(self.hops), self.stages, self.codec.grain if self.codec else 1)
 
     def sent(self, hop: int) -> int:
         """What a stage brings at most to a hop: for each of its members, this one included."""

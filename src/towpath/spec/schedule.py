@@ -115,7 +115,7 @@ class Transfer:
         if codec is not None and not adds:  # encoded slices, gathered like any bytes
             start, end = piece_bounds(encoded_slice(codec, self.elements, members) * members, members, piece)
             return end - start
-        start, end = piece_bounds(self.elements, members, piece)
+        start, end = piece_bounds(self.elements, members, piece, codec.grain if codec else 1)
         return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(self.dtype)
 
     @property
@@ -267,6 +267,7 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
     moves, own = strategy.moves, bucket.dtype
     compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
+    bucket = bucket.in_blocks(strategy.codecs(bucket.trainable), moves.optimizer.count)
     numel = bucket.padded(moves.optimizer.count)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
     copies = moves.backward_params.count < moves.params.count
@@ -275,8 +276,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
     backward_gather = moves.backward_gather if worth else moves.gather
 
     def travel(kind: Kind, moves: tuple[Move, ...], dtype: str, like: Kind | None = None) -> tuple[Transfer, ...]:
-        wire = strategy.wire(like or kind)
-        codec = wire.encoding
+        asked = strategy.wire(like or kind)
+        codec, wire = asked.encoding, asked.within(bucket.alignment)
         if codec is not None and moves and dtype not in ENCODED:
             raise StrategyError(
                 f"{strategy.name}: {kind.value} in {codec} of {unit.name or 'root'} [{bucket.name}]: its elements are "

@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from towpath.errors import StrategyError
+from towpath.spec.formats import Codec
 from towpath.spec.placement import LABELS, Placement
 from towpath.spec.toml import written
 from towpath.spec.transitions import Transitions, transitions
@@ -28,6 +29,8 @@ class Kind(StrEnum):
 
 # Those that a strategy chooses a wire for: fields of Strategy, and of Transitions.
 WIRED = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH)
+WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
+GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,12 @@ class Strategy:
 
     def wire(self, kind: Kind) -> Wire:
         return Wire() if kind is Kind.USAGE else getattr(self, kind.value)
+
+    def codecs(self, trainable: bool) -> list[Codec]:
+        """Those that encode parameters, or gradients if they are `trainable`, or have done so: parameters lie where
+        their blocks begin."""
+        kinds = [kind for kind in WIRED if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
+        return [codec for kind in kinds if isinstance(codec := self.wire(kind).codec, Codec)]
 
     def at(self, step: int) -> Strategy:
         """The strategy of optimizer step `step`, counted from 0: codecs may serve for the first steps only."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from towpath.spec.formats import item_bytes
+from towpath.spec.formats import SMALLEST_BLOCK, Codec, item_bytes
 
-# Each parameter starts on 16 elements (32 bytes or more), so that vector loads stay aligned in every dtype.
+# Each parameter starts on 16 elements (32 bytes or more), so that vector loads stay aligned in every dtype; where a
+# codec encodes them, on a block.
 PARAMETER_ALIGNMENT = 16
 # Each slice of a cut is a multiple of this many elements, 64 bytes of bf16.
 SLICE_ALIGNMENT = 32
@@ -29,6 +30,7 @@ class BucketSpec:
     numels: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    alignment: int = PARAMETER_ALIGNMENT
 
     def __post_init__(self) -> None:
         item_bytes(self.dtype)  # refuses a dtype that cannot travel
@@ -40,11 +42,28 @@ class BucketSpec:
     @property
     def offsets(self) -> tuple[int, ...]:
         """Where each parameter starts; one more entry than parameters: the end of the last."""
-        return (0, *accumulate(round_up(n, PARAMETER_ALIGNMENT) for n in self.numels))
+        return (0, *accumulate(round_up(n, self.alignment) for n in self.numels))
 
     def padded(self, slices: int) -> int:
         """The length of the flat buffer when its finest cut has `slices` slices."""
-        return round_up(max(self.offsets[-1], 1), slices * SLICE_ALIGNMENT)
+        return round_up(max(self.offsets[-1], 1), slices * max(SLICE_ALIGNMENT, self.alignment))
+
+    def in_blocks(self, codecs: Sequence[Codec], slices: int) -> BucketSpec:
+        """So laid out that no block of `codecs` spans parameters or slices: a small parameter beside a large one would
+        else be rounded to nothing.
+
+        All begin at a multiple of the largest block. Where parameters are short, padding costs more than scales: of all
+        powers of two up to that block, it is the one with which what travels is shortest.
+        """
+        largest = max((codec.grain for codec in codecs), default=1)
+        if largest == 1:
+            return self
+
+        def travelling(spec: BucketSpec) -> int:
+            return sum(codec.within(spec.alignment).encoded_bytes(spec.padded(slices)) for codec in codecs)
+
+        halved = range(largest.bit_length() - 1, SMALLEST_BLOCK.bit_length() - 2, -1)
+        return min((replace(self, alignment=1 << power) for power in halved), key=travelling)
 
 
 @dataclass(frozen=True, slots=True)
