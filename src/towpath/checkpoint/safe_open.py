@@ -83,18 +83,23 @@ def is_folder(path: Path) -> bool:
 @contextmanager
 def reading(path: Path) -> Generator[FileIO]:
     """A regular file."""
-    try:
-        file = FileIO(os.open(path, _FLAGS))
-    except (OSError, ValueError) as error:  # ValueError: what can be no path
-        raise DamagedError(_refusal(path, error)) from error
-    with file:
-        mode = os.fstat(file.fileno()).st_mode
-        if not stat.S_ISREG(mode):
-            raise DamagedError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}; expected a regular file.")
+    with _opened(path) as file:
         try:
             yield file
         except OSError as error:
             raise DamagedError(f"{path} cannot be read ({error.strerror}).") from error
+
+
+def _opened(path: Path) -> FileIO:
+    try:
+        descriptor = os.open(path, _FLAGS)
+    except (OSError, ValueError) as error:  # ValueError: what can be no path
+        raise DamagedError(_refusal(path, error)) from error
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise DamagedError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'no file')}; expected a regular file.")
+    return FileIO(descriptor)
 
 
 def _refusal(path: Path, error: OSError | ValueError) -> str:
