@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
-from towpath.errors import ConfigError
+from towpath.errors import CheckpointError, ConfigError, TowpathError
 from towpath.train import models
 from towpath.train.config import ModelConfig
 from towpath.train.gpt import GPT, rotary_tables
@@ -22,8 +22,8 @@ SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hi
 VOCABULARY = 40
 
 
-def _refused(config: ModelConfig) -> str:
-    with pytest.raises(ConfigError) as caught:
+def _refused(config: ModelConfig, kind: type[TowpathError] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
         models.build(config, VOCABULARY)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -228,7 +228,7 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     config = _with(tmp_path, _state())
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-4])
-    assert "cannot read" in _refused(config)
+    assert "Is the file whole?" in _refused(config, CheckpointError)
 
 
 @pytest.mark.parametrize(
@@ -243,4 +243,4 @@ def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 def test_an_index_that_does_not_fit_its_files_is_told(tmp_path: Path, index: str, told: str) -> None:
     save_file({"b": torch.zeros(1)}, tmp_path / "one.safetensors")
     (tmp_path / INDEX).write_text(index)
-    assert told in _refused(ModelConfig(**SMALL, weights=str(tmp_path)))
+    assert told in _refused(ModelConfig(**SMALL, weights=str(tmp_path)), CheckpointError)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import zlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from towpath.checkpoint import files, folders
 from towpath.checkpoint.crc import combine
-from towpath.checkpoint.manifest import Manifest, StoredBox, read_manifest
+from towpath.checkpoint.manifest import Manifest, read_manifest
+from towpath.checkpoint.safe_open import DamagedError
 from towpath.checkpoint.storage import Range
-from towpath.errors import CheckpointError
+from towpath.checkpoint.stored import StoredBox
 
-_AT_ONCE = 8 << 20
+_LOG = logging.getLogger("towpath.checkpoint")
 
 Progress = Callable[[int], None]  # told how many bytes were read
 
@@ -28,12 +29,18 @@ class Verdict:
         return self.problem is None
 
 
-def latest(root: str | Path) -> Path | None:
-    """The newest checkpoint in `root` whose manifest is sound and whose files are there and as long as they were."""
+def latest(root: str | Path, *, quiet: bool = False) -> Path | None:
+    """The newest checkpoint in `root` whose manifest is sound and whose files are there and as long as they were.
+
+    Those that it passes over it logs, unless `quiet`.
+    """
     for path in folders.checkpoints(folders.home(Path(root))):
         try:
+            folders.refuse_link(path)
             read_manifest(path).check_sizes(path)
-        except CheckpointError:
+        except DamagedError as error:
+            if not quiet:
+                _LOG.warning("%s was passed over: %s", path.name, error)
             continue
         return path
     return None
@@ -42,35 +49,29 @@ def latest(root: str | Path) -> Path | None:
 def verify(path: str | Path, progress: Progress | None = None) -> Verdict:
     """Read every byte of one checkpoint."""
     folder = Path(path)
+
+    def told(part: memoryview) -> None:
+        if progress is not None:
+            progress(len(part))
+
     try:
         manifest = read_manifest(folder)
         manifest.check_sizes(folder)
         for name, file in manifest.files.items():
-            if _crc32(folder / name, 0, file.header_bytes, progress) != file.header_crc32:
-                raise CheckpointError(f"{folder / name} is corrupted: its header is not what was written.")
+            if files.checksum(folder / name, 0, file.header_bytes, told) != file.header_crc32:
+                raise DamagedError(f"{folder / name} is corrupted: its header is not what was written.")
         for name, stored in manifest.tensors.items():
             for box in stored.boxes:
-                if _crc32(folder / box.file, box.start, box.numel * stored.itemsize, progress) != box.crc32:
-                    raise CheckpointError(_corrupted(folder, box, name))
-    except CheckpointError as error:
+                size = box.numel * stored.itemsize
+                if files.checksum(folder / box.file, box.start, size, told) != box.crc32:
+                    raise DamagedError(_corrupted(folder, box, name))
+    except DamagedError as error:
         return Verdict(folder, str(error))
     return Verdict(folder, None)
 
 
 def _corrupted(folder: Path, box: StoredBox, name: str) -> str:
     return f"{folder / box.file} is corrupted: {name} is not what was written."
-
-
-def _crc32(path: Path, start: int, count: int, progress: Progress | None) -> int:
-    crc, buffer = 0, memoryview(bytearray(min(count, _AT_ONCE)))
-    while count:
-        part = buffer[: min(count, _AT_ONCE)]
-        files.take(path, start, part)
-        crc = zlib.crc32(part, crc)
-        start, count = start + len(part), count - len(part)
-        if progress is not None:
-            progress(len(part))
-    return crc
 
 
 def check_ranges(folder: Path, manifest: Manifest, by_rank: Iterable[Iterable[Range]]) -> str | None:

@@ -6,25 +6,28 @@ Tensor by tensor: the largest one is all that is ever in memory.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from towpath.checkpoint import files, folders
 from towpath.checkpoint.boxed import whole_tensor
-from towpath.checkpoint.manifest import File, Manifest, Stored, StoredBox, read_manifest, write_manifest
+from towpath.checkpoint.headers import INDEX, check_names, read_header, read_index
+from towpath.checkpoint.manifest import Manifest, read_manifest, write_manifest
+from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
+from towpath.checkpoint.stored import File, Stored, StoredBox
 from towpath.errors import CheckpointError
 
-INDEX = "model.safetensors.index.json"
 _PREFIX = "model."
 
 Progress = Callable[[int], None]  # told how many bytes were done
@@ -55,18 +58,24 @@ def export(
     tensors = {names.get(name, name): stored for name, stored in held.items()}
     if not tensors:
         raise CheckpointError(f"{source} holds no model.")
+    if len(tensors) != len(held):
+        twice = next(n for n, count in Counter(names.get(name, name) for name in held).items() if count > 1)
+        raise CheckpointError(
+            f"{source}: two of its tensors would be called {twice!r} by others; see `names` of State."
+        )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
-    target.mkdir(parents=True, exist_ok=True)
     reading = _Source(source, tensors, progress or _silent)
-    if format == "torch":
-        return [_export_torch(reading, manifest, target)]
-    written = _export_safetensors(reading, target, max_shard_bytes)
-    config = config if config is not None else manifest.values.get("config")
-    if config is not None:
-        written.append(target / "config.json")
-        written[-1].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    return written
+    with files.writing(target):
+        target.mkdir(parents=True, exist_ok=True)
+        if format == "torch":
+            return [_export_torch(reading, manifest, target)]
+        written = _export_safetensors(reading, target, max_shard_bytes)
+        config = config if config is not None else manifest.values.get("config")
+        if config is not None:
+            written.append(target / "config.json")
+            written[-1].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        return written
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,20 +160,21 @@ def import_safetensors(
     """
     source, root = Path(source), Path(root)
     sources = _safetensors_in(source)
-    found = source / "config.json" if source.is_dir() else source.parent / "config.json"
-    if config is None and found.is_file():
-        config = json.loads(found.read_text())
+    found = (source if is_folder(source) else source.parent) / "config.json"
+    if config is None and os.path.lexists(found):
+        config = read_config(hub_file(found))
     final = folders.checkpoint_of(root, 0)
     if final.exists():
         raise CheckpointError(f"{final} is there already: import into a new folder.")
     partial = folders.partial_of(root, 0, uuid.uuid4().hex[:8])
-    partial.mkdir(parents=True)
+    with files.writing(root):
+        partial.mkdir(parents=True)
     try:
         facts: dict[str, File] = {}
         tensors: dict[str, Stored] = {}
-        for number, path in enumerate(sources):
+        for number, (path, names) in enumerate(sources.items()):
             name = f"rank-{number:05d}.safetensors"
-            facts[name], held = _take_over(path, partial / name, progress or _silent)
+            facts[name], held = _take_over(path, names, partial / name, progress or _silent)
             twice = next((n for n in held if n in tensors), None)
             if twice is not None:
                 raise CheckpointError(f"{twice.removeprefix(_PREFIX)} is in {path} and in a file before it.")
@@ -179,49 +189,54 @@ def import_safetensors(
             tensors=dict(sorted(tensors.items())),
             values={"model": {"aliases": {}}, **({"config": config} if config is not None else {})},
         )
-        write_manifest(partial, manifest)
-        folders.publish(partial, final)
+        with files.writing(root):
+            write_manifest(partial, manifest)
+            folders.publish(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
-def _safetensors_in(source: Path) -> list[Path]:
-    if source.is_file():
-        return [source]
-    index = source / INDEX
-    if index.is_file():
-        homes: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return [source / name for name in sorted(set(homes.values()))]
+def read_config(path: Path) -> dict[str, Any]:
+    """A model's config.json."""
+    config: Any = read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds {shown(config)}; expected an object, as a model's config.json is.")
+    return cast(dict[str, Any], config)
+
+
+def _safetensors_in(source: Path) -> dict[Path, list[str]]:
+    """The files, and the names that an index says are in them."""
+    if not is_folder(source) and os.path.lexists(source):
+        return {named_file(source): []}
+    if os.path.lexists(source / INDEX):
+        return {source / file: names for file, names in sorted(read_index(source).items())}
     found = sorted(source.glob("*.safetensors"))
     if not found:
         raise CheckpointError(f"{source}: expected a .safetensors file, or a folder with some; found none.")
-    return found
+    return {path: [] for path in found}
 
 
-def _take_over(path: Path, target: Path, progress: Progress) -> tuple[File, dict[str, Stored]]:
+def _take_over(path: Path, names: list[str], target: Path, progress: Progress) -> tuple[File, dict[str, Stored]]:
     """Copy one file, under the names that a checkpoint's tensors have."""
     held: dict[str, Stored] = {}
-    try:
-        with safe_open(path, "pt") as source:
-            names: list[str] = list(source.keys())
-            slices = {f"{_PREFIX}{name}": source.get_slice(name) for name in names}
-            entries = files.in_order(
-                files.Entry(name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
-            )
-            writer = files.FileWriter(target, entries, {})
-            try:
-                for entry in entries:
-                    tensor = source.get_tensor(entry.name.removeprefix(_PREFIX)).contiguous()
-                    at, crc = writer.at, writer.write(files.bytes_of(tensor))
-                    box = StoredBox((0,) * tensor.dim(), entry.sizes, target.name, at, crc)
-                    held[entry.name] = Stored(entry.dtype, entry.sizes, (box,))
-                    progress(entry.bytes)
-                return writer.close(), held
-            finally:
-                writer.abandon()
-    except (SafetensorError, KeyError, OSError) as error:  # a dtype that nobody has told us of
-        raise CheckpointError(f"{path} cannot be imported ({error}).") from error
+    real = hub_file(path)
+    with reading(real) as file:
+        there = read_header(file, path)
+    check_names(names, there, path)
+    entries = files.in_order(files.Entry(f"{_PREFIX}{name}", t.dtype, t.shape) for name, t in there.items())
+    with files.writing(target):
+        writer = files.FileWriter(target, entries, {})
+        try:
+            for entry in entries:
+                at, source = writer.at, there[entry.name.removeprefix(_PREFIX)]
+                crc = files.checksum(real, source.start, source.bytes, writer.write)
+                box = StoredBox((0,) * len(entry.sizes), entry.sizes, target.name, at, crc)
+                held[entry.name] = Stored(entry.dtype, entry.sizes, (box,))
+                progress(entry.bytes)
+            return writer.close(), held
+        finally:
+            writer.abandon()
 
 
 def _silent(_: int) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from towpath.checkpoint.manifest import BYTES_OF, File
+from towpath.checkpoint.safe_open import DamagedError, fill, reading
+from towpath.checkpoint.stored import BYTES_OF, File
 from towpath.errors import CheckpointError
 
 DTYPES = {
@@ -36,6 +38,7 @@ DTYPES = {
 }
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
+_METADATA = "__metadata__"
 _AT_ONCE = 8 << 20  # bytes between two looks at the checksum: they are still in a cache then
 
 
@@ -60,9 +63,13 @@ class Entry:
 
 def header_of(entries: Sequence[Entry], metadata: dict[str, str]) -> bytes:
     """What a safetensors file begins with. `entries` in order: those of wider elements first, to lie aligned."""
-    table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    table: dict[str, object] = {_METADATA: metadata} if metadata else {}
     end = 0
     for entry in entries:
+        if entry.name in table or entry.name == _METADATA:
+            raise CheckpointError(
+                f"{entry.name!r} cannot be the name of a tensor here: safetensors files have it taken."
+            )
         start, end = end, end + entry.bytes
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.sizes), "data_offsets": [start, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -126,13 +133,33 @@ def put(file: BinaryIO, data: memoryview) -> None:
 
 def take(path: Path, start: int, into: memoryview) -> None:
     """Fill `into` from the bytes of a file, from `start` on."""
+    with reading(path) as file:
+        fill(file, path, start, into)
+
+
+def checksum(path: Path, start: int, count: int, told: Callable[[memoryview], object]) -> int:
+    """The CRC-32 of `count` bytes of a file from `start` on; each part of them is shown to `told`."""
+    crc, buffer = 0, memoryview(bytearray(min(count, _AT_ONCE)))
+    with reading(path) as file:
+        for at in range(start, start + count, _AT_ONCE):
+            part = buffer[: start + count - at]
+            fill(file, path, at, part)
+            crc = zlib.crc32(part, crc)
+            told(part)
+    return crc
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+    """For what a checkpoint says is so large. A file may be of holes, and larger than all memory."""
     try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(start)
-            while into:
-                count = file.readinto(into)
-                if not count:
-                    raise CheckpointError(f"{path} is truncated: {len(into):,} bytes are missing at its end.")
-                into = into[count:]
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    except (RuntimeError, MemoryError) as error:
+        raise DamagedError(f"{name} has shape {list(shape)}, for which there is no memory ({error}).") from error
+
+
+@contextmanager
+def writing(path: Path) -> Generator[None]:
+    try:
+        yield
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+        raise CheckpointError(f"{path} cannot be written ({error.strerror}).") from error

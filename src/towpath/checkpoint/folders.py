@@ -7,6 +7,7 @@ step-000120.replaced-1f3a…         the one before, for the moment in which ano
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import uuid
@@ -14,13 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from towpath.checkpoint.manifest import NAME
+from towpath.checkpoint.safe_open import DamagedError, is_folder
 from towpath.durable import sync_folder
+from towpath.errors import CheckpointError
 
 IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
 
-_CHECKPOINT = re.compile(r"step-(\d+)")
-_PARTIAL = re.compile(r"step-\d+\.partial-\w+")
-_REPLACED = re.compile(r"(step-\d+)\.replaced-\w+")
+_CHECKPOINT = re.compile(r"step-([0-9]+)")
+_PARTIAL = re.compile(r"step-[0-9]+\.partial-\w+")
+_REPLACED = re.compile(r"(step-[0-9]+)\.replaced-\w+")
 
 _IN_USE: set[Path] = set()  # partial ones, being written by this process
 
@@ -40,7 +43,7 @@ def partial_of(root: Path, step: int, mark: str) -> Path:
 
 def is_checkpoint(path: Path) -> bool:
     """By its name, or because it has a manifest."""
-    return _CHECKPOINT.fullmatch(path.name) is not None or (path / NAME).exists()
+    return _CHECKPOINT.fullmatch(path.name) is not None or os.path.lexists(path / NAME)
 
 
 def step_of(path: Path) -> int:
@@ -50,16 +53,27 @@ def step_of(path: Path) -> int:
 
 def checkpoints(root: Path) -> list[Path]:
     """The newest first."""
-    if not root.is_dir():
+    try:
+        found = [p for p in root.iterdir() if _CHECKPOINT.fullmatch(p.name) and is_folder(p)]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [p for p in root.iterdir() if _CHECKPOINT.fullmatch(p.name) and p.is_dir()]
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{root}: cannot be searched for checkpoints ({error}).") from error
     return sorted(found, key=step_of, reverse=True)
+
+
+def refuse_link(checkpoint: Path) -> None:
+    """One that was found, not named: where it leads to may be anything."""
+    if checkpoint.is_symlink():
+        raise DamagedError(
+            f"{checkpoint} is a symbolic link, which the search does not follow. Name it, or its target."
+        )
 
 
 def home(where: Path) -> Path:
     """The folder that checkpoints are in: the one that was named, or, of a run's folder, the one in it."""
     inside = where / IN_RUN
-    return inside if inside.is_dir() and not checkpoints(where) else where
+    return inside if is_folder(inside) and not checkpoints(where) else where
 
 
 def publish(partial: Path, final: Path) -> None:

@@ -15,6 +15,7 @@ from towpath.checkpoint import folders, run
 from towpath.checkpoint.checks import check_ranges
 from towpath.checkpoint.council import Council
 from towpath.checkpoint.manifest import Manifest, read_manifest
+from towpath.checkpoint.safe_open import DamagedError
 from towpath.checkpoint.state import State
 from towpath.checkpoint.storage import FolderReader
 from towpath.errors import CheckpointError, TowpathError
@@ -33,10 +34,6 @@ class Loaded:
     notes: tuple[str, ...]
 
 
-class _DamagedError(CheckpointError):
-    """Not what was written: the one before may do."""
-
-
 def load(where: str | Path, state: State) -> Loaded | None:
     """Fill `state` from a checkpoint, or from the newest in a folder of them; None if there is none in it.
 
@@ -45,12 +42,15 @@ def load(where: str | Path, state: State) -> Loaded | None:
     """
     state.settle()
     council = Council(state.groups, "checkpoint loading")
-    single, candidates = council.first(lambda: _candidates(Path(where)))
+    found, problem = council.first(lambda: _attempted(lambda: _candidates(Path(where))))
+    if found is None:
+        raise CheckpointError(problem)
+    single, candidates = found
     notes: list[str] = []
     for path in candidates:
         try:
-            loaded = _load(path, state, council)
-        except _DamagedError as error:
+            loaded = _load(path, state, council, named=single)
+        except DamagedError as error:
             if single:
                 raise CheckpointError(str(error)) from None
             notes.append(f"{path.name} was passed over: {error}")
@@ -70,46 +70,55 @@ def _candidates(where: Path) -> tuple[bool, list[Path]]:
     return False, folders.checkpoints(folders.home(where))
 
 
-def _load(path: Path, state: State, council: Council) -> Loaded:
-    manifest, problem = council.first(lambda: _opened(path))
+def _load(path: Path, state: State, council: Council, *, named: bool) -> Loaded:
+    manifest, problem = council.first(lambda: _attempted(lambda: _opened(path, named)))
     if manifest is None:
-        raise _DamagedError(problem)
-    _agreed(council, lambda: manifest.check_sizes(path), _DamagedError)
-    _agreed(council, lambda: state.check(manifest), CheckpointError)
-    restoring = _agreed(council, lambda: state.restoring(manifest), CheckpointError)
+        raise DamagedError(problem or "")
+    _agreed(council, lambda: manifest.check_sizes(path))
+    _agreed(council, lambda: state.check(manifest))
+    restoring = _agreed(council, lambda: state.restoring(manifest))
     reader = FolderReader(path, manifest, state.nodes, council.group)
     try:
         run.load(restoring.targets, reader, council)
     except CheckpointError as error:
-        raise _DamagedError(str(error)) from None
+        raise DamagedError(str(error)) from None
     read = council.collect(reader.ranges)
     problem = council.first(lambda: check_ranges(path, manifest, read or []))
     if problem is not None:
-        raise _DamagedError(problem)
-    _agreed(council, restoring.check, CheckpointError)
-    notes = _agreed(council, restoring.finish, CheckpointError)
+        raise DamagedError(problem)
+    _agreed(council, restoring.check)
+    notes = _agreed(council, restoring.finish)
     return Loaded(manifest.step, path, tuple(notes))
 
 
-def _opened(path: Path) -> tuple[Manifest | None, str | None]:
+def _opened(path: Path, named: bool) -> Manifest:
+    if not named:
+        folders.refuse_link(path)
+    return read_manifest(path)
+
+
+def _attempted(work: Callable[[], Found]) -> tuple[Found | None, str | None]:
+    """For rank 0: the others wait for its answer, whatever it is."""
     try:
-        return read_manifest(path), None
+        return work(), None
     except CheckpointError as error:
         return None, str(error)
 
 
-def _agreed(council: Council, work: Callable[[], Found], kind: type[CheckpointError]) -> Found:
-    """`work()`, if it succeeded on every rank."""
+def _agreed(council: Council, work: Callable[[], Found]) -> Found:
+    """`work()`, if it succeeded on every rank. An older checkpoint may do, if this one was only found damaged."""
     found: Found | None = None
     problem: Exception | None = None
     try:
         found = work()
     except Exception as error:
         problem = error
-    said = council.all(None if problem is None else run.described(problem))
+    damaged = isinstance(problem, DamagedError)
+    said = council.all(None if problem is None else (damaged, run.described(problem)))
     if problem is not None and not isinstance(problem, TowpathError):
         raise problem
-    for rank, text in enumerate(said):
-        if text is not None:
-            raise kind(text if len(set(said)) == 1 else f"rank {rank}: {text}")
+    problems = [(told[0], rank, told[1]) for rank, told in enumerate(said) if told is not None]
+    if problems:
+        damaged, rank, text = min(problems)  # what is no damage counts first
+        raise (DamagedError if damaged else CheckpointError)(text if len(set(said)) == 1 else f"rank {rank}: {text}")
     return found  # pyright: ignore[reportReturnType]

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from towpath.checkpoint.files import TORCH_DTYPES
+from towpath.checkpoint.files import TORCH_DTYPES, empty
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.names import Named
 from towpath.checkpoint.plain import from_json, tensors_in, to_json
+from towpath.checkpoint.safe_open import DamagedError, shown
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 
@@ -78,7 +79,7 @@ class Loading:
             )
         self.targets: dict[str, torch.Tensor] = {}
         self._twins: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
-        aliases: dict[str, str] = manifest.values["model"]["aliases"]
+        aliases: dict[str, str] = manifest.values.get("model", {"aliases": {}})["aliases"]
         self._names: dict[int, str] = {}
         for name, parameter in model.parameters.items():
             known = [name, *(a for a, first in model.aliases.items() if first == name)]
@@ -114,7 +115,7 @@ class Loading:
     def _take(self, path: str, beside: torch.Tensor | None) -> None:
         stored = self._manifest.tensors[path]
         device = beside.device if beside is not None else "cpu"
-        self.targets[path] = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype], device=device)
+        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path, device)
 
     def finish(self, targets: dict[str, torch.Tensor]) -> list[str]:
         """Give the optimizer its states and its groups their options."""
@@ -146,7 +147,29 @@ class Loading:
                 )
                 continue
             value, here = from_json(sources[0][key], targets.__getitem__), group.get(key)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if not _is_option_like(value, here):
+                raise DamagedError(
+                    f"{key} of the optimizer's group is {shown(value)} in the checkpoint, and {shown(here)} here."
+                )
             if isinstance(here, torch.Tensor):
                 here.copy_(torch.as_tensor(value))
             else:
-                group[key] = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+                group[key] = value
+
+
+def _is_option_like(value: Any, here: Any) -> bool:
+    """Whether an optimizer that has `here` can have `value`: numbers for numbers. What is None may be anything."""
+    if here is None or value is None:
+        return True
+    if isinstance(here, torch.Tensor):
+        return _is_number(value) if here.numel() == 1 else isinstance(value, torch.Tensor) and value.shape == here.shape
+    if isinstance(here, tuple):  # betas, say
+        fits = isinstance(value, tuple) and len(value) == len(here)
+        return fits and all(map(_is_option_like, value, here))
+    return _is_number(value) if _is_number(here) else isinstance(value, type(here))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

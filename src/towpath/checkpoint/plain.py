@@ -6,10 +6,11 @@ Never as a pickle: a checkpoint runs nobody's code.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from towpath.checkpoint.safe_open import shown
 from towpath.errors import CheckpointError
 
 Json = Any
@@ -43,7 +44,8 @@ def to_json(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) ->
     )
 
 
-def from_json(value: Json, tensors: Callable[[str], torch.Tensor]) -> Any:
+def from_json(value: Json, tensors: Callable[[str], Any]) -> Any:
+    """ValueError or TypeError where `to_json` cannot have made it."""
     if isinstance(value, list):
         return [from_json(v, tensors) for v in value]
     if not isinstance(value, dict):
@@ -55,14 +57,24 @@ def from_json(value: Json, tensors: Callable[[str], torch.Tensor]) -> Any:
         if tag == _BYTES:
             return bytes.fromhex(inside)
         if tag == _TUPLE:
-            return tuple(from_json(v, tensors) for v in inside)
+            return tuple(from_json(v, tensors) for v in _list(inside))
         if tag == _ITEMS:
-            return {from_json(k, tensors): from_json(v, tensors) for k, v in inside}
+            pairs = [_list(pair, 2) for pair in _list(inside)]
+            found = {from_json(k, tensors): from_json(v, tensors) for k, v in pairs}
+            if len(found) != len(pairs):
+                raise ValueError("a key stands twice")
+            return found
     return {k: from_json(v, tensors) for k, v in value.items()}
+
+
+def _list(value: Json, length: int | None = None) -> list[Json]:
+    if not isinstance(value, list) or (length is not None and len(cast(list[Json], value)) != length):
+        raise ValueError(f"expected a list{'' if length is None else f' of {length}'}, got {shown(value)}")
+    return cast(list[Json], value)
 
 
 def tensors_in(value: Json) -> list[str]:
     """The paths of the tensors that belong into `value`."""
     found: list[str] = []
-    from_json(value, lambda path: found.append(path) or torch.empty(0))
+    from_json(value, lambda path: found.append(path) or object())
     return found

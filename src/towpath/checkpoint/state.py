@@ -19,17 +19,18 @@ import torch
 from torch import nn
 
 from towpath.checkpoint import optimizer as optimizers
-from towpath.checkpoint.files import TORCH_DTYPES
+from towpath.checkpoint.files import TORCH_DTYPES, empty
 from towpath.checkpoint.manifest import Manifest
 from towpath.checkpoint.names import Named, named
 from towpath.checkpoint.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.planning import Pieces
-from towpath.checkpoint.rng import rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.safe_open import DamagedError
 from towpath.engine.boxes import boxes_of
 from towpath.engine.carried import carried, carry_on, fingerprint, forget
 from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor
-from towpath.errors import CheckpointError
+from towpath.errors import CheckpointError, TowpathError
 from towpath.topology.groups import Groups
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng")
@@ -209,10 +210,11 @@ class Restoring:
         if self._loading is not None:
             self.targets.update(self._loading.targets)
         if self._same_world:
-            self._take_fresh(f"rank.{state.rank}.rng.")
+            self._take_rng(f"rank.{state.rank}.rng.")
         for name in state.extras:
             for path in tensors_in(manifest.values.get(name)):
                 self._take_fresh(path)
+        self._check_targets()
 
     def _take_model(self) -> None:
         aliases = _aliases(self._manifest)
@@ -249,10 +251,28 @@ class Restoring:
         if any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors):
             self.notes.append("codec feedback starts at zero: what was carried belongs to another strategy or cluster")
 
-    def _take_fresh(self, prefix: str) -> None:
-        for name, stored in self._manifest.tensors.items():
-            if name == prefix or (prefix.endswith(".") and name.startswith(prefix)):
-                self.targets[name] = torch.empty(stored.shape, dtype=TORCH_DTYPES[stored.dtype])
+    def _take_rng(self, prefix: str) -> None:
+        found = {n.removeprefix(prefix): t for n, t in self._manifest.tensors.items() if n.startswith(prefix)}
+        if found:
+            check_rng_shapes({name: (stored.dtype, stored.shape) for name, stored in found.items()})
+        for name in found:
+            self._take_fresh(f"{prefix}{name}")
+
+    def _take_fresh(self, path: str) -> None:
+        stored = self._manifest.tensors[path]
+        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path)
+
+    def _check_targets(self) -> None:
+        """Each tensor is there, of its target's shape, and its dtype can be cast without losing what it is."""
+        for name, target in self.targets.items():
+            stored = self._manifest.tensors.get(name)
+            if stored is None:
+                raise DamagedError(f"{name} is missing, which other parts of the checkpoint name.")
+            if stored.shape != tuple(target.shape):
+                raise DamagedError(f"{name} is {_shape(stored.shape)} in it; expected {_shape(tuple(target.shape))}.")
+            if not torch.can_cast(TORCH_DTYPES[stored.dtype], target.dtype):
+                here = str(target.dtype).removeprefix("torch.")
+                raise CheckpointError(f"{name} is {stored.dtype} in the checkpoint, which cannot be cast to {here}.")
 
     def check(self) -> None:
         """After the targets were filled: refuse what is two things in the checkpoint and one in the model."""
@@ -284,7 +304,7 @@ class Restoring:
             self.notes.append("the checkpoint has no optimizer: its states start afresh")
         for name, extra in state.extras.items():
             if name in values:
-                extra.load_state_dict(from_json(values[name], self.targets.__getitem__))
+                _give(name, extra, from_json(values[name], self.targets.__getitem__))
             else:
                 self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")
         self._random_numbers()
@@ -321,6 +341,16 @@ def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], 
         yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
 
 
+def _give(name: str, extra: HasState, state: Any) -> None:
+    try:
+        extra.load_state_dict(state)
+    except TowpathError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise DamagedError(f"{name!r} ({type(extra).__name__}) does not take its state ({problem}).") from error
+
+
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     """Two parameters of one shape, whose slices need not match element by element."""
     if isinstance(source, ShardTensor):
@@ -330,7 +360,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _aliases(manifest: Manifest) -> dict[str, str]:
-    return cast(dict[str, Any], manifest.values.get("model", {})).get("aliases", {})
+    return cast(dict[str, Any], manifest.values.get("model", {"aliases": {}}))["aliases"]
 
 
 def _resolve(name: str, held: Mapping[str, Any] | set[str], model: Named, aliases: Mapping[str, str]) -> str:

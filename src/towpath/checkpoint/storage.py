@@ -15,8 +15,7 @@ import time
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import prod
@@ -37,8 +36,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from towpath.checkpoint import files, folders
-from towpath.checkpoint.manifest import File, Manifest, Stored, StoredBox, write_manifest
+from towpath.checkpoint.manifest import Manifest, write_manifest
 from towpath.checkpoint.planning import JsonSavePlanner
+from towpath.checkpoint.stored import File, Stored, StoredBox
 from towpath.errors import CheckpointError
 
 _SENDS_UNDER_WAY = 16
@@ -73,7 +73,7 @@ class FolderWriter(StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
-            with _writing(self._root):
+            with files.writing(self._root):
                 self._root.mkdir(parents=True, exist_ok=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -82,7 +82,7 @@ class FolderWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         needed = sum(plan.storage_data for plan in plans) + _MARGIN_BYTES
-        with _writing(self._root):
+        with files.writing(self._root):
             free = free_bytes(self._root)
         if needed > free:
             raise CheckpointError(
@@ -92,7 +92,7 @@ class FolderWriter(StorageWriter):
         self._world = len(plans)
         self._partial = folders.partial_of(self._root, self._step, uuid.uuid4().hex[:8])
         folders.in_use(self._partial)
-        with _writing(self._partial):
+        with files.writing(self._partial):
             self._partial.mkdir()
         return [
             replace(plan, storage_data=self._partial / f"rank-{rank:05d}.safetensors")
@@ -108,7 +108,7 @@ class FolderWriter(StorageWriter):
                 f"{path.parent}, made by rank 0, is not there. The folder of checkpoints must be one that all nodes "
                 "share, and must not be removed meanwhile."
             )
-        with _writing(path):
+        with files.writing(path):
             results = _write(path, plan, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -134,7 +134,7 @@ class FolderWriter(StorageWriter):
             },
             values={r.index.fqn: json.loads(r.storage_data.text) for r in given if isinstance(r.storage_data, _Value)},
         )
-        with _writing(self._partial):
+        with files.writing(self._partial):
             write_manifest(self._partial, manifest)
             folders.publish(self._partial, folders.checkpoint_of(self._root, self._step))
         self._partial = None
@@ -147,14 +147,6 @@ class FolderWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
-
-
-@contextmanager
-def _writing(path: Path) -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written ({error.strerror}).") from error
 
 
 def free_bytes(folder: Path) -> int:

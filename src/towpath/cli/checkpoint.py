@@ -62,7 +62,7 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
             held = size(row["bytes"]) if "bytes" in row else ""
             told = (str(row.get(key, "")) for key in ("ranks", "tensors"))
             table.add_row(row["name"], written, *told, held, row["problem"] or "")
-        Console(highlight=False, soft_wrap=True).print(table)
+        _console().print(table)
     _leave(any(row["problem"] for row in rows))
 
 
@@ -95,9 +95,11 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
     Exit code: 0; 2 if it cannot be read.
     """
-    from towpath.checkpoint import read_manifest
+    from towpath.checkpoint import latest, read_manifest
+    from towpath.checkpoint.safe_open import visible
 
-    path = _checkpoints(folder)[0]
+    found = _checkpoints(folder)
+    path = found[0] if found == [folder] else latest(folder) or found[0]
     manifest = read_manifest(path)
     tensors = {n: t for n, t in manifest.tensors.items() if not n.startswith("rank.")}
     if as_json:
@@ -107,15 +109,16 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
             json.dumps({**facts, "strategy": manifest.strategy, "tensors": told, "values": manifest.values}, indent=2)
         )
         return
-    out = Console(highlight=False, soft_wrap=True)
-    out.print(f"{path.name}: step {manifest.step}, {manifest.world} ranks, {manifest.written_by}", style="bold")
+    out = _console()
+    written_by = visible(manifest.written_by)
+    out.print(f"{path.name}: step {manifest.step}, {manifest.world} ranks, {written_by}", style="bold")
     if manifest.strategy is not None:
-        out.print(manifest.strategy.splitlines()[0].replace("name", "strategy"), markup=False)
-    out.print(f"holds {', '.join(manifest.values)}", markup=False)
+        out.print(visible(manifest.strategy.splitlines()[0]).replace("name", "strategy"))
+    out.print(f"holds {visible(', '.join(manifest.values))}")
     table = _table("tensor", "shape", "dtype", "boxes", "size")
     for name, tensor in tensors.items():
         shape = "×".join(map(str, tensor.shape)) or "scalar"
-        table.add_row(name, shape, tensor.dtype, str(len(tensor.boxes)), size(tensor.bytes))
+        table.add_row(visible(name), shape, tensor.dtype, str(len(tensor.boxes)), size(tensor.bytes))
     out.print(table)
 
 
@@ -136,6 +139,11 @@ def _bytes(path: Path) -> int:
         return read_manifest(path).bytes
     except CheckpointError:
         return 0
+
+
+def _console() -> Console:
+    """What it prints is of others' files, and no markup."""
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 
 def _table(*headings: str) -> Table:

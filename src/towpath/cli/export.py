@@ -79,10 +79,10 @@ def import_(
 def _config(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"--config {path}: expected a file of JSON ({error}).") from error
+    from towpath.checkpoint.export import read_config
+    from towpath.checkpoint.safe_open import named_file
+
+    return read_config(named_file(path))
 
 
 def _tell(written: list[Path], step: int, as_json: bool) -> None:

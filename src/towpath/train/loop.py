@@ -100,7 +100,10 @@ class Training:
         return {"steps": self.done, "samples": self.samples, "skipped": self.skipped, "order": self.order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.done, self.samples, self.skipped = (state_dict[key] for key in ("steps", "samples", "skipped"))
+        counts = [state_dict[key] for key in ("steps", "samples", "skipped")]
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"steps, samples and skipped are {counts}; expected counts")
+        self.done, self.samples, self.skipped = counts
         before = state_dict.get("order", self.order)
         self.reordered = tuple(what for what, value in self.order.items() if before.get(what) != value)
 

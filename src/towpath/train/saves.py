@@ -21,7 +21,7 @@ from towpath.train.loop import Training
 def goes_on(config: Config, job: Job) -> bool:
     """Whether there is a checkpoint to resume from: then new values for the model would be drawn and sent in vain."""
     source = _source(config)
-    found = source is not None and (checkpoint.latest(source) is not None or (source / MANIFEST).exists())
+    found = source is not None and (checkpoint.latest(source, quiet=True) is not None or (source / MANIFEST).exists())
     return all(job.groups.gather_objects(found))
 
 
@@ -165,5 +165,5 @@ class Saves:
             sys.stderr.write(f"rank {self._rank}: step {done} was not saved; {self._left()}.\n")
 
     def _left(self) -> str:
-        newest = checkpoint.latest(self._folder)
+        newest = checkpoint.latest(self._folder, quiet=True)
         return "there is no checkpoint of this run" if newest is None else f"the same command goes on from {newest}"

@@ -3,43 +3,29 @@
     model.safetensors                     all in one file
     model.safetensors.index.json          {"weight_map": {name: file}}, and the files beside it
 
-A file is eight bytes with the length of its header, the header (JSON: for each name its dtype, its shape and where its
-bytes lie), and the bytes. The safetensors library checks a file; its slices are of rows, so flat ranges are cut here.
+The safetensors library's slices are of rows, so flat ranges are cut here. What is wrong with a file is a
+`CheckpointError`; weights of another model are a `ConfigError`.
 """
 
 from __future__ import annotations
 
-import json
 import mmap
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from towpath.checkpoint.files import TORCH_DTYPES
+from towpath.checkpoint.headers import INDEX, Held, check_names, read_header, read_index
+from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, reading
 from towpath.errors import ConfigError
 
 SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
 
 # The tensors of a model, each by all the names it has: their shapes.
 Expected = Mapping[tuple[str, ...], tuple[int, ...]]
@@ -50,9 +36,7 @@ class _Stored:
     """Where a tensor lies."""
 
     file: mmap.mmap
-    start_bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    held: Held
 
 
 class Safetensors:
@@ -62,26 +46,23 @@ class Safetensors:
         self.path = Path(path)
         self._stored: dict[str, _Stored] = {}
         for file, names in _files(self.path).items():
-            found = _opened(file)
-            absent = [name for name in names if name not in found]
-            if absent:
-                raise ConfigError(f"{self.path / INDEX}: {absent[0]} is to be in {file.name}, which does not hold it.")
+            found = _opened(file, names)
             self._stored |= {name: found[name] for name in names} if names else found
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: stored.shape for name, stored in self._stored.items()}
+        return {name: stored.held.shape for name, stored in self._stored.items()}
 
     def values(self, name: str, start: int, end: int) -> Tensor:
         """The elements [start, end) of a tensor in row-major order, in the file's dtype: a view of the mapped file."""
         stored = self._stored[name]
-        count = prod(stored.shape)
+        count, dtype = prod(stored.held.shape), TORCH_DTYPES[stored.held.dtype]
         if not 0 <= start <= end <= count:
             raise ConfigError(f"{self.path}: {name} has {count} elements; [{start}, {end}) was asked for.")
         if start == end:
-            return torch.empty(0, dtype=stored.dtype)
-        offset = stored.start_bytes + start * stored.dtype.itemsize
-        return torch.frombuffer(stored.file, dtype=stored.dtype, count=end - start, offset=offset)
+            return torch.empty(0, dtype=dtype)
+        offset = stored.held.start + start * dtype.itemsize
+        return torch.frombuffer(stored.file, dtype=dtype, count=end - start, offset=offset)
 
     def check(self, expected: Expected, ignored: re.Pattern[str] | None = None) -> None:
         """Refuse to be the weights of another model. `ignored`: names that may be there besides."""
@@ -103,51 +84,23 @@ class Safetensors:
 
 def _files(path: Path) -> dict[Path, list[str]]:
     """The files, and the names to take from each; none means all."""
-    if path.is_file() and path.name != INDEX:
-        return {path: []}
-    folder = path.parent if path.is_file() else path
-    index = folder / INDEX
-    if not index.is_file():
-        if (folder / SINGLE).is_file():
-            return {folder / SINGLE: []}
-        raise ConfigError(f"no safetensors at {path}: expected a file, or a folder with {SINGLE} or {INDEX}.")
-    files: dict[Path, list[str]] = {}
-    for name, file in _weight_map(index).items():
-        files.setdefault(folder / file, []).append(name)
-    return files
+    if path.name != INDEX and not is_folder(path) and os.path.lexists(path):
+        return {named_file(path): []}
+    folder = path.parent if path.name == INDEX else path
+    if os.path.lexists(folder / INDEX):
+        return {folder / file: names for file, names in read_index(folder).items()}
+    if os.path.lexists(folder / SINGLE):
+        return {folder / SINGLE: []}
+    raise ConfigError(f"no safetensors at {path}: expected a file, or a folder with {SINGLE} or {INDEX}.")
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        weight_map: Any = json.loads(index.read_text())["weight_map"]
-        pairs = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index} is not an index of safetensors: {type(error).__name__}: {error}.") from None
-    outside = [file for file in pairs.values() if Path(file).name != file]
-    if outside:
-        raise ConfigError(f"{index} names the file {outside[0]!r}; expected one beside it.")
-    return pairs
-
-
-def _opened(path: Path) -> dict[str, _Stored]:
-    try:
-        with safe_open(path, framework="pt") as checked:  # refuses a header that does not fit its file
-            names = list(checked.keys())
-        with path.open("rb") as file:
-            # Private, though nothing writes: torch warns of memory that is read-only.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"cannot read the safetensors {path}: {error}.") from None
-    length = int.from_bytes(mapped[:8], "little")
-    header = json.loads(mapped[8 : 8 + length])
-    return {name: _stored(path, mapped, 8 + length, name, header[name]) for name in names}
-
-
-def _stored(path: Path, mapped: mmap.mmap, base: int, name: str, entry: Mapping[str, Any]) -> _Stored:
-    dtype = _DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise ConfigError(f"{path}: {name} is {entry['dtype']}; expected one of {', '.join(_DTYPES)}.")
-    return _Stored(mapped, base + entry["data_offsets"][0], dtype, tuple(entry["shape"]))
+def _opened(path: Path, names: Sequence[str]) -> dict[str, _Stored]:
+    with reading(hub_file(path)) as file:
+        held = read_header(file, path)
+        check_names(names, held, path)
+        # Private, though nothing writes: torch warns of memory that is read-only.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return {name: _Stored(mapped, entry) for name, entry in held.items()}
 
 
 def _few(names: Sequence[str]) -> str:

@@ -1,0 +1,617 @@
+"""Checkpoints, indices and safetensors files made to do harm: each is read as it was written, or is a CheckpointError.
+
+All tests run with less memory than what hostile files ask for: an allocation that believes them fails, and is no
+CheckpointError.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+from typer.testing import CliRunner
+
+from towpath import checkpoint
+from towpath.checkpoint import State, safe_open
+from towpath.checkpoint.export import INDEX
+from towpath.cli.main import app
+from towpath.errors import CheckpointError
+from towpath.train.weights import Safetensors
+
+FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
+GIB = 1 << 30
+SPARE_BYTES = 1 * GIB  # for the tests themselves, threads' stacks included; hostile sizes are above
+HUGE = 1 << 40
+
+
+def fuzz(examples: int) -> settings:
+    given_folder = [HealthCheck.function_scoped_fixture]  # each example writes it anew
+    return settings(
+        max_examples=examples, derandomize=True, deadline=None, database=None, suppress_health_check=given_folder
+    )
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no test here loses power
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+class Loader:
+    def __init__(self) -> None:
+        self.order, self.at = torch.arange(5), (1, {2: "x"})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order, "at": self.at, "key": b"\x00\xff"}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.order, self.at = state_dict["order"], state_dict["at"]
+
+
+class Case:
+    """A small run, saved once, and what must come back from it."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.model(torch.randn(4, 3)).sum().backward()
+        self.optimizer.step()
+        self.data = Loader()
+        self.state = State(self.model, self.optimizer, data=self.data, config={"width": 2}, names={"0.bias": "b"})
+
+    def content(self) -> list[torch.Tensor]:
+        states = [v for s in self.optimizer.state.values() for v in s.values()]
+        return [t.detach().clone() for t in (*self.model.state_dict().values(), *states, self.data.order)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
+    root = tmp_path_factory.mktemp("hostile")
+    case = Case()
+    assert checkpoint.save(root, 7, case.state).ok
+    return case, root / "step-000007"
+
+
+@pytest.fixture
+def folder(saved: tuple[Case, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved[1], tmp_path / "runs" / "step-000007"))
+
+
+def _content_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_text())["content"]
+
+
+def _seal(folder: Path, content: Any, format: Any = "towpath checkpoint 1") -> None:
+    """With the checksum that makes it look as if Towpath had written it."""
+    text = json.dumps(content, separators=(",", ":"))
+    whole = {"format": format, "crc32": zlib.crc32(text.encode()), "content": content}
+    (folder / MANIFEST).write_text(json.dumps(whole))
+
+
+def _everything(folder: Path, out: Path) -> list[str | None]:
+    """What verify, load and export say of it; None where they are content."""
+    said: list[str | None] = [checkpoint.verify(folder).problem]
+    shutil.rmtree(out, ignore_errors=True)
+    work: list[Callable[[], object]] = [
+        lambda: checkpoint.load(folder, Case().state),
+        lambda: checkpoint.export(folder, out),
+    ]
+    for attempt in work:
+        try:
+            attempt()
+        except CheckpointError as error:
+            said.append(str(error))
+        else:
+            said.append(None)
+    return said
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+NAMES: list[Any] = [
+    "../secret",
+    "/dev/zero",
+    "/etc/passwd",
+    "a/b",
+    "..",
+    ".",
+    "",
+    "a\\b",
+    "a\0b",
+    "x" * 300,
+    "\ud800",
+    MANIFEST,
+    7,
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: repr(name)[:20])
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_box_names_no_file_but_those_of_its_folder(folder: Path, name: Any, listed: bool) -> None:
+    (folder.parent / "secret").write_bytes((folder / FILE).read_bytes())
+    content = _content_of(folder)
+    for tensor in content["tensors"].values():
+        for box in tensor["boxes"]:
+            box[2] = name
+    if listed:
+        content["files"] = {str(name): content["files"][FILE]}
+    _seal(folder, content)
+    for said in _everything(folder, folder.parent / "out"):
+        assert said is not None and MANIFEST in said and ("file" in said)
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    path.with_name("target").write_bytes(b"")
+    path.symlink_to(path.with_name("target"))
+
+
+SPECIAL: list[tuple[Callable[[Path], None], str]] = [
+    (_pipe, "is a pipe; expected a regular file"),
+    (_link, "is a symbolic link"),
+    (lambda path: path.symlink_to("/dev/zero"), "is a symbolic link"),
+    (Path.mkdir, "is a folder; expected a regular file"),
+]
+
+
+@pytest.mark.parametrize("make, told", SPECIAL)
+@pytest.mark.parametrize("file", [FILE, MANIFEST])
+def test_only_regular_files_are_read_and_nobody_waits_for_a_pipe(
+    folder: Path, file: str, make: Callable[[Path], None], told: str
+) -> None:
+    (folder / file).unlink()
+    make(folder / file)
+    for said in _everything(folder, folder.parent / "out"):
+        assert said is not None and f"{file} {told}" in said
+
+
+@pytest.mark.parametrize("make, told", SPECIAL)
+def test_files_of_others_are_regular_ones_too(tmp_path: Path, make: Callable[[Path], None], told: str) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    make(source / "model.safetensors")
+    for read in (lambda: Safetensors(source), lambda: checkpoint.import_safetensors(source, tmp_path / "new")):
+        with pytest.raises(CheckpointError, match=told):
+            read()
+    shutil.rmtree(source)
+    source.mkdir()
+    make(source / INDEX)
+    with pytest.raises(CheckpointError, match=told):
+        Safetensors(source)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/dev/zero", "..", "", "a/b", 3, None, {}])
+def test_an_index_names_no_file_but_those_beside_it(tmp_path: Path, name: Any) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({"w": torch.ones(2)}, tmp_path / "x.safetensors")
+    (source / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
+    for read in (lambda: Safetensors(source), lambda: checkpoint.import_safetensors(source, tmp_path / "new")):
+        with pytest.raises(CheckpointError, match=r"weight_map\['w'\]\) names the file .*; expected the plain name"):
+            read()
+
+
+def test_links_are_followed_where_the_user_named_them_and_in_the_cache_of_the_hub(tmp_path: Path, folder: Path) -> None:
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "main", tmp_path / "models--x" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"w": torch.ones(2)}, blobs / ("ab" * 32))
+    (snapshot / "model.safetensors").symlink_to("../../blobs/" + "ab" * 32)
+    assert Safetensors(snapshot).shapes == Safetensors(snapshot / "model.safetensors").shapes == {"w": (2,)}
+    assert checkpoint.import_safetensors(snapshot, tmp_path / "new").name == "step-000000"
+    (blobs / ("ab" * 32)).rename(tmp_path / "elsewhere")
+    (blobs / ("ab" * 32)).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        Safetensors(snapshot)
+    (tmp_path / "latest").symlink_to(folder)
+    assert checkpoint.load(tmp_path / "latest", Case().state) is not None
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+TENSOR = "model.0.weight"
+
+
+def _tensor(content: dict[str, Any]) -> dict[str, Any]:
+    return content["tensors"][TENSOR]
+
+
+def _giant(content: dict[str, Any]) -> None:
+    _tensor(content)["shape"] = [HUGE, HUGE]
+    _tensor(content)["boxes"][0][1] = [HUGE, HUGE]
+
+
+def _giant_file(content: dict[str, Any]) -> None:
+    _giant(content)
+    _tensor(content)["shape"] = _tensor(content)["boxes"][0][1] = [HUGE, 1]
+    content["files"][FILE][0] += HUGE * 4
+
+
+def _overlap(content: dict[str, Any]) -> None:
+    _tensor(content)["boxes"] *= 2
+
+
+def _same_bytes_twice(content: dict[str, Any]) -> None:
+    content["tensors"]["optimizer.0.weight.exp_avg"] = copy.deepcopy(_tensor(content))
+
+
+def _shifted(content: dict[str, Any]) -> None:
+    _tensor(content)["boxes"][0][3] += 4
+
+
+def _set(*path: Any) -> Callable[[dict[str, Any]], None]:
+    *way, key, value = path
+
+    def change(content: dict[str, Any]) -> None:
+        node: Any = content
+        for step in way:
+            node = node[step]
+        node[key] = value
+
+    return change
+
+
+MISFITS: list[tuple[Callable[[dict[str, Any]], None], str]] = [
+    (_giant, rf"tensors\['{TENSOR}'\]\.shape .* less than 2\^63 bytes"),
+    (_giant_file, rf"{FILE}.* is truncated|files\['{FILE}'\]"),
+    (_overlap, rf"tensors\['{TENSOR}'\]\.boxes do not hold each element"),
+    (_set("tensors", TENSOR, "boxes", []), rf"tensors\['{TENSOR}'\]\.boxes do not hold each element"),
+    (_same_bytes_twice, rf"files\['{FILE}'\] has .* each of the others once"),
+    (_shifted, rf"files\['{FILE}'\] has"),
+    (_set("tensors", TENSOR, "boxes", 0, 3, -8), r"boxes\[0\]\.start is -8"),
+    (_set("tensors", TENSOR, "boxes", 0, 0, 0, -1), r"boxes\[0\]\.offsets\[0\] is -1"),
+    (_set("tensors", TENSOR, "boxes", 0, 4, True), r"boxes\[0\]\.crc32 is True"),
+    (_set("tensors", TENSOR, "boxes", 0, 4, 2**32), r"boxes\[0\]\.crc32 is 4294967296"),
+    (_set("tensors", TENSOR, "shape", 0, 2.0), r"shape\[0\] is 2\.0"),
+    (_set("tensors", TENSOR, "shape", [1] * 5000), "at most 64 dimensions"),
+    (_set("tensors", TENSOR, "dtype", "F31"), r"dtype is 'F31'; expected one of F64"),
+    (_set("files", FILE, 1, -1), r"files\['rank-00000.safetensors'\]\[1\].* is -1"),
+    (_set("files", FILE, 0, float("nan")), r"\[0\] \(bytes\) is nan"),
+    (_set("seconds", 1e300), r"content\.seconds is 1e\+300"),
+    (_set("world", 0), r"content\.world is 0"),
+    (_set("step", 10**400), r"content\.step is 1"),
+    (_set("strategy", ""), r"content\.strategy is ''"),
+    (_set("values", "optimizer", "states", "0.weight", "like", 0, "gone"), r"states\['0.weight'\]\.like\[0\]"),
+    (_set("values", "optimizer", "groups", 0, "options", "params", []), r"options\.params is no option"),
+    (_set("values", "optimizer", "groups", 0, "options", "lr", "much"), "lr of the optimizer's group is 'much'"),
+    (_set("values", "optimizer", "groups", 0, "options", "betas", {"(tuple)": [0.9]}), "betas of the optimizer's"),
+    (
+        _set("values", "data", "order", {"(tensor)": TENSOR}),
+        "'data'.*; expected a tensor of 'data'",
+    ),
+    (_set("values", "data", "at", {"(tuple)": "abc"}), "'data' cannot be what was written .*expected a list"),
+    (_set("values", "data", "key", {"(bytes)": "xyz"}), "'data' cannot be what was written"),
+    (_set("values", "data", {"at": 1}), r"'data' \(Loader\) does not take its state \(KeyError"),
+    (_set("values", "model", "aliases", {"a": "gone"}), r"model\.aliases\['a'\] is 'gone'"),
+]
+
+
+@pytest.mark.parametrize("change, told", MISFITS)
+def test_what_does_not_fit_the_files_is_refused_by_file_and_field_before_memory_is_taken(
+    folder: Path, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    content = _content_of(folder)
+    change(content)
+    _seal(folder, content)
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.load(folder, Case().state)
+
+
+def test_numpys_generator_is_never_set_beside_its_state(folder: Path) -> None:
+    content = _content_of(folder)
+    box = content["tensors"]["rank.0.rng.numpy"]["boxes"][0]
+    data = bytearray((folder / FILE).read_bytes())
+    data[box[3] : box[3] + 8] = struct.pack("<q", 10**6)
+    (folder / FILE).write_bytes(data)
+    box[4] = zlib.crc32(data[box[3] : box[3] + 626 * 8])
+    _seal(folder, content)
+    with pytest.raises(CheckpointError, match="NumPy's position is 1000000; expected 0 to 624"):
+        checkpoint.load(folder, Case().state)
+
+
+def test_a_file_of_holes_that_no_memory_holds_is_refused(folder: Path) -> None:
+    content = _content_of(folder)
+    data = content["tensors"]["data.order"]
+    data["shape"] = data["boxes"][0][1] = [HUGE // 8]
+    moved = content["files"]["holes"] = [HUGE, 0, 0]
+    content["files"][FILE][0] -= 0
+    old = data["boxes"][0][3]
+    data["boxes"][0][2:4] = ["holes", 0]
+    with (folder / "holes").open("wb") as file:
+        file.truncate(HUGE)
+    # The bytes it had in the first file become another tensor's, so that all files are covered.
+    content["tensors"]["data.rest"] = {"dtype": "I64", "shape": [5], "boxes": [[[0], [5], FILE, old, 0]]}
+    _seal(folder, content)
+    assert moved[0] == HUGE
+    with pytest.raises(CheckpointError, match=r"data\.order has shape .* for which there is no memory"):
+        checkpoint.load(folder, Case().state)
+
+
+# --- JSON ------------------------------------------------------------------------------------------------------------
+
+TEXTS = {
+    "deep": b"[" * 100_000,
+    "deep and whole": b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    "within Python's depth": b"[" * 300 + b"]" * 300,
+    "not UTF-8": b'{"format": "\xff\xfe"}',
+    "twice": b'{"format": 1, "format": 2}',
+    "a number of 5000 digits": b'{"crc32": ' + b"9" * 5000 + b"}",
+    "empty": b"",
+    "null": b"null",
+    "a list": b"[1]",
+    "half": b'{"format": "towpath',
+}
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_json_that_no_program_wrote_is_refused_wherever_it_is_read(tmp_path: Path, folder: Path, text: bytes) -> None:
+    (folder / MANIFEST).write_bytes(text)
+    assert all(said is not None and MANIFEST in said for said in _everything(folder, folder.parent / "out"))
+    (folder / INDEX).write_bytes(text)
+    with pytest.raises(CheckpointError, match=INDEX):
+        Safetensors(folder)
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    with pytest.raises(CheckpointError, match=r"x\.safetensors"):
+        Safetensors(tmp_path / "x.safetensors")
+
+
+def test_what_is_too_long_is_refused_unread(folder: Path, tmp_path: Path) -> None:
+    os.truncate(folder / MANIFEST, 2 * GIB)
+    assert "manifest.json has 2,147,483,648 bytes; a whole manifest has at most 67,108,864" in (
+        checkpoint.verify(folder).problem or ""
+    )
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", 2**63 + 5))
+    with pytest.raises(CheckpointError, match=r"\(header\): its length is 9,223,372,036,854,775,813 bytes"):
+        Safetensors(tmp_path / "x.safetensors")
+    os.truncate(tmp_path / "x.safetensors", 2 * GIB)
+    with (tmp_path / "x.safetensors").open("r+b") as file:
+        file.write(struct.pack("<Q", GIB))
+    with pytest.raises(CheckpointError, match=r"its length is 1,073,741,824 bytes"):
+        checkpoint.import_safetensors(tmp_path / "x.safetensors", tmp_path / "new")
+
+
+def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, deep = Case(), [1]
+    for _ in range(200):
+        deep = [deep]
+    case.data.at = deep  # pyright: ignore[reportAttributeAccessIssue]
+    assert "nested deeper than 100 levels" in (checkpoint.save(tmp_path, 1, case.state).failure or "")
+    monkeypatch.setattr("towpath.checkpoint.manifest.MAX_JSON_BYTES", 1000)
+    assert "and at most 1,000 are read" in (checkpoint.save(tmp_path, 1, Case().state).failure or "")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = folder.parent
+    for step in range(8, 8 + len(MISFITS)):
+        bad = Path(shutil.copytree(folder, root / f"step-{step:06d}"))
+        content = _content_of(bad)
+        MISFITS[step - 8][0](content)
+        _seal(bad, content)
+    (root / "step-000100").mkdir()
+    os.mkfifo(root / "step-000100" / MANIFEST)
+    (root / "step-000101").mkdir()
+    (root / "step-000101" / MANIFEST).write_bytes(TEXTS["deep"])
+    (root / "step-000102").symlink_to(folder)
+    (root / "step-000103").write_text("a file")
+
+    loaded = checkpoint.load(root, Case().state)
+    assert loaded is not None and loaded.path == folder
+    skipped = [note.split()[0] for note in loaded.notes]
+    assert skipped == [f"step-{n:06d}" for n in (102, 101, 100, *range(7 + len(MISFITS), 7, -1))]
+    assert "which the search does not follow" in loaded.notes[0]
+    caplog.clear()
+    assert checkpoint.latest(root) is not None
+    assert "step-000101 was passed over" in caplog.text and "nested deeper" in caplog.text
+    with pytest.raises(CheckpointError, match="nested deeper"):
+        checkpoint.load(root / "step-000101", Case().state)
+    for command in (["export", str(root), str(tmp_path / "out")], ["checkpoint", "show", str(root)]):
+        assert CliRunner().invoke(app, command).exit_code == 0
+    for command in (["checkpoint", "ls", str(root)], ["checkpoint", "verify", str(root)]):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 1 and "is a pipe" in result.stdout
+
+
+def test_nothing_is_unpickled(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("unpickled")
+
+    for owner, name in ((pickle, "load"), (pickle, "loads"), (pickle, "Unpickler"), (torch, "load")):
+        monkeypatch.setattr(owner, name, refuse)
+    assert _everything(folder, tmp_path / "out") == [None, None, None]
+    assert checkpoint.import_safetensors(tmp_path / "out", tmp_path / "new").exists()
+
+
+def test_what_a_terminal_would_obey_is_shown_and_markup_is_text(folder: Path) -> None:
+    content = _content_of(folder)
+    content["tensors"] = {n.replace("model.0", "model.\x1b[2J[/b]"): t for n, t in content["tensors"].items()}
+    content["values"] = {"[/x]\x07": 1}
+    content["written_by"] = "[/red]\x1b]0;x"
+    _seal(folder, content)
+    result = CliRunner().invoke(app, ["checkpoint", "show", str(folder)])
+    assert result.exit_code == 0 and "\x1b" not in result.stdout and r"\x1b[2J[/b]" in result.stdout
+
+
+# --- fuzz ------------------------------------------------------------------------------------------------------------
+
+DEEP: Any = 0
+for _ in range(150):
+    DEEP = [DEEP]
+
+HOSTILE: list[Any] = [
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, -(2**63), 2**64, 10**300, 0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "../../x", "/dev/zero", "\ud800", "\0", "F64", "BOOL", MANIFEST, FILE, "y" * 5000),
+    *([], {}, [[]], [0] * 100, [HUGE, HUGE], {"": {}}, {"(tensor)": TENSOR}, {"(tensor)": []}, {"(tuple)": 5}),
+    *({"(items)": [[[], 1]]}, {"(items)": [[1, 1], [1, 2]]}, {"(bytes)": "zz"}, {"(bytes)": []}, DEEP),
+]
+
+
+def _nodes(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    children: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    for key, child in children:
+        yield from _nodes(child, (*path, key))
+
+
+def _mutate(content: dict[str, Any], data: st.DataObject) -> None:
+    """Replace, delete, repeat, rename or bury one node."""
+    *way, key = data.draw(st.sampled_from(list(_nodes(content))))
+    node: Any = content
+    for step in way:
+        node = node[step]
+    match data.draw(st.sampled_from(["replace", "delete", "repeat", "rename", "bury", "nudge"])):
+        case "delete":
+            del node[key]
+        case "repeat" if isinstance(node, list):
+            node.append(copy.deepcopy(node[key]))
+        case "rename" if isinstance(node, dict):
+            node[data.draw(st.sampled_from([h for h in HOSTILE if isinstance(h, str)]))] = node.pop(key)
+        case "bury":
+            node[key] = [node[key]]
+        case "nudge" if type(node[key]) is int:
+            node[key] += data.draw(st.sampled_from([-8, -1, 1, 4, 1 << 40]))
+        case _:
+            node[key] = data.draw(st.sampled_from(HOSTILE))
+
+
+@fuzz(50)
+@given(st.data())
+def test_any_change_of_a_manifest_that_vouches_for_itself_is_an_error_or_a_whole_checkpoint(
+    saved: tuple[Case, Path], folder: Path, data: st.DataObject
+) -> None:
+    """Whoever seals a manifest anew can say what a checkpoint says; what it cannot is reach beyond it."""
+    content = _content_of(saved[1])
+    for _ in range(data.draw(st.integers(1, 2))):
+        _mutate(content, data)
+    _seal(folder, content)
+    into = Case()
+    shapes = {n: t.shape for n, t in into.model.state_dict().items()}
+    try:
+        loaded = checkpoint.load(folder, into.state)
+        assert loaded is not None
+        assert {n: t.shape for n, t in into.model.state_dict().items()} == shapes
+        for parameter, state in into.optimizer.state.items():
+            assert all(state[key].shape == parameter.shape for key in ("exp_avg", "exp_avg_sq") if key in state)
+    except CheckpointError as error:
+        assert "\n" not in str(error) and len(str(error)) < 2000
+    checkpoint.verify(folder)
+    try:
+        shutil.rmtree(folder.parent / "out", ignore_errors=True)
+        checkpoint.export(folder, folder.parent / "out")
+    except CheckpointError:
+        pass
+
+
+def _change(original: bytes, data: st.DataObject) -> bytes:
+    """Flip, cut, repeat or put in some bytes."""
+    at = data.draw(st.integers(0, len(original) - 1))
+    some = data.draw(st.binary(min_size=1, max_size=9))
+    match data.draw(st.sampled_from(["flip", "cut", "drop", "insert", "overwrite", "extend"])):
+        case "flip":
+            return original[:at] + bytes([original[at] ^ 1 << data.draw(st.integers(0, 7))]) + original[at + 1 :]
+        case "cut":
+            return original[:at]
+        case "drop":
+            return original[:at] + original[at + len(some) :]
+        case "insert":
+            return original[:at] + some + original[at:]
+        case "overwrite":
+            return original[:at] + some + original[at + len(some) :]
+        case _:
+            return original + some * data.draw(st.integers(1, 1000))
+
+
+@fuzz(50)
+@given(st.data())
+def test_any_change_of_bytes_is_an_error_or_changes_nothing(
+    saved: tuple[Case, Path], folder: Path, data: st.DataObject
+) -> None:
+    case, original = saved
+    for name in (FILE, MANIFEST):
+        (folder / name).write_bytes((original / name).read_bytes())
+    name = data.draw(st.sampled_from([FILE, MANIFEST]))
+    (folder / name).write_bytes(_change((original / name).read_bytes(), data))
+    into = Case()
+    for parameter in into.model.parameters():
+        parameter.data.fill_(9.0)
+    try:
+        checkpoint.load(folder, into.state)
+    except CheckpointError as error:
+        assert name in str(error)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(into.content(), case.content(), strict=True))
+
+
+SOURCE = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64), "c": torch.empty(0, 2)}
+
+
+def _read_source(path: Path) -> dict[str, torch.Tensor]:
+    read = Safetensors(path)
+    return {n: read.values(n, 0, torch.Size(shape).numel()).view(shape) for n, shape in read.shapes.items()}
+
+
+@fuzz(100)
+@given(st.data())
+def test_any_change_of_a_header_of_safetensors_is_an_error_or_within_the_file(
+    tmp_path: Path, data: st.DataObject
+) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file(SOURCE, path)
+    original = path.read_bytes()
+    base = 8 + int.from_bytes(original[:8], "little")
+    if data.draw(st.booleans()):
+        header = json.loads(original[8:base])
+        _mutate(header, data)
+        text = json.dumps(header).encode()
+        length = data.draw(st.sampled_from([len(text), len(text) + 1, 0, 2**63, 2**64 - 1]))
+        path.write_bytes(struct.pack("<Q", length) + text + original[base:])
+    else:
+        path.write_bytes(_change(original[:base], data) + original[base:])
+    imported: list[Path] = []
+    try:
+        found = _read_source(path)
+    except CheckpointError as error:
+        assert "x.safetensors" in str(error)
+        with pytest.raises(CheckpointError):
+            checkpoint.import_safetensors(path, tmp_path / "new")
+    else:
+        assert sum(t.nbytes for t in found.values()) <= len(original)
+        imported.append(checkpoint.import_safetensors(path, tmp_path / "new"))
+        assert checkpoint.verify(imported[0]).ok
+    shutil.rmtree(tmp_path / "new", ignore_errors=True)
+
+
+@given(st.text(max_size=12))
+@settings(derandomize=True, database=None, deadline=None)
+def test_a_plain_name_stays_in_its_folder(name: str) -> None:
+    if safe_open.is_plain(name):
+        assert os.path.normpath(Path("/a/b") / name) == f"/a/b/{name}" and Path("/a/b", name).parent == Path("/a/b")
