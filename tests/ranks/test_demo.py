@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("demo")  # which runs once for all of them
-
 PROGRAM = """
 import sys
 import towpath.lab
