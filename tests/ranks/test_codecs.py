@@ -16,6 +16,7 @@ import torch.distributed as dist
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.select import bind, select
 from towpath.errors import MismatchError
@@ -39,7 +40,7 @@ NOISE = 0.45
 LENGTHS = [1, 7, 64, 1009, 5000]
 
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-codecs = pytest.mark.parametrize("codec", CODECS)
+codecs = in_turn(CODECS, 2, "codec")
 
 
 def _members(shape: Topology, local_major: bool = False) -> Members:
