@@ -29,7 +29,7 @@ def small(strategy, steps, whole=story.configuration):
 story.configuration = small
 towpath.lab.available = lambda: "a test forbids it"
 if __name__ == "__main__":
-    sys.argv = ["towpath", "demo", "--steps", "3", "-o", "report.html", "paro-iig", "zero3"]
+    sys.argv = ["towpath", "demo", "--steps", "3", "-o", "report.html", "paro-iig"]
     main.main()
 """
 

@@ -24,7 +24,7 @@ from tests.ranks import reference
 from tests.ranks.models import LOUDNESS, MODELS
 from tests.ranks.reference import Task
 from tests.ranks.server import World
-from tests.ranks.strategies import family, labels, strategy_of
+from tests.ranks.strategies import family, labels, seldom, strategy_of
 from tests.ranks.twin import distance
 
 SHAPES = ((2, 2), (2, 3), (4, 2), (3, 1))  # nodes, ranks per node
@@ -177,16 +177,16 @@ def _train_reference(task: Task) -> reference.Result | None:
 # --- the tests -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", every_pair(), ids=str)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Not where the module is imported, as every rank does: to choose takes seconds."""
+    if "case" in metafunc.fixturenames:
+        chosen = set(every_pair())
+        everything = "not parity" not in metafunc.config.option.markexpr  # thousands, which collecting alone takes time
+        cases = [case if case in chosen else seldom(case) for case in whole_product() if everything or case in chosen]
+        metafunc.parametrize("case", cases, ids=str)
+
+
 def test_training_ends_as_in_one_process(case: Case, world: Callable[[int], World], shared_folder: Path) -> None:
-    check(case, world, shared_folder)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("case", [c for c in whole_product() if c not in set(every_pair())], ids=str)
-def test_training_ends_as_in_one_process_in_the_rest_of_the_product(
-    case: Case, world: Callable[[int], World], shared_folder: Path
-) -> None:
     check(case, world, shared_folder)
 
 
