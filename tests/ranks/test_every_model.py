@@ -182,7 +182,7 @@ def _compiled(way: str, backend: str) -> nn.Module:
 @pytest.mark.parametrize("way", COMPILES)
 def test_blocks_compiled_as_one_graph_each_train_exactly(world: Worlds, way: str, label: str) -> None:
     """On two ranks: each of them compiles for itself."""
-    world(2).run(_train_compiled, way, label)
+    world(2).run(_train_compiled, way, label, timeout=600)
 
 
 def _train_compiled(way: str, label: str, backend: str = "aot_eager") -> None:
@@ -226,7 +226,7 @@ def _fresh_compiler() -> Iterator[None]:
 @pytest.mark.compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_blocks_compiled_to_machine_code_train_exactly(world: Worlds) -> None:
-    world(2).run(_train_compiled, "forward", "zero3", "inductor")
+    world(2).run(_train_compiled, "forward", "zero3", "inductor", timeout=600)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------
