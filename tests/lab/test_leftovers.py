@@ -58,11 +58,14 @@ def guards_of(owner: int) -> list[int]:
 
 @pytest.fixture
 def host() -> Iterator[None]:
-    """The host's links and mounts are the same after the test as before it."""
+    """The host's links, and what is mounted in a lab's folder, are the same after the test as before it.
 
-    def look() -> tuple[list[str], str]:
+    Other mounts may come and go: this machine has other tests, and other users.
+    """
+
+    def look() -> tuple[list[str], list[str]]:
         links = re.findall(r"^ *(\S+):", Path("/proc/self/net/dev").read_text(), re.MULTILINE)
-        return links, Path("/proc/self/mounts").read_text()
+        return links, [line for line in Path("/proc/self/mounts").read_text().splitlines() if "towpath-lab-" in line]
 
     before = look()
     yield

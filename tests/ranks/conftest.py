@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.server import World
+from tests.ranks.strategies import leave_to_parity
 
 # Process groups live as long as the processes that made them, and each has a thread that looks a hundred times a second
 # whether it is to end: a world that has many leaves the tests beside it a third of the machine.
 THREADS_OF_A_RANK = 40
 
+_live: list[World] = []
 
-@pytest.fixture(scope="module")
-def world() -> Iterator[Callable[[int], World]]:
+
+@pytest.fixture(scope="session")
+def world() -> Callable[[int], World]:
     """`world(4)`: four ranks. A world stays until another size is wanted, a rank failed, or it has too many threads."""
-    live: list[World] = []
 
     def of(size: int) -> World:
-        if live and live[0].alive and live[0].size == size and live[0].threads <= THREADS_OF_A_RANK:
-            return live[0]
-        while live:
-            live.pop().close()
-        live.append(World(size))
-        return live[0]
+        if _live and _live[0].alive and _live[0].size == size and _live[0].threads <= THREADS_OF_A_RANK:
+            return _live[0]
+        _end()
+        _live.append(World(size))
+        return _live[0]
 
-    yield of
-    while live:
-        live.pop().close()
+    return of
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """The last world ends with the last test of this folder: ranks that wait slow down the tests beside them."""
+    done = yield
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _end()
+    return done
+
+
+def _end() -> None:
+    while _live:
+        _live.pop().close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    leave_to_parity(items)
 
 
 @pytest.fixture(scope="session")

@@ -48,9 +48,14 @@ _PRELOAD = [
     "torch._dynamo",  # the optimizers load it at their first step: a second for every rank
     "torch.distributed.checkpoint",
     "torch.nn.utils",
+    "torch.profiler",
+    "functorch.compile",  # and what torch.compile loads when it first compiles
     "transformers.models.llama.modeling_llama",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.bert.modeling_bert",
+    "towpath",
+    "towpath.train.run",
+    "tests.ranks.twin",
 ]
 
 

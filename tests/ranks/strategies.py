@@ -67,16 +67,31 @@ def _chains(topology: Topology) -> Iterator[tuple[Extent, ...]]:
             yield p, g, o
 
 
-def in_turn(labels: Sequence[str], count: int) -> Callable[[Any], Any]:
-    """Parametrizes `label`: each test runs on `count` of them, another test on others; `make parity` runs it on all."""
+def in_turn(values: Sequence[Any], count: int, name: str = "label") -> Callable[[Any], Any]:
+    """Parametrizes `name`: each test, and each case of a test, runs on `count` of the values, the next one on others.
+
+    `make parity` runs all on all.
+    """
 
     def mark(test: Any) -> Any:
-        first = zlib.crc32(test.__name__.encode())
-        chosen = {labels[(first + i * len(labels) // count) % len(labels)] for i in range(count)}
-        rest = [seldom(label) for label in labels if label not in chosen]
-        return pytest.mark.parametrize("label", [*sorted(chosen), *rest])(test)
+        return pytest.mark.in_turn(name, count, len(values))(pytest.mark.parametrize(name, values, ids=str)(test))
 
     return mark
+
+
+def leave_to_parity(items: Sequence[pytest.Item]) -> None:
+    """Mark the cases of `in_turn` whose turn it is not."""
+    numbers: dict[str, dict[tuple[Any, ...], int]] = {}
+    for item in items:
+        turn = item.get_closest_marker("in_turn")
+        if turn is None or not isinstance(item, pytest.Function):
+            continue
+        name, count, values = turn.args
+        others = tuple(sorted((k, v) for k, v in item.callspec.indices.items() if k != name))
+        cases = numbers.setdefault(item.nodeid.partition("[")[0], {})
+        first = zlib.crc32(item.originalname.encode()) + cases.setdefault(others, len(cases))
+        if item.callspec.indices[name] not in {(first + i * values // count) % values for i in range(count)}:
+            item.add_marker(pytest.mark.parity)
 
 
 def seldom(*values: Any) -> Any:

@@ -19,7 +19,7 @@ import towpath
 from tests.ranks.models import MODELS, SEQUENCE, VOCABULARY, GPTBlock, TiedGPT
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin, loss_on
 from towpath import Extent, Topology, errors
 
@@ -29,7 +29,7 @@ SHAPE = Topology(2, 2)
 
 # One of each way that gradients and parameters travel: all-reduce, late and early reduction, two hops, gathers.
 KINDS = ("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-nig", "paro-iig", "lins:1x1|2x1|2x1")
-kinds = in_turn(KINDS, 3)
+kinds = in_turn(KINDS, 2)
 
 _gpt_loss = loss_on("gpt")
 
@@ -37,8 +37,11 @@ _gpt_loss = loss_on("gpt")
 # --- hpz and zero3 ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [Topology(2, 2), Topology(4, 2)], ids=str)
-@pytest.mark.parametrize("route", ["flat", "ring"])
+@pytest.mark.parametrize(
+    "shape, route",
+    [(SHAPE, "flat"), (SHAPE, "ring"), seldom(Topology(4, 2), "flat"), seldom(Topology(4, 2), "ring")],
+    ids=str,
+)
 def test_hpz_equals_zero3_bit_for_bit(world: Worlds, shape: Topology, route: str) -> None:
     for differing in world(shape.world).run(_train_hpz_and_zero3, shape, route):
         assert differing == []
@@ -472,7 +475,7 @@ def _shard_under_a_live_graph() -> str:
 
 
 def test_ranks_with_different_models_all_fail_with_what_differs(world: Worlds) -> None:
-    for message in world(4).run(_shard_different_models, timeout=20):
+    for message in world(4).run(_shard_different_models):
         assert "head.weight" in message
         assert "rank" in message
 
@@ -489,7 +492,7 @@ def _shard_different_models() -> str:
 
 
 def test_ranks_with_different_strategies_all_fail_with_what_differs(world: Worlds) -> None:
-    for message in world(4).run(_shard_different_strategies, timeout=20):
+    for message in world(4).run(_shard_different_strategies):
         assert "zero2" in message
         assert "zero3" in message
 
@@ -501,7 +504,7 @@ def _shard_different_strategies() -> str:
 
 
 def test_ranks_with_different_topologies_all_fail_with_what_differs(world: Worlds) -> None:
-    world(4).run(_shard_different_topologies, timeout=20)
+    world(4).run(_shard_different_topologies)
 
 
 def _shard_different_topologies() -> None:

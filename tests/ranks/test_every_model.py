@@ -46,7 +46,7 @@ Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("zero3", "hpz", "mics:2x1", "paro-iig", "zero1")
-labels = in_turn(LABELS, 2)
+labels = in_turn(LABELS, 1)
 
 WIDTH = 6
 
@@ -177,13 +177,16 @@ def _compiled(way: str, backend: str) -> nn.Module:
     return model
 
 
-@labels
+@pytest.mark.compiles
+@in_turn(("zero3", "hpz", "paro-iig", "zero1"), 1)
 @pytest.mark.parametrize("way", COMPILES)
 def test_blocks_compiled_as_one_graph_each_train_exactly(world: Worlds, way: str, label: str) -> None:
-    world(4).run(_train_compiled, way, label)
+    """On two ranks: each of them compiles for itself."""
+    world(2).run(_train_compiled, way, label, timeout=600)
 
 
-def _train_compiled(way: str, label: str, backend: str = "aot_eager", topology: Topology = SHAPE) -> None:
+def _train_compiled(way: str, label: str, backend: str = "aot_eager") -> None:
+    topology = Topology(2, 1)
     with _fresh_compiler():
         twin = Twin(lambda: _compiled(way, backend), _loss_of_plain_eager, label, topology)
         if way == "in place, after shard()":
@@ -220,9 +223,10 @@ def _fresh_compiler() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.mark.compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_blocks_compiled_to_machine_code_train_exactly(world: Worlds) -> None:
-    world(2).run(_train_compiled, "forward", "zero3", "inductor", Topology(2, 1))
+    world(2).run(_train_compiled, "forward", "zero3", "inductor", timeout=600)
 
 
 # --- evaluation ------------------------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def _train_recurrent(label: str) -> None:
 
 def test_what_one_rank_keeps_alive_changes_nothing(world: Worlds) -> None:
     """A rank that logs outputs keeps their graph: the order of its transfers must be the others' all the same."""
-    world(2).run(_keep_graphs, timeout=40)
+    world(2).run(_keep_graphs)
 
 
 def _keep_graphs() -> None:

@@ -1,15 +1,15 @@
 """Under every uncompressed strategy, training ends where one process ends.
 
 A case is a strategy on a shape of cluster, a number of micro-steps, a model and a dtype. `make parity` runs the whole
-product. `make test` runs a part of it in which every strategy meets every shape, and every two other values meet:
-a fault that needs two particular values to show does show.
+product. `make test` runs a part of it in which every strategy meets nodes of one rank and of several, both dtypes and
+both numbers of micro-steps, and every two other values meet: a fault that needs two such values to show does show.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -23,8 +23,8 @@ import towpath
 from tests.ranks import reference
 from tests.ranks.models import LOUDNESS, MODELS
 from tests.ranks.reference import Task
-from tests.ranks.server import World, run_ranks
-from tests.ranks.strategies import family, labels, strategy_of
+from tests.ranks.server import World
+from tests.ranks.strategies import family, labels, seldom, strategy_of
 from tests.ranks.twin import distance
 
 SHAPES = ((2, 2), (2, 3), (4, 2), (3, 1))  # nodes, ranks per node
@@ -79,42 +79,30 @@ def whole_product() -> tuple[Case, ...]:
 
 @cache
 def every_pair() -> tuple[Case, ...]:
-    """Each strategy on each shape once, with the rest chosen to make the most new pairs; then what is still missing."""
-    by_place: dict[tuple[str, tuple[int, int]], list[Case]] = {}
-    for case in whole_product():
-        by_place.setdefault((case.strategy, case.shape), []).append(case)
+    """Always the case with the most new pairs; among equals on the fewest ranks, then of the values used least."""
     wanted = {pair for case in whole_product() for pair in pairs(case)}
     used: Counter[Any] = Counter()
     chosen: set[Case] = set()
 
-    def choose(cases: Iterable[Case]) -> None:
-        """The case with the most new pairs; among equals, the one whose values were used least."""
+    def worth(case: Case) -> tuple[int, int, int]:
+        values = (case.strategy, case.model, case.shape, case.micro_steps, case.dtype)
+        return len(pairs(case) & wanted), -case.topology.world, -sum(used[v] for v in values)
 
-        def worth(case: Case) -> tuple[int, int]:
-            return len(pairs(case) & wanted), -sum(used[v] for v in (case.model, case.micro_steps, case.dtype))
-
-        case = max(cases, key=worth)
+    while wanted:
+        case = max(whole_product(), key=worth)
         chosen.add(case)
         wanted.difference_update(pairs(case))
-        used.update((case.model, case.micro_steps, case.dtype))
-
-    for cases in by_place.values():
-        choose(cases)
-    while wanted:
-        choose(whole_product())
+        used.update((case.strategy, case.model, case.shape, case.micro_steps, case.dtype))
     return tuple(case for case in whole_product() if case in chosen)
 
 
 @cache
 def pairs(case: Case) -> frozenset[tuple[tuple[str, Any], ...]]:
-    values = {
-        "strategy": family(case.strategy, case.topology),
-        "shape": case.shape,
-        "micro_steps": case.micro_steps,
-        "model": case.model,
-        "dtype": case.dtype,
-    }
-    return frozenset(combinations(values.items(), 2))
+    values = {"shape": case.shape, "micro_steps": case.micro_steps, "model": case.model, "dtype": case.dtype}
+    strategy = ("strategy", family(case.strategy, case.topology))
+    # Of a strategy's shapes only the kind counts: what crosses nodes alone, or what goes by two kinds of links.
+    beside = {"two levels": case.topology.ranks_per_node > 1, "micro_steps": case.micro_steps, "dtype": case.dtype}
+    return frozenset(combinations(values.items(), 2)) | {(strategy, pair) for pair in beside.items()}
 
 
 # --- one case --------------------------------------------------------------------------------------------------------
@@ -169,8 +157,9 @@ def _relative(found: list[float], expected: list[float]) -> float:
 
 
 def check(case: Case, world: Callable[[int], World], folder: Path) -> None:
-    expected = reference.load_or_train(case.task, folder, _train_reference)
-    for rank, found in enumerate(world(case.topology.world).run(train, case, expected)):
+    ranks = world(case.topology.world)
+    expected = reference.load_or_train(case.task, folder, lambda task: ranks.run(_train_reference, task)[0])
+    for rank, found in enumerate(ranks.run(train, case, expected)):
         limit = TOLERANCE[case.dtype]
         far = {name: value for name, value in found.parameters.items() if not value <= limit}
         assert not far, f"rank {rank}: {len(far)} of {len(found.parameters)} parameters are off: {far}"
@@ -178,24 +167,26 @@ def check(case: Case, world: Callable[[int], World], folder: Path) -> None:
         assert found.norms <= limit, f"rank {rank}: norms"
 
 
-def _train_reference(task: Task) -> reference.Result:
-    (result,) = run_ranks(reference.train_in_one_process, 1, task)
-    return result
+def _train_reference(task: Task) -> reference.Result | None:
+    """In one of the processes that are there, which hears nothing of the others."""
+    import torch.distributed as dist
+
+    return reference.train_in_one_process(task) if dist.get_rank() == 0 else None
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", every_pair(), ids=str)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Not where the module is imported, as every rank does: to choose takes seconds."""
+    if "case" in metafunc.fixturenames:
+        chosen = set(every_pair())
+        everything = "not parity" not in metafunc.config.option.markexpr  # thousands, which collecting alone takes time
+        cases = [case if case in chosen else seldom(case) for case in whole_product() if everything or case in chosen]
+        metafunc.parametrize("case", cases, ids=str)
+
+
 def test_training_ends_as_in_one_process(case: Case, world: Callable[[int], World], shared_folder: Path) -> None:
-    check(case, world, shared_folder)
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize("case", [c for c in whole_product() if c not in set(every_pair())], ids=str)
-def test_training_ends_as_in_one_process_in_the_rest_of_the_product(
-    case: Case, world: Callable[[int], World], shared_folder: Path
-) -> None:
     check(case, world, shared_folder)
 
 
@@ -203,4 +194,5 @@ def test_the_chosen_cases_hold_every_pair_of_values_that_the_product_holds() -> 
     held = {pair for case in every_pair() for pair in pairs(case)}
 
     assert held == {pair for case in whole_product() for pair in pairs(case)}
-    assert {(c.strategy, c.shape) for c in every_pair()} == {(c.strategy, c.shape) for c in whole_product()}
+    names = [{case.strategy.partition(":")[0] for case in cases} for cases in (every_pair(), whole_product())]
+    assert names[0] == names[1]

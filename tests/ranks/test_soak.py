@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
+@pytest.mark.soak
 def test_killed_ranks_change_no_bit_of_what_is_trained(tmp_path: Path) -> None:
     command = [sys.executable, str(SOAK), "zero3", "--kills", "2", "--seed", "1", "--settle", "0"]
     command += ["--folder", str(tmp_path), "-o", str(tmp_path / "soak.jsonl")]

@@ -185,6 +185,7 @@ def _checkpointed_alike(config: ModelConfig) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("order", [seldom("compiled"), seldom("compiled, checkpointed"), "checkpointed, compiled"])
 def test_compiled_blocks_share_one_graph_and_train_alike(world: Worlds, order: str) -> None:
     for graphs, distance in world(4).run(_compiled_alike, order):

@@ -8,6 +8,7 @@ from math import ceil
 import pytest
 
 import towpath
+from tests.cases import each
 from towpath.spec.routes import (
     ROUTES,
     Grid,
@@ -31,13 +32,10 @@ SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 4), (3, 1), (2, 2), (2, 3),
 TWO_LEVELS = [t for t in SHAPES if t.nodes > 1 and t.ranks_per_node > 1]
 ORDERS = ("rank order", "local-major")
 
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-orders = pytest.mark.parametrize("order", ORDERS)
 routes = pytest.mark.parametrize("route", ROUTES)
-ops = pytest.mark.parametrize("op", list(Op))
 
 SHORT, LONG = 1 << 10, 1 << 24  # bytes of slices that travel whole, and of those that a route may cut up
-lengths = pytest.mark.parametrize("slice_bytes", [SHORT, LONG], ids=["short", "long"])
+LENGTHS = (SHORT, LONG)
 
 
 def group_of(shape: Topology, order: str) -> Group:
@@ -77,10 +75,8 @@ def carry_out(plan: list[Send], held: Held) -> None:
             held[target] = sent[i]
 
 
-@shapes
-@orders
 @routes
-@lengths
+@each(shape=SHAPES, order=ORDERS, slice_bytes=LENGTHS)
 def test_a_gather_brings_every_slice_to_everyone_exactly_once(
     slice_bytes: int, route: str, order: str, shape: Topology
 ) -> None:
@@ -97,11 +93,9 @@ def test_a_gather_brings_every_slice_to_everyone_exactly_once(
     assert len({(s.target, s.piece) for s in plan}) == len(plan)
 
 
-@shapes
-@orders
 @routes
 @pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
-@lengths
+@each(shape=SHAPES, order=ORDERS, slice_bytes=LENGTHS)
 def test_a_reduction_counts_every_contribution_exactly_once(
     slice_bytes: int, op: Op, route: str, order: str, shape: Topology
 ) -> None:
@@ -114,10 +108,8 @@ def test_a_reduction_counts_every_contribution_exactly_once(
             assert all(held[member, slot, part] == everyone for part in range(parts))
 
 
-@shapes
 @routes
-@ops
-@lengths
+@each(shape=SHAPES, op=list(Op), slice_bytes=LENGTHS)
 def test_plans_are_in_the_order_of_their_steps_and_every_message_ends(
     slice_bytes: int, op: Op, route: str, shape: Topology
 ) -> None:
@@ -129,10 +121,8 @@ def test_plans_are_in_the_order_of_their_steps_and_every_message_ends(
     assert all(steps == by_member[0] for steps in by_member)
 
 
-@shapes
-@orders
 @routes
-@ops
+@each(shape=SHAPES, order=ORDERS, op=list(Op))
 def test_pieces_cover_a_region_of_any_length(
     op: Op, route: str, order: str, shape: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,10 +191,7 @@ def seconds(plan: list[Send], shape: Topology, inter: float, intra: float) -> fl
     return max(done.values())
 
 
-@pytest.mark.parametrize("shape", TWO_LEVELS, ids=str)
-@pytest.mark.parametrize("inter", [1, 2, 5, 20])
-@pytest.mark.parametrize("op", [Op.ALL_GATHER, Op.REDUCE_SCATTER])
-@lengths
+@each(shape=TWO_LEVELS, inter=[1, 2, 5, 20], op=[Op.ALL_GATHER, Op.REDUCE_SCATTER], slice_bytes=LENGTHS)
 def test_the_ho_ring_takes_no_longer_than_its_model(slice_bytes: int, op: Op, inter: float, shape: Topology) -> None:
     """max(g(M−1)·tₐ, (g−1)·tₑ + (M−1)·tₐ), where the second is of a ring that is not cut in parts."""
     g, width, intra = shape.nodes, shape.ranks_per_node, 1.0
@@ -224,10 +211,8 @@ def test_two_nodes_of_four_behind_cables_of_a_sixteenth_take_what_the_algorithms
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
-@shapes
-@orders
 @routes
-@lengths
+@each(shape=SHAPES, order=ORDERS, slice_bytes=LENGTHS)
 def test_no_cell_of_the_wire_buffer_is_used_twice_at_a_time(
     slice_bytes: int, route: str, order: str, shape: Topology
 ) -> None:

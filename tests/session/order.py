@@ -1,0 +1,48 @@
+"""Which worker runs which file, and in which order.
+
+A file stays whole on one worker: what its fixtures make is made once. (xdist_group would ask for that, but pytest-xdist
+3.8 writes the group into a field that pytest 9.2 does not read.) Files of ranks come first, and the longest of them
+before the others. The first worker takes them from there; the others take from the other end, so that what one process
+computes goes beside what four do, and two worlds share the cores only when nothing else is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+# By what the end of a run says of their processor seconds.
+LONGEST = ("test_every_model", "test_parity", "test_train", "test_engine_promises", "test_resume", "test_checkpoint")
+FOLDERS = ("ranks", "lab", "unit", "gpu")
+
+
+def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    def place(item: pytest.Item) -> tuple[int, int]:
+        folder, name = item.path.parent.name, item.path.stem
+        return (
+            FOLDERS.index(folder) if folder in FOLDERS else len(FOLDERS),
+            LONGEST.index(name) if folder == "ranks" and name in LONGEST else len(LONGEST),
+        )
+
+    return sorted(items, key=place)
+
+
+class Scheduling:
+    """The hook of pytest-xdist; a run without it knows no such hook."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        from xdist.scheduler import LoadFileScheduling
+
+        class FromBothEnds(LoadFileScheduling):
+            def _assign_work_unit(self, node: Any) -> None:
+                if node is not self.nodes[0]:
+                    self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+                super()._assign_work_unit(node)
+
+        if config.getvalue("dist") != "load":
+            return None  # the user's own wish
+        config.option.loadscopereorder = False
+        return FromBothEnds(config, log)

@@ -1,0 +1,102 @@
+"""The sessions of the tests themselves: what is required, what is told at the end, what is too slow."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cases import each
+from tests.session import spent
+from tests.session.record import ROOT
+from tests.session.spent import Ledger, processor_seconds
+
+
+def _pytest(folder: Path, test: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A session of its own with our hooks, in a folder that holds one file of tests."""
+    (folder / "conftest.py").write_text("from tests.conftest import *\n")
+    (folder / "test_it.py").write_text(test)
+    kept = {name: value for name, value in os.environ.items() if name != "CI" and not name.startswith("PYTEST_")}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    command += ["--rootdir", str(folder), *options, str(folder)]
+    environment = {**kept, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_what_is_required_and_missing_ends_a_session_before_its_first_test(tmp_path: Path) -> None:
+    """An extension that cannot be imported, on a machine that says it is continuous integration."""
+    hidden = "import sys\nsys.modules['towpath.codecs.kernels.native'] = None\n"
+    test = "def test_it():\n    print('it ran')\n"
+    (tmp_path / "sitecustomize.py").write_text(hidden)
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    ended = _pytest(tmp_path, test, "-n", "0", "--may-miss", "lab,triton", CI="true", PYTHONPATH=path)
+    assert ended.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "native is required and missing: the C++ extension was not built" in ended.stderr
+    assert "passed" not in ended.stdout
+    went_on = _pytest(tmp_path, test, "-n", "0", "--may-miss", "native,lab,triton", CI="true", PYTHONPATH=path)
+    assert went_on.returncode == 0, went_on.stdout + went_on.stderr
+
+
+SKIPPING = """
+import pytest
+
+@pytest.mark.parametrize("i", range(3))
+def test_of_a_planet(i): pytest.skip("no Mars here")
+
+def test_of_the_moon(): pytest.skip("no Moon here")
+"""
+
+
+def test_each_reason_to_skip_is_told_once_with_its_count_also_by_workers(tmp_path: Path) -> None:
+    ended = _pytest(tmp_path, SKIPPING, "-n", "1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    told = [line.split(maxsplit=1) for line in ended.stdout.splitlines() if "here" in line]
+    assert told == [["3", "no Mars here  (test_it.py)"], ["1", "no Moon here  (test_it.py)"]]
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiles"])
+@pytest.mark.parametrize("load, fails", [(0.1, True), (3.0, False)], ids=["idle", "busy"])
+def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_compiles(
+    monkeypatch: pytest.MonkeyPatch, load: float, fails: bool, compiles: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    ledger = Ledger(None)
+    taken = {"seconds": spent.LIMIT_SECONDS + 1, "cpu": 2.0, "compiles": compiles}
+    report = pytest.TestReport("slow", ("", 0, ""), {}, "passed", None, "teardown", user_properties=[("spent", taken)])
+    ledger.pytest_runtest_logreport(report)
+
+    class Session:
+        exitstatus = pytest.ExitCode.OK
+
+    ledger.pytest_sessionfinish(Session, pytest.ExitCode.OK)  # pyright: ignore[reportArgumentType]
+    assert (Session.exitstatus == pytest.ExitCode.TESTS_FAILED) == (fails and not compiles)
+
+
+def test_processor_seconds_hold_those_of_living_grandchildren() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(1, flush=True)\ninput()"
+    program = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-c', {busy!r}], stdin=subprocess.PIPE)\n"
+        "input()\nchild.communicate()"
+    )
+    before = processor_seconds()
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "1\n"
+        assert processor_seconds() - before >= 0.29  # in ticks of a hundredth
+        process.communicate("\n")
+
+
+def test_a_case_that_fails_in_a_loop_is_named() -> None:
+    @each(a=[1, 2], b=["x"])
+    def test(a: int, b: str) -> None:
+        assert a == 1
+
+    with pytest.raises(AssertionError) as caught:
+        test()
+    assert caught.value.__notes__ == ["with a=2, b=x"]
