@@ -265,6 +265,7 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
 
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
     moves, own = strategy.moves, bucket.dtype
+    precision = Precision() if bucket.exact else precision
     compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
     numel = bucket.padded(moves.optimizer.count)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
