@@ -143,7 +143,7 @@ class Engine:
             return
         unit = use.unit
         if torch.is_grad_enabled():
-            self._make_graph(unit)
+            self._check_graph(unit)
         self._begin_backward()
         if use.version != unit.version:
             raise StepError(
@@ -155,13 +155,12 @@ class Engine:
         unit.show(whole=True)  # for what is recomputed inside the unit
         self.wiring.record.begins("backward", unit.name)
 
-    def _make_graph(self, unit: Unit) -> None:
-        """For create_graph=True: what this backward pass computes with is read again when its graph is walked."""
+    def _check_graph(self, unit: Unit) -> None:
+        """Under create_graph=True, what a backward pass computes with is read again when its graph is walked."""
         if unit.slot is not None and not unit.pinned:
             raise StepError(
-                f"unit {unit.name or 'root'!r}: a backward pass with create_graph=True makes a graph that reads the "
-                "weights again, and they are released before it is walked. Do the forward pass, "
-                "autograd.grad(..., create_graph=True) and the backward() that follows inside "
+                f"unit {unit.name or 'root'!r}: a graph made with create_graph=True reads the weights again after they "
+                "are released. Run forward, autograd.grad(...) and backward() inside "
                 "`with towpath.full_parameters(model):`."
             )
         self._graphs = 2  # this one and the next
@@ -188,9 +187,8 @@ class Engine:
         self._begin_backward()
         if grad.requires_grad:
             raise StepError(
-                f"{bucket.layout.places[index].names[0]}: its gradient has a graph, and the sum over the ranks would "
-                "lose it. Instead of backward(create_graph=True) take autograd.grad(loss, inputs, create_graph=True), "
-                "of the model's inputs or activations."
+                f"{bucket.layout.places[index].names[0]}: its gradient has a graph, which a sum over ranks loses. "
+                "Instead of backward(create_graph=True) take autograd.grad(loss, inputs, create_graph=True)."
             )
         if unit.holds != unit.version and not bucket.whole:
             raise StepError(
