@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from towpath.api import Stats, full_parameters, schedule, shard, stats
+    from towpath.engine.hooks import register_forward_method
     from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
     from towpath.spec.placement import Placement
@@ -37,6 +38,7 @@ __all__ = [
     "TowpathError",
     "Wire",
     "full_parameters",
+    "register_forward_method",
     "schedule",
     "shard",
     "stats",
@@ -54,6 +56,7 @@ _HOMES = {
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Wire": "spec.wire",
+    "register_forward_method": "engine.hooks",
     "strategies": "spec.presets",
     "strategy": "spec.presets",
 }

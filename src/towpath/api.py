@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,11 @@ from torch import nn
 
 from towpath.engine.build import Order, agree, build, check_exchangeable, check_values, optimizers_of
 from towpath.engine.executor import Engine
-from towpath.engine.hooks import become
 from towpath.engine.initialise import Values
 from towpath.engine.joining import Batch, joined
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.record import Record, TransferStats
+from towpath.engine.roles import become
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.trace import Interval, Trace
 from towpath.engine.whole import reshard, unshard
@@ -67,7 +68,7 @@ def shard(
     try:
         resolved = _resolve(strategy, topology, groups.world)
         _check_class(model)
-        layouts = lay_out(model, units)
+        layouts = lay_out(model, units, precision)
         check_exchangeable(layouts, groups)
         if values is not None:
             check_values(layouts)
@@ -117,6 +118,14 @@ class ShardedModule(nn.Module):
 
     towpath_engine: Engine
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As it was, of ShardTensors; inside `full_parameters` of whole tensors."""
+        frame = inspect.currentframe()
+        caller = frame.f_back if frame is not None else None
+        if caller is not None and caller.f_code.co_name == "_get_model_state_dict":
+            _refuse_full_state_dict(self.towpath_engine, caller.f_locals.get("info"))
+        return super().state_dict(*args, **kwargs)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
         return self.towpath_engine.no_sync()
@@ -150,6 +159,15 @@ class ShardedModule(nn.Module):
         """
         for buffer in self.buffers():
             self.towpath_engine.wiring.groups.broadcast(buffer, rank)
+
+
+def _refuse_full_state_dict(engine: Engine, options: Any) -> None:
+    """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole."""
+    if getattr(options, "full_state_dict", False) and not engine.root.pinned:
+        raise ShardError(
+            "get_model_state_dict(full_state_dict=True) does not gather ShardTensors. Let every rank call it inside "
+            "`with towpath.full_parameters(model):`; or save with towpath.checkpoint, and export with `towpath export`."
+        )
 
 
 def _check_class(model: nn.Module) -> None:
@@ -206,7 +224,7 @@ def schedule(
         specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
         precision = precision or model_or_numels.towpath_engine.precision
     elif isinstance(model_or_numels, nn.Module):
-        specs = tuple(u.spec for u in lay_out(model_or_numels, units))
+        specs = tuple(u.spec for u in lay_out(model_or_numels, units, precision))
     else:
         specs = units_from_numels(model_or_numels)
     return derive_schedule(strategy, specs, micro_steps, precision)

@@ -113,6 +113,8 @@ class Bucket:
             place.parallel,
             mesh.counts(place.parallel),
             tuple(rank for rank, slot in enumerate(cut.slots) if slot == cut.slots[self.rank]),
+            place.names[0],
+            self.layout.unit,
         )
         start, end = where.in_cut()
         attributes = dict(vars(parameter))
@@ -201,6 +203,11 @@ class Bucket:
     def reduces(self) -> bool:
         """Whether gradients travel every micro-step; else they are summed where they lie."""
         return bool(self.lines[Kind.REDUCE])
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all its gradients have, since their memory was last cleared."""
+        return len(self._arrived) == len(self.used)
 
     def reclaim(self) -> None:
         """Before the G shard is written anew: whoever still holds a view of it, lent as `.grad`, gets a copy."""

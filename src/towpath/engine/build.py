@@ -13,12 +13,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
-from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers, torch_dtype
+from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial import Peers
@@ -78,6 +79,7 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
             if isinstance(module, nn.RNNBase):
                 # Weak references, by which it would notice new weights; `Unit.show` tells it of them.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
+            _drop_computed(module)
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
@@ -93,6 +95,13 @@ def _check_mesh(places: list[ParameterPlace], groups: Groups) -> None:
                 "group=, the data-parallel process group, as mesh['dp'].get_group() gives it. A model that another "
                 "library has sharded (FSDP) cannot be sharded again."
             )
+
+
+def _drop_computed(module: nn.Module) -> None:
+    """The weight that torch.nn.utils.weight_norm keeps beside its parameters is computed anew in every forward."""
+    for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+        if isinstance(hook, WeightNorm):
+            setattr(module, hook.name, getattr(module, hook.name).detach())
 
 
 def _in_use(parameter: nn.Parameter) -> str | None:
@@ -159,7 +168,7 @@ def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Gro
     if order.values is not None:
         agree(groups, [], source.failure())
     engine = Engine(strategy, precision, units, wiring, shared.writes)
-    attach(engine, torch_dtype(precision.params) if precision.params else None)
+    attach(model, engine)
     return engine
 
 

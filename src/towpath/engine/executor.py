@@ -13,7 +13,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
@@ -22,19 +21,15 @@ from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotPool
 from towpath.engine.passes import EndOfBackward, FailedPasses
 from towpath.engine.record import on_host
+from towpath.engine.shard_tensor import in_backward
 from towpath.engine.span import WriteMark
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
-from towpath.errors import ShardError, StepError
+from towpath.errors import StepError
 from towpath.spec.precision import Precision
 from towpath.spec.schedule import UNITS_IN_FLIGHT, backward_order, plan_unit, usage_transfers
 from towpath.spec.strategy import Kind, Strategy
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass: then a forward is a recomputation of a checkpointed part."""
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 class Engine:
@@ -52,6 +47,7 @@ class Engine:
         self._running_backward = False
         self.muted = False  # gradients of this rank count as zero
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
+        self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         # Which unit came after which, in the forward and in the backward pass: what to gather ahead.
         self._following: dict[Kind, dict[Unit, Unit]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
         self._previous: Unit | None = None
@@ -93,7 +89,7 @@ class Engine:
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
-        recomputing = in_backward()
+        recomputing = in_backward()  # a checkpointed part
         unit.check_parameters()
         if not recomputing:
             self.begin()
@@ -118,9 +114,9 @@ class Engine:
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         self.wiring.record.ends("recompute" if in_backward() else "forward", unit.name)
-        unit.show(whole=unit.pinned or unit.running)
+        unit.show(whole=unit.pinned or unit.running or unit.inside > 0)
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
-        if not in_backward() and not (unit.kept and graph_follows):
+        if not in_backward() and not (unit.kept and graph_follows) and not unit.inside:
             unit.rest()
             last = unit not in self._following[Kind.GATHER] and unit.forwards % len(unit.modules) == 0
             if graph_follows and last:
@@ -154,6 +150,8 @@ class Engine:
         if use.running:
             return
         unit = use.unit
+        if torch.is_grad_enabled():
+            self._check_graph(unit)
         self._begin_backward()
         if use.version != unit.version:
             raise StepError(
@@ -164,6 +162,16 @@ class Engine:
         self._gather(unit, Kind.BACKWARD_GATHER)
         unit.show(whole=True)  # for what is recomputed inside the unit
         self.wiring.record.begins("backward", unit.name)
+
+    def _check_graph(self, unit: Unit) -> None:
+        """Under create_graph=True, what a backward pass computes with is read again when its graph is walked."""
+        if unit.slot is not None and not unit.pinned:
+            raise StepError(
+                f"unit {unit.name or 'root'!r}: a graph made with create_graph=True reads the weights again after they "
+                "are released. Run forward, autograd.grad(...) and backward() inside "
+                "`with towpath.full_parameters(model):`."
+            )
+        self._graphs = 2  # this one and the next
 
     @on_host
     def left_for_input(self, use: Use, _: torch.Tensor) -> None:
@@ -176,7 +184,7 @@ class Engine:
         unit.backwards += 1
         self.wiring.record.ends("backward", unit.name)
         # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.
-        if unit.backwards >= unit.forwards:
+        if unit.backwards >= unit.forwards and not self._graphs:
             self._finish(unit)
         elif not unit.running:
             unit.rest()
@@ -185,6 +193,11 @@ class Engine:
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Autograd has accumulated the whole gradient of one parameter."""
         self._begin_backward()
+        if grad.requires_grad:
+            raise StepError(
+                f"{bucket.layout.places[index].names[0]}: its gradient has a graph, which a sum over ranks loses. "
+                "Instead of backward(create_graph=True) take autograd.grad(loss, inputs, create_graph=True)."
+            )
         if unit.holds != unit.version and not bucket.whole:
             raise StepError(
                 f"{bucket.layout.places[index].names[0]}: a gradient arrived while unit {unit.name!r} was not whole. "
@@ -313,6 +326,7 @@ class Engine:
     def _rest(self) -> None:
         """Between backward passes."""
         self._running_backward = self._failed = False
+        self._graphs = max(self._graphs - 1, 0)
         self._next = 0
         self._synced = []
         self.wiring.micro_step = 0 if self._boundary else self.wiring.micro_step + 1
@@ -364,12 +378,6 @@ class Engine:
             tell = told()
             if tell is not None:
                 tell()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ShardError(
-            "a sharded model cannot be copied: its process groups are its own. Build and shard another. For averaged "
-            "weights keep [p.detach().clone() for p in model.parameters()] and use torch._foreach_lerp_ on that list."
-        )
 
     def memory_bytes(self) -> dict[str, int]:
         total = {"weight slots": self.weights.nbytes, "gradient slots": self.gradients.nbytes}

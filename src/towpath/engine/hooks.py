@@ -2,49 +2,145 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache, partial
-from typing import Any, final
+from functools import partial, update_wrapper
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
 
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
+from towpath.engine.initialise import torch_dtype
+from towpath.engine.layout import kept_modules
+from towpath.engine.record import eager
+from towpath.engine.roles import become, keep_dtype
 from towpath.engine.unit import Unit, Use
+from towpath.errors import ShardError
 
 
-def attach(engine: Engine, compute_dtype: torch.dtype | None) -> None:
-    """Let `engine` run with the model. `compute_dtype`: what floating inputs of a unit are cast to."""
+def attach(model: nn.Module, engine: Engine) -> None:
+    """Let `engine` run with the model."""
+    kept = kept_modules(model, engine.precision)
+    exact = {id(m) for outermost in kept for m in outermost.modules()}
+    lower = torch_dtype(engine.precision.params) if engine.precision.params else None
+
+    def enter_by(module: nn.Module, role: type[Any], unit: Unit) -> None:
+        become(module, role)
+        forward = _Forward(engine, unit, module, None if id(module) in exact else lower)
+        object.__setattr__(module, "towpath_forward", forward)
+
+    for module in kept:
+        keep_dtype(module)
+    for module in _parts(engine):
+        enter_by(module, PartModule, engine.root)
     for unit in engine.units:
         for module in unit.modules:
-            become(module, UnitModule)
-            object.__setattr__(module, "towpath_forward", _Forward(engine, unit, module, compute_dtype))
+            enter_by(module, UnitModule, unit)
         for bucket in unit.trainable:
             for index, view in enumerate(bucket.views):
                 view.register_post_accumulate_grad_hook(_arrival(engine, unit, bucket, index))
 
 
-def become(module: nn.Module, role: type[Any]) -> None:
-    """Add `role` to the module's class, which keeps its name: libraries look at it."""
-    module.__class__ = _with_role(type(module), role)
+def _parts(engine: Engine) -> list[nn.Module]:
+    """The modules of the root, less itself, that compute with parameters of the root when they are called."""
+    (model,) = engine.root.modules
+    units = {id(m) for unit in engine.units for m in unit.modules}
+    owners = {id(m) for m in engine.root.owners}
+    found: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> bool:
+        if id(module) in units and module is not model:
+            return False
+        inside = [visit(child) for child in module.children()]
+        computes = id(module) in owners or any(inside)
+        callable_ = type(module).forward is not nn.Module.forward  # lists and dicts of modules are not
+        if computes and callable_ and module is not model and not isinstance(module, torch.jit.ScriptModule):
+            found[id(module)] = module
+        return computes
+
+    visit(model)
+    return list(found.values())
 
 
-@cache
-def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
-    """One class for all blocks of a model: torch.compile makes a graph for each class, and gives up after eight."""
-    return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
-
-
-class UnitModule(nn.Module):
-    """What a unit's module becomes. Its call is wrapped from outside, not hooked: `module.compile()` traces hooks."""
+class _Entry(nn.Module):
+    """Its call is wrapped from outside, not hooked: `module.compile()` traces hooks."""
 
     towpath_forward: _Forward
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardError(
+            f"{type(self).__name__} is sharded, and can be neither copied nor pickled: its process groups are its own. "
+            "To save it, use towpath.checkpoint, or model.state_dict() inside `with towpath.full_parameters(model):`. "
+            "Instead of a copy build and shard another; for averaged weights keep [p.detach().clone() for p in "
+            "model.parameters()] and use torch._foreach_lerp_ on that list."
+        )
+
+
+class UnitModule(_Entry):
+    """What a unit's module becomes."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.towpath_forward.run(super().__call__, args, kwargs)
+
+
+class PartModule(_Entry):
+    """What a module of the root becomes: called beside the root's forward, it does as the root does."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.towpath_forward.run_once(super().__call__, args, kwargs)
+
+
+def register_forward_method(module: nn.Module, method: str) -> None:
+    """Let `module.method(...)` find parameters whole, as `module(...)` does: an entry beside the forward.
+
+    `module`: a model that `shard` returned, a module of its root, or a unit's. Like the forward,
+    the method gathers: every rank must call it alike. What it gathers stays whole until it returns. To register a
+    method twice is to register it once.
+    """
+    kind = type(module).__name__
+    if not isinstance(module, _Entry):
+        raise ShardError(
+            f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
+            f"unit's module; got a {kind}, which is none of these. If it lies inside a unit, register a method of that "
+            "unit's module, or leave the unit to the root: pass the others as units= to shard()."
+        )
+    found = getattr(module, method, None)
+    if not callable(found):
+        known = [name for name in dir(type(module)) if callable(getattr(type(module), name, None))]
+        close = difflib.get_close_matches(method, known, n=3, cutoff=0.5)
+        meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+        raise ShardError(f"register_forward_method: {kind} has no method {method!r}.{meant}")
+    plain = inspect.unwrap(found)
+    if inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain):
+        raise ShardError(
+            f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
+            "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
+        )
+    if not isinstance(found, _Method):
+        object.__setattr__(module, method, _Method(module, found))
+
+
+@final
+class _Method:
+    """A method that is an entry."""
+
+    def __init__(self, module: nn.Module, found: Callable[..., Any]) -> None:
+        # Weakly: a module that held itself would wait for the collector, with all its buffers.
+        self._module = weakref.ref(module)
+        self._bound = getattr(found, "__self__", None) is module
+        self._function: Callable[..., Any] = getattr(found, "__func__", found) if self._bound else found
+        update_wrapper(self, found)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert isinstance(module, _Entry)
+        call = partial(self._function, module) if self._bound else self._function
+        return module.towpath_forward.run_once(call, args, kwargs)
 
 
 @final
@@ -52,26 +148,47 @@ class _Forward:
     """Around the forward of one module of a unit."""
 
     def __init__(self, engine: Engine, unit: Unit, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
-        self._engine, self._unit, self._compute_dtype = engine, unit, compute_dtype
+        # `compute_dtype`: what floating inputs are cast to.
+        self._engine, self.unit, self._compute_dtype = engine, unit, compute_dtype
         self._module = weakref.ref(module)
 
+    def run_once(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Only `call`, where it is part of a run under way."""
+        return call(*args, **kwargs) if self.unit.entered else self.run(call, args, kwargs)
+
+    @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Where all is compiled, the graph ends here; what `call` computes is another."""
         graph_follows = False
+        self.unit.inside += 1
         try:
-            self._engine.before_forward(self._unit, self._comes_back())
-            # A recomputation of a use whose backward pass is under way is part of that use.
-            use = Use(self._unit) if torch.is_grad_enabled() and not self._unit.running else None
-            with self._engine.host:
-                args, kwargs = self._enter(use, args, kwargs)
+            use, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            with self._engine.host:
-                graph_follows = use is not None and self._leave(use, output)
+            graph_follows = self._leaves(use, output)
             return output
         except BaseException as error:
-            self._engine.forward_failed(self._unit, error)
+            self._engine.forward_failed(self.unit, error)
             raise
         finally:  # the modules must get their ShardTensors back, also after an exception
-            self._engine.after_forward(self._unit, graph_follows)
+            self.unit.inside -= 1
+            self._after(graph_follows)
+
+    @eager
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, Any, Any]:
+        self._engine.before_forward(self.unit, self._comes_back())
+        # A recomputation of a use whose backward pass is under way is part of that use.
+        use = Use(self.unit) if torch.is_grad_enabled() and not self.unit.running else None
+        with self._engine.host:
+            return use, *self._enter(use, args, kwargs)
+
+    @eager
+    def _leaves(self, use: Use | None, output: Any) -> bool:
+        with self._engine.host:
+            return use is not None and self._leave(use, output)
+
+    @eager
+    def _after(self, graph_follows: bool) -> None:
+        self._engine.after_forward(self.unit, graph_follows)
 
     def _comes_back(self) -> bool:
         """Whether a backward pass may follow. A reentrant checkpoint runs its forward without a graph, yet it does."""
@@ -116,7 +233,7 @@ class _Forward:
         for tensor in outputs:
             tensor.register_hook(partial(self._engine.reached_output, use))
         if not outputs:
-            self._unit.uses.discard(use)
+            self.unit.uses.discard(use)
         return bool(outputs)
 
 
@@ -124,6 +241,7 @@ def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable
     # Weakly: the collector does not see through the tensor that keeps this hook, and the model would live for ever.
     its_engine, its_unit, its_bucket = weakref.ref(engine), weakref.ref(unit), weakref.ref(bucket)
 
+    @eager
     def arrived(view: torch.Tensor) -> None:
         engine, unit, bucket = its_engine(), its_unit(), its_bucket()
         if engine is None or unit is None or bucket is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from towpath.engine.parallel import Parallel, local_part, parallel_of
 from towpath.errors import ShardError
 from towpath.spec.formats import FLOATING, dtype_name
+from towpath.spec.precision import Precision
 from towpath.spec.units import BucketSpec, UnitSpec, together
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
@@ -26,7 +27,13 @@ class ParameterPlace:
     parameter: nn.Parameter
     shape: torch.Size  # of this rank's part of it, which is all of it unless it is split over a tensor-parallel mesh
     parallel: Parallel | None
+    exact: bool = False  # of a module that the precision keeps in its own dtype
     offset: int = 0  # as soon as the plan has laid out the bucket
+
+    @property
+    def key(self) -> tuple[str, bool, bool]:
+        """What the parameters of one bucket have in common."""
+        return dtype_name(self.parameter.dtype), self.parameter.requires_grad, self.exact
 
     @property
     def numel(self) -> int:
@@ -39,6 +46,7 @@ class ParameterPlace:
 
 @dataclass(slots=True)
 class BucketLayout:
+    unit: str
     spec: BucketSpec
     places: list[ParameterPlace]
 
@@ -56,11 +64,12 @@ class UnitLayout:
     buckets: list[BucketLayout]
 
 
-def lay_out(model: nn.Module, units: UnitChoice | None = None) -> list[UnitLayout]:
+def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precision | None = None) -> list[UnitLayout]:
     """The root unit first, then the others in the order of registration."""
     inner = _together(_default_units(model)) if units is None else _alone(_chosen_units(model, units))
     chosen = {"": [model], **inner}
     places = _places(model)
+    _mark_exact(places, kept_modules(model, precision or Precision()))
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
     mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
     inside = _unit_of_modules(model, homes)
@@ -73,12 +82,10 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None) -> list[UnitLayou
 
 def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> UnitLayout:
     """One bucket for each dtype and trainability, so that a LoRA run reduces only what trains."""
-    keys = dict.fromkeys((dtype_name(p.parameter.dtype), p.parameter.requires_grad) for p in places)
     buckets: list[BucketLayout] = []
-    for dtype, trainable in keys:
-        inside = [p for p in places if (dtype_name(p.parameter.dtype), p.parameter.requires_grad) == (dtype, trainable)]
-        spec = BucketSpec(tuple(p.numel for p in inside), dtype, trainable)
-        buckets.append(BucketLayout(spec, inside))
+    for key in dict.fromkeys(p.key for p in places):
+        inside = [p for p in places if p.key == key]
+        buckets.append(BucketLayout(name, BucketSpec(tuple(p.numel for p in inside), *key), inside))
     return UnitLayout(name, modules, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
 
 
@@ -140,6 +147,33 @@ def _chosen_units(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
             f"the model has {', '.join(sorted({type(m).__name__ for m in model.modules()}))}."
         )
     return found
+
+
+def kept_modules(model: nn.Module, precision: Precision) -> list[nn.Module]:
+    """The modules that `precision` keeps in their own dtype, with all that is inside them; the outermost of them."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if precision.keeps(name, type(module)) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    for wanted in precision.keep if precision.params or precision.reduce else ():
+        if not any(replace(precision, keep=(wanted,)).keeps(n, type(m)) for n, m in model.named_modules()):
+            raise ShardError(
+                f"Precision(keep=): no module matches {wanted}; the model has "
+                f"{', '.join(sorted({type(m).__name__ for m in model.modules()}))}."
+            )
+    return list(found.values())
+
+
+def _mark_exact(places: list[ParameterPlace], kept: list[nn.Module]) -> None:
+    inside = {id(m) for outermost in kept for m in outermost.modules()}
+    for place in places:
+        owners = {id(owner) in inside for owner, _ in place.owners}
+        if len(owners) > 1:
+            raise ShardError(
+                f"Precision(keep=): {' and '.join(place.names)} are one parameter, and keep= names a module of one of "
+                "them only. Name the modules of both, or of neither."
+            )
+        place.exact = owners == {True}
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -222,7 +256,7 @@ def describe(layouts: list[UnitLayout]) -> Iterator[str]:
             for place in bucket.places:
                 shape = "×".join(map(str, place.shape)) or "scalar"
                 shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
-                state = "trains" if bucket.spec.trainable else "frozen"
+                state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
 
 

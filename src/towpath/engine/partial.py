@@ -102,6 +102,8 @@ class Partial(torch.Tensor):
             return Partial.norm_of(args[0].part, args[0].order, args[0].peers).as_dtype(args[0].dtype).resolve()
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
             return Partial(args[0].part + args[1].part, "sum", args[0].peers, args[0].dtype)
+        if packet is aten.add and args[1] == 0 and not kwargs:  # as sum() begins
+            return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
             return Partial(args[0].part.sum(), "sum", args[0].peers, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})

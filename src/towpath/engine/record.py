@@ -89,9 +89,14 @@ Self = TypeVar("Self", bound=HasHost)
 Method = Callable[Concatenate[Self, Arguments], Result]
 
 
-def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, Result]:
-    """A method that PyTorch calls on the thread that trains: its seconds go to `self.host`."""
+# Keeps torch.compile out of a function and, if recursive, of what it calls. It loads the compiler at the first call.
+eager = torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
+
+def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, Result]:
+    """A method that PyTorch calls on the thread that trains: its seconds go to `self.host`. Never compiled."""
+
+    @eager
     @wraps(method)
     def timed(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with self.host:

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+
 class ShardTensor(torch.Tensor):
     """See the module's docstring. Made by `towpath.shard`; `to_local()` reads this rank's slice."""
 
@@ -107,6 +112,20 @@ class ShardTensor(torch.Tensor):
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
         self.register_hook(hook)
+
+    def untyped_storage(self) -> NoReturn:
+        raise ShardTensorError(
+            f"{self.span.name!r} has no memory of its shape: rank {self.span.peers.rank} holds a slice of it, "
+            "to_local(). To save the model (save_pretrained, safetensors) let all ranks enter "
+            "`with towpath.full_parameters(model):` and rank 0 save there. Without gathering: towpath.checkpoint, then "
+            "`towpath export`."
+        )
+
+    def storage(self) -> NoReturn:
+        self.untyped_storage()
+
+    def data_ptr(self) -> NoReturn:
+        self.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().numpy() on every rank.")
@@ -184,6 +203,8 @@ _ELEMENTWISE = {
     aten.full_like,
     aten.zero_,
     aten.fill_,
+    aten.masked_fill,
+    aten.masked_fill_,
 }
 
 
@@ -243,10 +264,12 @@ def _local_of(func: Any, value: Any, where: Span) -> Any:
     if isinstance(value, Partial):
         return value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
+        if value.shape == where.whole_shape and in_backward():
+            return where.part_of(value)  # alike on all ranks: what autograd makes of a sum's or a mean's gradient
         raise ShardTensorError(
-            f"{func}: a ShardTensor of shape {tuple(where.whole_shape)} met a plain tensor of shape "
-            f"{tuple(value.shape)}, which is not sliced alike. If this is an optimizer's state, the optimizer stepped "
-            "before shard(): make a new one. Else copy_() the whole tensor into a ShardTensor, or use full_tensor()."
+            f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced alike. "
+            f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
+            "make a new one. To write a whole tensor into a parameter use copy_(); to read one use full_tensor()."
         )
     if isinstance(value, torch.Tensor) and value.dim():
         return value.reshape(())  # it broadcasts over any shape, also over a 1-D slice
@@ -306,9 +329,7 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         _refuse(func, args, kwargs)
     whole = isinstance(source, torch.Tensor) and not isinstance(source, (ShardTensor, Partial))
     if whole and source.shape == target.shape:
-        start, end = target.span.bounds()
-        source = source if target.span.parallel is None else target.span.parallel.part_of(source)
-        source = source.reshape(-1)[start:end]
+        source = target.span.part_of(source)
     else:
         source = _local_of(func, source, target.span)
     target.local.copy_(source)
@@ -387,19 +408,30 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
-    tensor = next(t for t in flat if isinstance(t, ShardTensor))
-    start, end = tensor.span.bounds()
+    span = next(t.span for t in flat if isinstance(t, ShardTensor))
     optimizer = _calling_optimizer()
     if optimizer is not None:
         raise ShardTensorError(
-            f"rank {tensor.span.peers.rank}: {optimizer} works on whole tensors ({func}), and each rank holds "
-            "slices of them: take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, "
-            "RAdam)."
+            f"rank {span.peers.rank}: {optimizer} works on whole tensors ({func}), and each rank holds slices of them: "
+            "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
         )
     raise ShardTensorError(
-        f"{func} needs the whole tensor, and rank {tensor.span.peers.rank} holds the elements [{start}:{end}] of a "
-        f"parameter of shape {tuple(tensor.shape)}. Call full_tensor() on it, or work on the whole model inside "
-        "`with towpath.full_parameters(model):`. Inside a unit's forward its parameters are whole."
+        f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "
+        "Elsewhere call full_tensor() on it, which gives no gradient, or work on the whole model inside "
+        "`with towpath.full_parameters(model):`."
+    )
+
+
+def _where_whole(span: Span) -> str:
+    if not span.unit:
+        return (
+            "It is whole inside model(...), and inside any method of the model that "
+            "towpath.register_forward_method(model, name) has made an entry."
+        )
+    return (
+        "It is whole inside the forward of that unit, and inside methods of the unit's module that "
+        "towpath.register_forward_method(module, name) has made entries. Where the model computes with it outside, "
+        "leave the unit to the root: pass the other units as units= to shard()."
     )
 
 

@@ -40,6 +40,8 @@ class Span:
     parallel: Parallel | None = None
     counts: bool = True  # in norms and sums; of what is the same on a whole mesh, only one copy does
     holders: tuple[int, ...] = ()  # the ranks that hold the same slice, this one among them
+    name: str = ""  # of the parameter
+    unit: str = ""  # whose forward it is whole in; the root's has no name
 
     @property
     def whole_shape(self) -> torch.Size:
@@ -53,6 +55,18 @@ class Span:
         low = (self.slot if slot is None else slot) * self.cut - self.offset
         numel = self.shape.numel()
         return min(max(low, 0), numel), min(max(low + self.cut, 0), numel)
+
+    def describe(self) -> str:
+        start, end = self.bounds()
+        return (
+            f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
+            f"rank {self.peers.rank} holds the elements [{start}:{end}]"
+        )
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's elements of a tensor of the whole shape."""
+        start, end = self.bounds()
+        return (whole if self.parallel is None else self.parallel.part_of(whole)).reshape(-1)[start:end]
 
     def in_cut(self) -> tuple[int, int]:
         """The same elements, as positions in this rank's cut."""

@@ -34,6 +34,8 @@ class Unit:
         self.holds = -1  # the version of the weights that are whole now, or are being gathered
         self.ahead = False  # gathered before anything needs it
         self.through = False  # whole for as long as nobody wants its slot: another of its modules may come
+        self.inside = 0  # calls into it under way: of its modules, and of methods that are entries as well
+        self.shown = False  # the modules' parameters are the whole views
         self._sealed = False
         self.uses: weakref.WeakSet[Use] = weakref.WeakSet()  # graphs that may come back for a backward pass
         self.published: Handle | None = None
@@ -54,8 +56,9 @@ class Unit:
             for module, attribute in place.owners
         ]
         owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
+        self.owners = list(owners.values())  # the modules whose parameters these are
         # These keep a list of their weights besides, and compute with that.
-        self._recurrent = [m for m in owners.values() if isinstance(m, nn.RNNBase)]
+        self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
 
     @property
     def version(self) -> int:
@@ -64,6 +67,7 @@ class Unit:
 
     def show(self, whole: bool) -> None:
         """Let the modules' parameters be the whole views, or the ShardTensors again."""
+        self.shown = whole
         for parameters, attribute, view, parameter in self._entries:
             parameters[attribute] = view if whole else parameter
         for module in self._recurrent:
@@ -106,7 +110,7 @@ class Unit:
         if self.slot is None:
             return
         other = self.slot.user
-        if isinstance(other, Unit) and other.idle:
+        if isinstance(other, Unit) and (other.idle or other.complete):
             other.release()  # where it was gathered ahead, in vain: the order has changed
         elif other not in (None, self):
             if any(not use.done for use in self.uses):
@@ -128,6 +132,19 @@ class Unit:
         """Whole, though nothing computes with it."""
         return self.ahead or self.through
 
+    @property
+    def complete(self) -> bool:
+        """Whether this backward pass has brought every gradient it can bring.
+
+        So ends a unit whose inputs want no gradient, as those beside frozen layers do: nothing else tells its end.
+        """
+        return self.running and self.collecting and all(b.arrived for b in self.trainable)
+
+    @property
+    def entered(self) -> bool:
+        """Whether a call into it is under way, or its backward pass: what is called now finds it whole."""
+        return (self.shown and not self.pinned) or self.inside > 0
+
     def end_uses(self) -> None:
         """Whatever was walked backward in this pass is done."""
         for use in self.uses:
@@ -147,8 +164,9 @@ class Unit:
     def release(self) -> None:
         """Let another unit have the slot."""
         self.ahead = self.through = False
-        self.show(whole=self.pinned)
-        if self.slot is not None and not self.pinned:
+        held = self.pinned or self.inside > 0  # a backward pass may end inside a call, as in a training_step
+        self.show(whole=held)
+        if self.slot is not None and not held:
             self._seal(True)
             if self.slot.user is self:
                 self.slot.user = None

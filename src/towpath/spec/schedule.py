@@ -266,6 +266,7 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
 
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
     moves, own = strategy.moves, bucket.dtype
+    precision = Precision() if bucket.exact else precision
     compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
     bucket = bucket.in_blocks(strategy.codecs(bucket.trainable), moves.optimizer.count)
     numel = bucket.padded(moves.optimizer.count)

@@ -25,11 +25,15 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """The parameters of a unit that lie in one flat buffer: one dtype, all trainable or all frozen."""
+    """The parameters of a unit that lie in one flat buffer: one dtype, all trainable or all frozen.
+
+    `exact`: they compute and travel in their own dtype, whatever the precision.
+    """
 
     numels: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    exact: bool = False
     alignment: int = PARAMETER_ALIGNMENT
 
     def __post_init__(self) -> None:
@@ -37,7 +41,7 @@ class BucketSpec:
 
     @property
     def name(self) -> str:
-        return self.dtype if self.trainable else f"{self.dtype} frozen"
+        return self.dtype + (" exact" if self.exact else "") + ("" if self.trainable else " frozen")
 
     @property
     def offsets(self) -> tuple[int, ...]:

@@ -1,0 +1,641 @@
+"""What users call beside `model(...)`, and do to a sharded model, works as with a whole one, or says what does.
+
+In float64, where only the order of sums differs from the twin's (see TOLERANCE in twin.py).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+import towpath
+from tests.ranks.models import TiedGPT
+from tests.ranks.server import World
+from tests.ranks.twin import Twin
+from towpath import ShardTensor
+from towpath.errors import ShardError, ShardTensorError, StepError
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 1)
+# Parameters spread over both ranks, and whole on each.
+LABELS = ("zero3", "zero1")
+WIDTH = 6
+
+
+def _noise(rank: int, micro: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    return model(_noise(rank, micro, step)).square().mean()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.narrow(torch.tanh(self.widen(self.norm(x))))
+
+
+class Coder(nn.Module):
+    """Blocks between layers of the root, and a parameter of the root's own; `encode` and `decode` are its halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Its input, for instance an image."""
+        x = self.first(x) * self.scale
+        for block in self.blocks[:2]:
+            x = block(x)
+        return x
+
+    def decode(self, x: Tensor) -> Tensor:
+        for block in self.blocks[2:]:
+            x = block(x)
+        return self.last(x / self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x))
+
+    def reconstruct(self, x: Tensor) -> Tensor:
+        """Calls the forward, and after it reads a parameter of the root."""
+        return self(x) * self.scale + self.decode(self.encode(x))
+
+    def fit(self, x: Tensor) -> Tensor:
+        """A training step with its backward pass inside, and a use of the root after it."""
+        loss = self(x).square().mean()
+        loss.backward()
+        return (self.scale * x).detach().sum() + loss.detach()
+
+    def fail(self, x: Tensor) -> Tensor:
+        raise ValueError(f"after {self.first(x).shape}")
+
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield self.first(x)
+
+
+def _rests(model: Any) -> bool:
+    """Whether all parameters are sharded again."""
+    return all(isinstance(p, ShardTensor) for p in model.parameters())
+
+
+# --- methods that are entries ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_registered_methods_train_exactly_nest_and_release_what_they_gathered(world: Worlds, label: str) -> None:
+    world(2).run(_train_by_methods, label)
+
+
+def _train_by_methods(label: str) -> None:
+    twin = Twin(Coder, _loss_by_methods, label, SHAPE)
+    for method in ("encode", "decode", "reconstruct", "fail", "fit", "encode"):
+        towpath.register_forward_method(twin.sharded, method)
+    assert twin.sharded.encode.__doc__ == Coder.encode.__doc__
+    twin.train(steps=2, micro_steps=2)
+    twin.backward(2)
+    twin.check_gradients()
+    twin.step()
+    twin.check_parameters()
+    with torch.no_grad():
+        assert torch.allclose(*(m.reconstruct(_noise(0, 0, 9)) for m in (twin.sharded, twin.plain)), rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match="after"):
+        twin.sharded.fail(_noise(0, 0, 0))
+    assert _rests(twin.sharded)
+    _check_backward_inside(twin)
+
+
+def _loss_by_methods(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    x = _noise(rank, micro, step)
+    return model.decode(model.encode(x)).square().mean() + model.reconstruct(x).abs().mean() + model(x).sum()
+
+
+def _check_backward_inside(twin: Any) -> None:
+    for model in (twin.sharded, twin.plain):
+        model.zero_grad()
+    found, expected = (model.fit(_noise(0, 0, 3)) for model in (twin.sharded, twin.plain))  # alike on both ranks
+    assert abs(found - expected) < 1e-10
+    twin.check_gradients()
+    assert _rests(twin.sharded)
+
+
+def test_what_cannot_be_an_entry_is_refused_with_what_can(world: Worlds) -> None:
+    world(2).run(_register_wrongly)
+
+
+def _register_wrongly() -> None:
+    model: Any = towpath.shard(Coder(), "zero3", topology=SHAPE)
+    with pytest.raises(ShardError, match=r"Coder has no method 'encoder'\. Did you mean 'encode'"):
+        towpath.register_forward_method(model, "encoder")
+    with pytest.raises(ShardError, match="'stream' of Coder is a generator"):
+        towpath.register_forward_method(model, "stream")
+    with pytest.raises(ShardError, match=r"got a Linear, which is none of these.*leave the unit to the root"):
+        towpath.register_forward_method(model.blocks[0].widen, "forward")
+    with pytest.raises(ShardError, match="got a Coder"):
+        towpath.register_forward_method(Coder(), "encode")
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_modules_of_the_root_may_be_called_alone(world: Worlds, label: str) -> None:
+    world(2).run(_call_parts, label)
+
+
+def _call_parts(label: str) -> None:
+    twin = Twin(lambda: Nested(TiedGPT()), _loss_of_parts, label, SHAPE)
+    twin.train(steps=2, micro_steps=2)
+    twin.check_parameters()
+    assert _rests(twin.sharded)
+
+
+class Nested(nn.Module):
+    """As PEFT wraps a model: the root is not what its methods call."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(37, 5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.inner(ids))
+
+
+def _loss_of_parts(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    ids = torch.randint(0, 37, (2, 6), generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step))
+    if micro:
+        return model(ids).square().mean()
+    with torch.no_grad():  # as a loop of tokens does
+        for _ in range(2):
+            model.inner(ids)
+    return model.head(model.inner(ids)).square().mean() + model.inner.head(model.inner.tokens(ids)).square().mean()
+
+
+# --- Hugging Face and its like ---------------------------------------------------------------------------------------
+
+
+def test_generate_gives_the_same_tokens_as_a_whole_model(world: Worlds) -> None:
+    world(2).run(_generate)
+
+
+def _generate() -> None:
+    ids, sound = torch.arange(3, 9)[None], torch.linspace(-1, 1, 160, dtype=torch.float64).view(1, 8, 20)
+    for build, given in ((_llama, ids), (_peft, ids), (_t5, ids), (_whisper, sound)):
+        plain, sharded = (_seeded(build).eval() for _ in range(2))
+        towpath.shard(sharded, "zero3", topology=SHAPE)
+        for registered in (False, True):
+            if registered:
+                towpath.register_forward_method(sharded, "generate")
+            found, expected = (_tokens(model, given) for model in (sharded, plain))
+            assert torch.equal(found, expected), build.__name__
+        assert _rests(sharded)
+
+
+def _tokens(model: Any, given: Tensor) -> Tensor:
+    return model.generate(given, do_sample=False, max_new_tokens=5)
+
+
+def _seeded(build: Callable[[], Any]) -> Any:
+    torch.manual_seed(7)
+    return build().double()
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=40, num_key_value_heads=1, max_position_embeddings=32, **sizes))
+
+
+def _peft() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its imports
+        from peft import LoraConfig, get_peft_model
+
+        projections = ["q_proj", "k_proj", "v_proj"]
+        model = get_peft_model(
+            _llama(), LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=projections, init_lora_weights=False)
+        )
+    return model
+
+
+def _t5() -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config)
+
+
+def _whisper() -> Any:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    halves = {f"{half}_{key}": 2 for half in ("encoder", "decoder") for key in ("layers", "attention_heads")}
+    halves |= {f"{half}_ffn_dim": 24 for half in ("encoder", "decoder")}
+    tokens = {"decoder_start_token_id": 1, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    lengths = {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
+    model = WhisperForConditionalGeneration(WhisperConfig(vocab_size=60, d_model=16, **halves, **tokens, **lengths))
+    model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
+    return model
+
+
+def test_clips_features_train_exactly_without_its_forward(world: Worlds) -> None:
+    world(2).run(_train_clip)
+
+
+def _train_clip() -> None:
+    twin = Twin(_clip, _clip_loss, "zero3", SHAPE)
+    twin.backward()
+    twin.check_gradients()
+    assert sum(p.grad is not None for p in twin.sharded.parameters()) > 60
+
+
+def _clip() -> Any:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 40, "bos_token_id": 1, "eos_token_id": 2}
+    config = CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=8)
+    return CLIPModel(config)
+
+
+def _clip_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    ids = torch.arange(6)[None] + rank
+    pixels = torch.linspace(-1, 1 + rank, 192, dtype=torch.float64).view(1, 3, 8, 8)
+    outputs = (model.get_text_features(ids), model.get_image_features(pixels))
+    text, image = (output if isinstance(output, Tensor) else output.pooler_output for output in outputs)
+    return (text * image).sum()
+
+
+class Conditioned(nn.Module):
+    """As DiT: after its blocks it calls a module inside the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.blocks[0].norm(x)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_block_that_is_read_from_outside_is_named_and_trains_as_part_of_the_root(world: Worlds) -> None:
+    world(2).run(_read_a_block)
+
+
+def _read_a_block() -> None:
+    refused = towpath.shard(Conditioned().double(), "zero3", topology=SHAPE, units=[Block])
+    with pytest.raises(ShardTensorError, match=r"'blocks.0.norm.weight'.*in unit 'blocks.0'.*pass the other units as"):
+        _loss(refused, 0, 0, 0)
+    assert _rests(refused)
+
+    torch.manual_seed(7)
+    plain, sharded = Conditioned().double(), Conditioned().double()
+    sharded.load_state_dict(plain.state_dict())
+    towpath.shard(sharded, "zero3", topology=SHAPE, units=list(sharded.blocks)[1:])
+    _check_alike(plain, sharded, lambda model: _loss(model, 0, 0, 0))
+
+
+def test_a_parameter_of_the_root_read_outside_is_named_with_what_makes_it_whole(world: Worlds) -> None:
+    world(2).run(_read_the_root)
+
+
+def _read_the_root() -> None:
+    model: Any = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
+    with pytest.raises(ShardTensorError, match=r"'scale'.*in unit 'root'.*register_forward_method\(model, name\)"):
+        model.encode(_noise(0, 0, 0))
+
+
+def _check_alike(plain: nn.Module, sharded: nn.Module, loss: Callable[[nn.Module], Tensor]) -> None:
+    """The gradients of a loss that is alike on both ranks."""
+    loss(plain).backward()
+    loss(sharded).backward()
+    for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+        assert (found.grad is None) == (expected.grad is None), name
+        if expected.grad is not None:
+            assert isinstance(found.grad, ShardTensor)
+            assert (found.grad.full_tensor() - expected.grad).abs().max() < 1e-10, name
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def test_saving_in_other_ways_says_how_to_or_saves_the_whole(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save, tmp_path)
+
+
+def _save(folder: Path) -> None:
+    sharded = [towpath.shard(_seeded(build), "zero3", topology=SHAPE) for build in (_llama, _peft)]
+    for name, model in zip(("llama", "peft"), sharded, strict=True):
+        with pytest.raises(ShardTensorError, match=r"save_pretrained.*with towpath.full_parameters\(model\)"):
+            model.save_pretrained(folder / f"{name}{dist.get_rank()}")
+        with towpath.full_parameters(model):
+            if dist.get_rank() == 0:
+                model.save_pretrained(folder / name)
+        dist.barrier()
+    expected = _seeded(_llama).state_dict()
+    loaded = type(_llama()).from_pretrained(folder / "llama", dtype=torch.float64).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    assert (folder / "peft" / "adapter_model.safetensors").exists()
+    _save_by_pytorch(sharded[0])
+
+
+def _save_by_pytorch(model: Any) -> None:
+    for options in (StateDictOptions(full_state_dict=True), StateDictOptions(full_state_dict=True, cpu_offload=True)):
+        with pytest.raises(ShardError, match=r"full_state_dict=True.*with towpath.full_parameters\(model\)"):
+            get_model_state_dict(model, options=options)
+        with towpath.full_parameters(model):
+            whole: Any = get_model_state_dict(model, options=options)
+            expected = _seeded(_llama).state_dict()
+            assert all(torch.equal(value, expected[name]) for name, value in whole.items())
+            assert whole or (options.cpu_offload and dist.get_rank() == 1)
+    assert all(isinstance(value, ShardTensor) for value in get_model_state_dict(model).values())
+    for part in (model, model.lm_head, model.model.layers[0]):
+        with pytest.raises(ShardError, match="neither copied nor pickled"):
+            torch.save(part, io.BytesIO())
+    with pytest.raises(ShardError, match="neither copied nor pickled"):
+        pickle.dumps(model)
+
+
+# --- parameters in the loss, and derivatives of derivatives ----------------------------------------------------------
+
+REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum of squares": lambda p: p.square().sum(),
+    "sum of absolutes": lambda p: p.abs().sum(),
+    "norm": lambda p: p.norm(),
+    "1-norm": lambda p: torch.linalg.vector_norm(p, 1),
+    "mean": lambda p: p.pow(2).mean(),
+    "drift": lambda p: ((p - p.detach().mul(0.5)) ** 2).sum(),
+}
+
+
+@pytest.mark.parametrize("label", [*LABELS, "ddp"])
+def test_a_regulariser_of_the_parameters_is_part_of_the_loss(world: Worlds, label: str) -> None:
+    world(2).run(_train_regularised, label)
+
+
+def _train_regularised(label: str) -> None:
+    twin = Twin(Coder, _regularised, label, SHAPE)
+    for step in range(len(REGULARISERS)):
+        twin.backward(step, micro_steps=2)
+        twin.check_gradients()
+        if step % 2:  # else the next backward pass adds to the gradients
+            twin.step()
+    twin.check_parameters()
+
+
+def _regularised(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    kind = list(REGULARISERS.values())[step]
+    return _loss(model, rank, micro, step) + 0.1 * sum(kind(p) for p in model.parameters())
+
+
+def test_a_gradient_penalty_is_exact_where_weights_are_whole_and_refused_elsewhere(world: Worlds) -> None:
+    world(2).run(_train_penalised)
+
+
+def _train_penalised() -> None:
+    for label, whole in (("zero3", True), ("ddp", False)):
+        twin = Twin(Coder, _penalised, label, SHAPE)
+        for step in range(4):
+            with towpath.full_parameters(twin.sharded) if whole and step < 2 else nullcontext():
+                twin.backward(step)
+            twin.check_gradients()
+            twin.step()
+        twin.check_parameters()
+        refused = pytest.raises(StepError, match=r"its gradient has a graph.*autograd.grad\(loss, inputs, create_graph")
+        with towpath.full_parameters(twin.sharded), refused:
+            _loss(twin.sharded, 0, 0, 0).backward(create_graph=True)
+
+
+def _penalised(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    """For two steps; then as any other model is trained."""
+    x = _noise(rank, micro, step).requires_grad_()
+    loss = model(x).square().mean()
+    if step >= 2:
+        return loss
+    with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum() + model(x).mean()
+
+
+def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out(world: Worlds) -> None:
+    world(2).run(_differentiate_twice)
+
+
+def _differentiate_twice() -> None:
+    model = towpath.shard(Coder().double(), "zero3", topology=SHAPE)
+    x = _noise(0, 0, 0).requires_grad_()
+    with pytest.raises(StepError, match=r"unit 'root': .*create_graph=True.*with towpath.full_parameters\(model\)"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_both_kinds_of_weight_norm_train_exactly(world: Worlds, label: str) -> None:
+    world(2).run(_train_weight_norm, label)
+
+
+def _train_weight_norm(label: str) -> None:
+    for build in (_old_weight_norm, _new_weight_norm):
+        twin = Twin(build, _loss, label, SHAPE)
+        twin.train(2, micro_steps=2)
+        twin.check_parameters()
+
+
+def _old_weight_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated; models of audio have it all the same
+        return _normed(torch.nn.utils.weight_norm)
+
+
+def _new_weight_norm() -> nn.Module:
+    return _normed(torch.nn.utils.parametrizations.weight_norm)
+
+
+def _normed(norm: Callable[[nn.Module], Any]) -> nn.Module:
+    model = Coder()
+    for linear in [m for m in model.modules() if isinstance(m, nn.Linear)]:
+        norm(linear)
+    return model
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "the whole, wrapped": lambda model, options: torch.compile(model, **options),
+    "the whole, in place": lambda model, options: _then(model, model.compile(**options)),
+    "blocks, wrapped": lambda model, options: _wrap_blocks(model, options),
+    "a part, wrapped": lambda model, options: _wrap_inner(model, options),
+    "a step": lambda model, options: model,
+}
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("way", WAYS)
+def test_compiling_after_shard_changes_nothing(world: Worlds, way: str) -> None:
+    world(2).run(_train_compiled, way)
+
+
+def _train_compiled(way: str) -> None:
+    options = {"backend": "aot_eager"}
+    with _fresh_compiler():
+        plain, sharded = (_seeded(lambda: Nested(TiedGPT())) for _ in range(2))
+        towpath.shard(sharded, "zero3", topology=SHAPE, units=list(sharded.inner.blocks))
+        compiled = WAYS[way](sharded, options)
+        ids = torch.arange(12).view(2, 6)
+
+        def step(model: Any) -> None:
+            model(ids).square().mean().backward()
+
+        run = torch.compile(step, **options) if way == "a step" else step
+        for _ in range(2):
+            run(compiled)
+            step(plain)
+        for (name, expected), found in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            assert (found.grad.full_tensor() - expected.grad).abs().max() < 1e-10, name
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
+def _then(model: Any, _: None) -> Any:
+    return model
+
+
+def _wrap_blocks(model: Any, options: Any) -> Any:
+    blocks = model.inner.blocks
+    for i, block in enumerate(list(blocks)):
+        blocks[i] = torch.compile(block, **options)
+    return model
+
+
+def _wrap_inner(model: Any, options: Any) -> Any:
+    model.inner = torch.compile(model.inner, **options)
+    return model
+
+
+@contextmanager
+def _fresh_compiler() -> Iterator[None]:
+    """Without the graphs of the tests before, and with the warnings of the compiler itself."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch._dynamo.reset()
+
+
+# --- units that are small --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", [*LABELS, "hpz"])
+def test_lora_with_every_linear_layer_as_a_unit_trains_exactly(world: Worlds, label: str) -> None:
+    """The first layer's inputs want no gradient: nothing but their own gradients tells when its units are through."""
+    world(2).run(_train_lora, label)
+
+
+def _train_lora(label: str) -> None:
+    twin = Twin(_peft, _llama_loss, label, SHAPE, units=[nn.Linear])
+    twin.train(2, micro_steps=2)
+    twin.check_parameters()
+
+
+def _llama_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    ids = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(rank + 10 * micro + 100 * step))
+    return model(input_ids=ids, labels=ids).loss
+
+
+# --- mixed precision -------------------------------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    """With running statistics, and with a spectral norm: both have fp32 buffers that bf16 does not go with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3, bias=False))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.SiLU()) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_modules_kept_in_their_own_dtype_compute_in_it_beside_bf16(world: Worlds) -> None:
+    world(2).run(_train_kept)
+
+
+def _train_kept() -> None:
+    torch.manual_seed(7)
+    plain, sharded = Convolutions(), Convolutions()
+    sharded.load_state_dict(plain.state_dict())
+    keep = (nn.BatchNorm2d, "_SpectralNorm")
+    precision = towpath.Precision(params=torch.bfloat16, keep=keep)
+    schedule = towpath.schedule(towpath.strategy("zero3", SHAPE), plain, precision=precision)
+    towpath.shard(sharded, "zero3", topology=SHAPE, precision=precision)
+    assert towpath.schedule(towpath.strategy("zero3", SHAPE), sharded) == schedule
+    dtypes = {t.dtype for t in schedule.transfers if t.bucket == "float32 exact"}
+    assert dtypes == {"float32"} and "bfloat16" in {t.dtype for t in schedule.transfers if t.bucket == "float32"}
+
+    _compute_as_kept(plain)
+    pixels = torch.linspace(-1, 1, 2 * 3 * 8 * 8).view(2, 3, 8, 8)
+    for model in (plain, sharded):
+        model(pixels.bfloat16()).float().square().mean().backward()
+    _check_kept(plain, sharded)
+
+
+def _compute_as_kept(model: Any) -> None:
+    """By hand, with plain modules: matrices in bf16, norms in fp32."""
+    for module in model.modules():
+        kept = isinstance(module, nn.BatchNorm2d) or type(module).__name__ == "_SpectralNorm"
+        for parameter in () if kept else module.parameters(recurse=False):
+            parameter.data = parameter.data.bfloat16()
+        if kept:
+            module.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
+            module.register_forward_hook(lambda _, __, output: output.bfloat16())
+
+
+def _check_kept(plain: Any, sharded: Any) -> None:
+    """Bit for bit: the same operations on the same numbers."""
+    for (name, expected), found in zip(plain.named_parameters(), sharded.named_parameters(), strict=True):
+        grad = found[1].grad
+        assert isinstance(grad, ShardTensor) and grad.dtype == torch.float32
+        assert torch.equal(grad.full_tensor(), expected.grad.float()), name
+    for (name, expected), found in zip(plain.named_buffers(), sharded.buffers(), strict=True):
+        assert torch.equal(found, expected.to(found.dtype)), name
+
+
+def test_what_keep_does_not_find_is_refused(world: Worlds) -> None:
+    world(2).run(_keep_wrongly)
+
+
+def _keep_wrongly() -> None:
+    def shard(model: nn.Module, keep: Any) -> None:
+        towpath.shard(model, "zero3", topology=SHAPE, precision=towpath.Precision(params="bfloat16", keep=keep))
+
+    with pytest.raises(ShardError, match="no module matches BatchNorm3d; the model has BatchNorm2d"):
+        shard(Convolutions(), "BatchNorm3d")
+    with pytest.raises(ShardError, match=r"tokens.weight and head.weight are one parameter"):
+        shard(TiedGPT(), ("head",))
+    shard(TiedGPT(), ("head", nn.Embedding))
