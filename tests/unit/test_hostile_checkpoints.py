@@ -435,7 +435,7 @@ def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
         checkpoint.load(root / "step-000101", Case().state)
     for command in (["export", str(root), str(tmp_path / "out")], ["checkpoint", "show", str(root)]):
         assert CliRunner().invoke(app, command).exit_code == 0
-    for command in (["checkpoint", "ls", str(root)], ["checkpoint", "verify", str(root)]):
+    for command in (["checkpoint", "ls", str(root), "--json"], ["checkpoint", "verify", str(root)]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "is a pipe" in result.stdout
 
@@ -580,9 +580,7 @@ def test_tensors_of_a_safetensors_file_hold_each_of_its_bytes_once(
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 20)
     for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
-        with pytest.raises(
-            CheckpointError, match=r"x\.safetensors \(header\): data_offsets do not hold each of the 20"
-        ):
+        with pytest.raises(CheckpointError, match=r"x\.safetensors \(header\): data_offsets do not hold each"):
             read(path)
 
 
