@@ -435,7 +435,7 @@ def test_bad_folders_do_not_stop_the_search_and_one_that_was_named_is_an_error(
         checkpoint.load(root / "step-000101", Case().state)
     for command in (["export", str(root), str(tmp_path / "out")], ["checkpoint", "show", str(root)]):
         assert CliRunner().invoke(app, command).exit_code == 0
-    for command in (["checkpoint", "ls", str(root)], ["checkpoint", "verify", str(root)]):
+    for command in (["checkpoint", "ls", str(root), "--json"], ["checkpoint", "verify", str(root)]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1 and "is a pipe" in result.stdout
 
@@ -569,6 +569,19 @@ def test_any_change_of_bytes_is_an_error_or_changes_nothing(
         assert name in str(error)
     else:
         assert all(torch.equal(a, b) for a, b in zip(into.content(), case.content(), strict=True))
+
+
+@pytest.mark.parametrize("places", [[(0, 8), (0, 8)], [(0, 8), (12, 20)], [(4, 12), (12, 20)], [(0, 8), (8, 16)]])
+def test_tensors_of_a_safetensors_file_hold_each_of_its_bytes_once(
+    tmp_path: Path, places: list[tuple[int, int]]
+) -> None:
+    """Overlapping, with holes, not from the beginning, not to the end."""
+    header = json.dumps({f"{n}": {"dtype": "F32", "shape": [2], "data_offsets": p} for n, p in enumerate(places)})
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header.encode() + b"\0" * 20)
+    for read in (Safetensors, lambda source: checkpoint.import_safetensors(source, tmp_path / "new")):
+        with pytest.raises(CheckpointError, match=r"x\.safetensors \(header\): data_offsets do not hold each"):
+            read(path)
 
 
 SOURCE = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3, dtype=torch.int64), "c": torch.empty(0, 2)}

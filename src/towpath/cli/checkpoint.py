@@ -149,7 +149,8 @@ def _console() -> Console:
 def _table(*headings: str) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="")
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in ("ranks", "tensors", "size", "boxes") else "left")
+        side = "right" if heading in ("ranks", "tensors", "size", "boxes") else "left"
+        table.add_column(heading, justify=side, overflow="fold")
     return table
 
 
