@@ -93,6 +93,16 @@ def test_precision_takes_dtypes_or_their_names() -> None:
     import torch
 
     assert towpath.Precision(params=torch.bfloat16) == towpath.Precision(params="bfloat16")
+    kept = {
+        "float64": towpath.Precision(),  # in the model's own, which is no less than float32
+        "float32": towpath.Precision("bfloat16", "bfloat16"),
+        "bfloat16": towpath.Precision("bfloat16", accumulate="bfloat16"),
+        "float16": towpath.Precision("float16", accumulate=None),
+    }
+    assert {p.accumulate_dtype("float64") for p in kept.values()} == set(kept)
+    assert towpath.Precision(accumulate="bfloat16").accumulate_dtype("float32") == "float32"  # never narrower
+    with pytest.raises(StrategyError, match=r"would lose what has travelled\. Pass accumulate=float32"):
+        towpath.Precision("bfloat16", "float32", "bfloat16")
     with pytest.raises(StrategyError, match=r"Precision\(params=torch.int8\): expected one of bfloat16"):
         towpath.Precision(params=torch.int8)
 
