@@ -3,7 +3,7 @@
 import pytest
 
 import towpath
-from towpath.errors import StrategyError, TopologyError
+from towpath.errors import PlacementError, StrategyError, TopologyError
 from towpath.spec.strategy import WIRED, Strategy
 
 TOPOLOGY = towpath.Topology(3, 2)
@@ -26,6 +26,18 @@ NONE, NODE, ALL = towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 3)
 )
 def test_a_preset_is_the_placement_of_the_design(name: str, placement: tuple[towpath.Extent, ...]) -> None:
     assert towpath.strategy(name, TOPOLOGY).placement == towpath.Placement(*placement)
+
+
+def test_the_backward_copy_of_hpz_takes_any_legal_size() -> None:
+    topology = towpath.Topology(4, 2)
+    for group in (towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 2), topology.whole):
+        for name in ("hpz", "zero++"):
+            assert towpath.strategy(name, topology, group=group).placement.backward_params == group
+    # Where the copy's group spans nodes, what the backward pass gathers crosses them, and is encoded.
+    assert towpath.strategy("zero++", topology).backward_gather.encoding is None
+    assert str(towpath.strategy("zero++", topology, group=towpath.Extent(2, 2)).backward_gather) == "ho-ring, int8:256"
+    with pytest.raises(PlacementError, match="backward copy 2×3"):
+        towpath.strategy("hpz", topology, group=towpath.Extent(2, 3))
 
 
 def test_there_are_ten_paro_strategies_and_some_have_another_name() -> None:
