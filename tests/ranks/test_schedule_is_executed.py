@@ -26,6 +26,7 @@ LABELS = [name for name in towpath.strategies() if not name.startswith("paro-")]
 LABELS += ["paro-igg", "paro-iig", "paro-nig", "paro-nii", "zero3@ring", "paro-iig@ring"]
 LABELS += [f"{name}@{route}" for name in ("zero3", "ddp") for route in ROUTES[2:]]
 MIXED = towpath.Precision(params=torch.bfloat16, reduce=torch.float32)
+NARROW = towpath.Precision(params=torch.bfloat16, reduce=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,9 @@ def _train(model: Any, micro_steps: int) -> None:
     model.zero_grad()
 
 
-@pytest.mark.parametrize("precision", [towpath.Precision(), MIXED], ids=["fp32", "bf16 with fp32 masters"])
+@pytest.mark.parametrize(
+    "precision", [towpath.Precision(), MIXED, NARROW], ids=["fp32", "bf16 with fp32 masters", "bf16, summed in fp32"]
+)
 def test_memory_is_what_the_schedule_says(world: Worlds, precision: towpath.Precision) -> None:
     world(4).run(_compare_memory, precision)
 

@@ -1,5 +1,7 @@
 """The schedule of a step: what moves, when, and how many bytes over which links."""
 
+from math import prod
+
 import pytest
 
 import towpath
@@ -85,26 +87,57 @@ def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None
 
 @pytest.mark.parametrize("name", towpath.strategies())
 def test_memory_is_that_of_the_formula(name: str) -> None:
-    """algorithms.md: c/s_p + r/s_g + master 4/s_os (none in pure fp32), hpZ c/R, and `.grad` unless a view of G."""
+    """c/s_p + a/s_g + master 4/s_os (none in pure fp32), hpZ c/R, and `.grad` unless a view of G; a: of the sum."""
     topology = towpath.Topology(2, 3)
     strategy = towpath.strategy(name, topology)
     p, g, o = (e.size for e in (strategy.placement.params, strategy.placement.grads, strategy.placement.optimizer))
     copy = strategy.placement.backward_params
-    for precision, c, r, master, grad in (
+    for precision, c, a, master, grad in (
         (towpath.Precision(), 4, 4, 0, 0),
         (towpath.Precision("bfloat16", "float32"), 2, 4, 4, 0),
-        (towpath.Precision("bfloat16"), 2, 2, 4, 4),
+        (towpath.Precision("bfloat16"), 2, 4, 4, 0),  # it travels in bf16, and is summed in fp32
+        (towpath.Precision("bfloat16", accumulate=None), 2, 2, 4, 4),
+        (towpath.Precision("float16", "float16", "float64"), 2, 8, 4, 4),
     ):
         got = towpath.schedule(strategy, MODEL, 1, precision).memory_bytes()
         expected = {
             "params": c * ELEMENTS / p,
-            "grads": r * ELEMENTS / g,
+            "grads": a * ELEMENTS / g,
             "master": master * ELEMENTS / o,
             "grad": grad * ELEMENTS / o,
             "backward_params": c * ELEMENTS / copy.size if copy else 0,
             "feedback": 0,
         }
         assert got == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", towpath.strategies())
+def test_how_a_sum_is_kept_changes_nothing_of_what_travels(name: str) -> None:
+    """At the boundary it is rounded to what travels; a codec takes it as it is, in as many bytes."""
+    strategy = towpath.strategy(name, towpath.Topology(2, 3))
+    narrow, wide = (
+        towpath.schedule(strategy, MODEL, 2, towpath.Precision("bfloat16", "bfloat16", a)) for a in (None, "float32")
+    )
+    assert [(t.kind, t.elements, t.inter_bytes, t.intra_bytes) for t in narrow.transfers] == [
+        (t.kind, t.elements, t.inter_bytes, t.intra_bytes) for t in wide.transfers
+    ]
+    assert narrow.buffer_bytes() == wide.buffer_bytes()
+
+
+@pytest.mark.parametrize("name", ["zero3", "ddp", "mics", "paro-igg"])
+@pytest.mark.parametrize("world", [(1, 1), (2, 2), (2, 3), (16, 8)], ids=str)
+def test_an_fp16_sum_is_divided_in_two_parts_and_all_others_once(name: str, world: tuple[int, int]) -> None:
+    topology = towpath.Topology(*world)
+    for dtype in ("float16", "bfloat16", "float32"):
+        precision = towpath.Precision(dtype, dtype)
+        made = towpath.schedule(towpath.strategy(name, topology), [1 << 20], 1, precision)
+        bucket = made.plans[0].buckets[0]
+        parts = [bucket.divisors(kind, topology.world) for kind in (Kind.REDUCE, Kind.SYNC)]
+        assert prod(before * after for before, after in parts) == pytest.approx(topology.world)
+        if dtype != "float16":
+            assert parts == [(1, 1), (1, topology.world)]
+        else:  # about the root of the terms at each end; √2 more where that is no power of two
+            assert all(max(before, after) <= (2 * before * after) ** 0.5 for before, after in parts)
 
 
 def test_a_schedule_is_for_a_whole_number_of_micro_steps() -> None:

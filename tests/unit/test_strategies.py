@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import towpath
-from towpath.errors import StrategyError, TopologyError
+from towpath.errors import PlacementError, StrategyError, TopologyError
 from towpath.spec.strategy import WIRED, Strategy
 
 TOPOLOGY = towpath.Topology(3, 2)
@@ -30,6 +30,18 @@ NONE, NODE, ALL = towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 3)
 )
 def test_a_preset_is_the_placement_of_the_design(name: str, placement: tuple[towpath.Extent, ...]) -> None:
     assert towpath.strategy(name, TOPOLOGY).placement == towpath.Placement(*placement)
+
+
+def test_the_backward_copy_of_hpz_takes_any_legal_size() -> None:
+    topology = towpath.Topology(4, 2)
+    for group in (towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 2), topology.whole):
+        for name in ("hpz", "zero++"):
+            assert towpath.strategy(name, topology, group=group).placement.backward_params == group
+    # Where the copy's group spans nodes, what the backward pass gathers crosses them, and is encoded.
+    assert towpath.strategy("zero++", topology).backward_gather.encoding is None
+    assert str(towpath.strategy("zero++", topology, group=towpath.Extent(2, 2)).backward_gather) == "ho-ring, int8:256"
+    with pytest.raises(PlacementError, match="backward copy 2×3"):
+        towpath.strategy("hpz", topology, group=towpath.Extent(2, 3))
 
 
 def test_there_are_ten_paro_strategies_and_some_have_another_name() -> None:
@@ -111,6 +123,16 @@ def test_precision_takes_dtypes_or_their_names() -> None:
     import torch
 
     assert towpath.Precision(params=torch.bfloat16) == towpath.Precision(params="bfloat16")
+    kept = {
+        "float64": towpath.Precision(),  # in the model's own, which is no less than float32
+        "float32": towpath.Precision("bfloat16", "bfloat16"),
+        "bfloat16": towpath.Precision("bfloat16", accumulate="bfloat16"),
+        "float16": towpath.Precision("float16", accumulate=None),
+    }
+    assert {p.accumulate_dtype("float64") for p in kept.values()} == set(kept)
+    assert towpath.Precision(accumulate="bfloat16").accumulate_dtype("float32") == "float32"  # never narrower
+    with pytest.raises(StrategyError, match=r"would lose what has travelled\. Pass accumulate=float32"):
+        towpath.Precision("bfloat16", "float32", "bfloat16")
     with pytest.raises(StrategyError, match=r"Precision\(params=torch.int8\): expected one of bfloat16"):
         towpath.Precision(params=torch.int8)
 

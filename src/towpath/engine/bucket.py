@@ -6,7 +6,7 @@ A bucket holds the parameters of one dtype, all trainable or all frozen. Its mem
     shard   numel / P      compute dtype   this rank's slice of the weights
     master  numel / OS     own dtype       what the optimizer writes: a view of shard, or a copy in mixed precision
     copy    numel / hpZ    compute dtype   what backward gathers from, where the strategy keeps one
-    grads   numel / G      reduce dtype    the sum of the gradients of the micro-steps so far
+    grads   numel / G      accumulate      the sum of the gradients of the micro-steps so far
 
 The OS slice lies inside the G slice, and that inside the P slice.
 """
@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
@@ -220,13 +221,14 @@ class Bucket:
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Gradients of this micro-step arrive in `buffer`; without one, in the G shard itself."""
         if self.grads is None:
-            self.grads = self._empty(self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.reduce_dtype))
+            self.grads = self._empty(self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.accumulate_dtype))
             self.grads.zero_()  # the padding between parameters is never written, and must not be noise
         self.reclaim()
         if buffer is None:
             buffer = self.grads
         else:
             self._arrived.clear()
+        if not self._arrived:
             self._clear_padding(buffer)
         if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
             self._arriving = [place.of(buffer) for place in self.layout.places]
@@ -261,23 +263,36 @@ class Bucket:
 
     def reduce(self, buffer: torch.Tensor) -> None:
         assert self.grads is not None
+        before, after = self.plan.divisors(Kind.REDUCE, world=self.plan.grads.count)
+        if before != 1:
+            buffer.div_(before)
         mine = self._slice(buffer, self.plan.grads)
         for line in self.lines[Kind.REDUCE]:
             line.run(buffer, mine)
         if self.grads_filled:
-            self.grads.add_(mine)
+            self.grads.add_(mine, alpha=1 / after)
         else:
             self.grads.copy_(mine)
+            if after != 1:
+                self.grads.div_(after)
         self.grads_filled = True
 
     def sync(self, world: int) -> None:
-        """The sum over all ranks, in this rank's OS slice of the G shard; divided once, it is the mean."""
+        """The mean over all ranks, in this rank's OS slice of the G shard."""
         assert self.grads is not None
+        before, after = self.plan.divisors(Kind.SYNC, world)
         mine = self.own_slice(self.grads, self.plan.grads)
-        for line in self.lines[Kind.SYNC]:
-            line.run(self.grads if line.transfer.move.op is Op.REDUCE_SCATTER else mine, mine)
-        if world > 1:
-            mine.div_(world)
+        if before != 1:
+            self.grads.div_(before)
+        if lines := self.lines[Kind.SYNC]:
+            # What travels is narrower than the sum, and lives in the same memory meanwhile.
+            travelling = narrowed(self.grads, torch_dtype(lines[0].transfer.dtype))
+            own = self.own_slice(travelling, self.plan.grads)
+            for line in lines:
+                line.run(travelling if line.transfer.move.op is Op.REDUCE_SCATTER else own, own)
+            widen(own, mine)
+        if after != 1:
+            mine.div_(after)
         if not self.plan.grad_is_view:
             if self._mean is None:
                 self._mean = torch.empty_like(self.master)

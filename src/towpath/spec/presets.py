@@ -45,9 +45,9 @@ def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
     return Placement(group, group, group)
 
 
-def _hpz(topology: Topology) -> Placement:
-    """zero3, and a node-local copy for the backward pass (ZeRO++, section 3.2)."""
-    return Placement(topology.whole, topology.whole, topology.whole, Extent(topology.ranks_per_node))
+def _hpz(topology: Topology, *, group: Extent | None = None) -> Placement:
+    """zero3, and a copy for the backward pass in each group (default: the node; ZeRO++, section 3.2)."""
+    return Placement(topology.whole, topology.whole, topology.whole, group or Extent(topology.ranks_per_node))
 
 
 def _lins(
@@ -107,7 +107,8 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route,
     but for the encoded gradients of qgz and zero++ (by default ddp, zero1 to zero3 and hpz are flat, the others take
     the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
-    take a `Wire` each; `mics` takes `group=Extent`, `lins` the four extents.
+    take a `Wire` each; `mics`, `hpz` and `zero++` take `group=Extent`, `lins` the four
+    extents.
     """
     placer = _placer(name)
     _check_known(name, placer, options)

@@ -176,6 +176,7 @@ class BucketPlan:
     own_dtype: str
     compute_dtype: str
     reduce_dtype: str
+    accumulate_dtype: str
     params: Cut
     grads: Cut
     optimizer: Cut
@@ -191,17 +192,29 @@ class BucketPlan:
     @property
     def grad_is_view(self) -> bool:
         """Whether `.grad` can be a view of the G shard."""
-        return self.reduce_dtype == self.own_dtype
+        return self.accumulate_dtype == self.own_dtype
+
+    def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
+        """By what a sum is divided before and after `kind` (reduce, and then sync), so that it ends as the mean.
+
+        Once, at the end; but a sum in float16 by about the root of its terms each time, so that it neither overflows
+        on its way nor loses what is small before.
+        """
+        terms = self.grads.count if kind is Kind.REDUCE else world // self.grads.count
+        if self.reduce_dtype == "float16":
+            before = 1 << terms.bit_length() // 2
+            return before, terms / before
+        return 1, 1.0 if kind is Kind.REDUCE else float(world)
 
     def memory_bytes(self) -> dict[str, int]:
         """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
-        compute, reduce, own = (item_bytes(d) for d in (self.compute_dtype, self.reduce_dtype, self.own_dtype))
+        compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = self.numel // self.optimizer.count * own
         return {
             "params": self.numel // self.params.count * compute,
             "master": master if self.has_master else 0,
             "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
-            "grads": self.numel // self.grads.count * reduce if self.spec.trainable else 0,
+            "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
             "grad": master if self.spec.trainable and not self.grad_is_view else 0,
             "feedback": sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements),
         }
@@ -267,7 +280,9 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
     moves, own = strategy.moves, bucket.dtype
     precision = Precision() if bucket.exact else precision
-    compute, reduce = precision.compute_dtype(own), precision.reduce_dtype(own)
+    compute, reduce, summed = (
+        f(own) for f in (precision.compute_dtype, precision.reduce_dtype, precision.accumulate_dtype)
+    )
     bucket = bucket.in_blocks(strategy.codecs(bucket.trainable), moves.optimizer.count)
     numel = bucket.padded(moves.optimizer.count)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
@@ -275,6 +290,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
     worth = copies and not unit.kept
     copy = moves.backward_params if worth else None
     backward_gather = moves.backward_gather if worth else moves.gather
+
+    exact = strategy.sync.encoding is not None and summed in ENCODED
 
     def travel(kind: Kind, moves: tuple[Move, ...], dtype: str, like: Kind | None = None) -> tuple[Transfer, ...]:
         asked = strategy.wire(like or kind)
@@ -294,6 +311,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
         own,
         compute,
         reduce,
+        summed,
         moves.params,
         moves.grads,
         moves.optimizer,
@@ -305,7 +323,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
                 Kind.BACKWARD_GATHER, backward_gather, compute, None if worth or not copies else Kind.GATHER
             ),
             Kind.REDUCE: travel(Kind.REDUCE, moves.reduce if bucket.trainable else (), reduce),
-            Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), reduce),
+            # A codec takes the sum as it is; else it is rounded to what travels, once.
+            Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), summed if exact else reduce),
             Kind.PUBLISH: travel(Kind.PUBLISH, moves.publish, compute),
         },
     )

@@ -1,0 +1,146 @@
+"""In which dtype gradients travel, and in which they are summed: judged by sums that are exact in float32.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.models import MODELS
+from tests.ranks.reference import optimizer_for
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn, strategy_of
+from towpath import Precision, Topology
+
+Worlds = Callable[[int], World]
+
+SHAPE = Topology(2, 2)
+
+# Sums in place, early and late reductions, over one hop, two and a ring; at the boundary nothing, one sync or two.
+KINDS = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "zero3@ring",
+    "zero3@two-hop",
+    "hpz",
+    "mics:2x1",
+    "paro-nig",
+    "paro-iig",
+    "lins:1x1|1x1|2x1",
+)
+
+
+class Summed(nn.Module):
+    """The gradient of each parameter is the input: whatever is wrong in a sum of gradients shows as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(37))
+        self.blocks = nn.ModuleList(Weight() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.first * x[:37]).sum() + sum(block(x) for block in self.blocks)
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(100))
+        self.gain = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum() + self.gain * x[0]
+
+
+def _summed(label: str, precision: Precision, inputs: list[Tensor]) -> list[Tensor]:
+    """The gradients of one accumulation over `inputs`, this rank's."""
+    model: Any = towpath.shard(Summed(), strategy_of(label, SHAPE), precision=precision)
+    for micro, x in enumerate(inputs):
+        with nullcontext() if micro == len(inputs) - 1 else model.no_sync():
+            model(x).backward()
+    return [p.grad.full_tensor().flatten() for p in model.parameters()]
+
+
+def _is(gradients: list[Tensor], expected: Tensor) -> bool:
+    return all(torch.equal(g, expected[: g.numel()]) for g in gradients)
+
+
+def test_a_bf16_sum_over_many_micro_steps_is_that_of_float32(world: Worlds) -> None:
+    world(4).run(_many_micro_steps)
+
+
+def _many_micro_steps() -> None:
+    """256, and then 64 times a half, one, one and a half or two, by rank. bf16 has 8 bits: 256 and a half is 256."""
+    scale = 2.0 ** (torch.arange(100) % 3)
+    inputs = [256 * scale, *[0.5 * (1 + dist.get_rank()) * scale] * 64]
+    # 256 + 32, 64, 96 and 128; that sum, its halves and its mean are multiples of what bf16 resolves there.
+    exact = 336 * scale
+    for label in KINDS:
+        default = Precision(params=torch.bfloat16, reduce=torch.bfloat16)
+        assert _is(_summed(label, default, inputs), exact), label
+        # And so the sum would be lost: this test can fail.
+        taken_back = Precision(params=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.bfloat16)
+        assert not _is(_summed(label, taken_back, inputs), exact), label
+
+
+def test_an_fp16_sum_loses_neither_end_of_its_range(world: Worlds) -> None:
+    world(4).run(_both_ends)
+
+
+def _both_ends() -> None:
+    """Four times 30,000 is infinite; a quarter of 2^-23 is zero. Ranks that agree lose nothing."""
+    half = Precision(params=torch.float16, reduce=torch.float16)
+    exact = torch.tensor([30_000.0, -30_000.0, 2.0**-23, 1.0]).repeat(25)
+    for label in KINDS:
+        assert _is(_summed(label, half, [exact]), exact), label
+        taken_back = Precision(params=torch.float16, reduce=torch.float16, accumulate=None)
+        assert _is(_summed(label, taken_back, [exact]), exact), label
+
+
+# --- gradients of a model --------------------------------------------------------------------------------------------
+
+
+@in_turn(KINDS, 3)
+def test_mixed_precision_trains_fp32_masters_on_the_exact_mean_of_bf16_gradients(world: Worlds, label: str) -> None:
+    world(4).run(_train_mixed, label)
+
+
+def _train_mixed(label: str) -> None:
+    """Each step has an exact twin: gradients of the bf16 model that the masters make, summed in fp32."""
+    entry, dtype = MODELS["gpt"], torch.float32
+    precision = Precision(params=torch.bfloat16, reduce=torch.float32)
+    model: Any = towpath.shard(entry.make(dtype), strategy_of(label, SHAPE), precision=precision)
+    masters, half = entry.make(dtype), entry.make(dtype).to(torch.bfloat16)
+    optimizers = optimizer_for(model), optimizer_for(masters)
+    for step in range(3):
+        half.load_state_dict(masters.state_dict())
+        for rank in range(4):
+            half.zero_grad()
+            entry.loss(half, *entry.micro_batch(rank, 0, step, dtype)).backward()
+            for master, p in zip(masters.parameters(), half.parameters(), strict=True):
+                assert p.grad is not None
+                master.grad = (0 if master.grad is None else master.grad) + p.grad.float() / 4
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, dtype)).backward()
+        for (name, p), master in zip(model.named_parameters(), masters.parameters(), strict=True):
+            assert p.dtype == p.grad.dtype == dtype
+            assert master.grad is not None
+            # fp32 sums of four terms in another order: a few times 2^-24 of the largest of them.
+            limit = 1e-6 * max(1.0, master.grad.abs().max().item())
+            assert (p.grad.full_tensor() - master.grad).abs().max().item() <= limit, (name, step)
+            master.grad.copy_(p.grad.full_tensor())  # AdamW makes much of such differences
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, p), master in zip(model.named_parameters(), masters.named_parameters(), strict=True):
+            # The same operations on the same numbers; bf16 masters would be off by 2^-9 of a weight.
+            assert torch.allclose(p.full_tensor(), master[1], rtol=1e-6, atol=1e-8), (name, step)
