@@ -22,8 +22,8 @@ from typing import Any
 import towpath
 from towpath import Topology, Wire
 from towpath.spec.routes import ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import WIRED, Kind
+from towpath.spec.transfer import Transfer
 from towpath.spec.transitions import Move
 
 DOCS = Path(__file__).parent

@@ -26,9 +26,10 @@ from towpath.engine.whole import reshard, unshard
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError, TowpathError
 from towpath.spec import presets
 from towpath.spec.precision import Precision
-from towpath.spec.schedule import Schedule, Transfer
+from towpath.spec.schedule import Schedule
 from towpath.spec.schedule import schedule as derive_schedule
 from towpath.spec.strategy import Strategy
+from towpath.spec.transfer import Transfer
 from towpath.spec.units import units_from_numels
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_topology

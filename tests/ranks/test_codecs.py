@@ -21,8 +21,8 @@ from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.select import bind
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Group, Op, Piece, hops_of, piece_bounds
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 from towpath.spec.transitions import Move
 from towpath.spec.wire import FEEDBACK, Wire
 from towpath.topology.cluster import Topology

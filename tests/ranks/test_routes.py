@@ -20,8 +20,8 @@ from towpath.collectives.collective import Binding, Collective, Members, Scratch
 from towpath.collectives.select import select
 from towpath.errors import StepError
 from towpath.spec.routes import ROUTES, Group, Op
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 from towpath.spec.transitions import Move
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Topology

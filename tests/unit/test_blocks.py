@@ -12,8 +12,9 @@ from tests.ranks.models import MODELS
 from towpath.spec import routes
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Op, Piece, piece_bounds
-from towpath.spec.schedule import BucketPlan, Schedule, Transfer
+from towpath.spec.schedule import BucketPlan, Schedule
 from towpath.spec.schedule import schedule as schedule_of
+from towpath.spec.transfer import Transfer
 from towpath.spec.units import BucketSpec, UnitSpec
 from towpath.topology.cluster import Extent, Topology
 

@@ -22,8 +22,8 @@ from towpath.spec.routes import (
     travelled,
     wire_elements,
 )
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 from towpath.spec.transitions import Move
 from towpath.spec.wire import Wire
 from towpath.topology.cluster import Topology

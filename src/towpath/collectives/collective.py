@@ -15,7 +15,7 @@ import torch.distributed as dist
 from towpath.codecs.packing import Draws
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
-from towpath.spec.schedule import Transfer
+from towpath.spec.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

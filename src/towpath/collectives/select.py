@@ -12,8 +12,8 @@ from towpath.collectives.in_turn import ReduceThenGather
 from towpath.collectives.verified import Verified
 from towpath.collectives.walk import Walk
 from towpath.spec.routes import Op, hops_of, travelled
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 
 _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.ALL_REDUCE: FlatAllReduce}
 

@@ -18,7 +18,7 @@ from typing import final
 
 from towpath.errors import StepError
 from towpath.spec.journal import Journal, Page, difference, told_to
-from towpath.spec.schedule import Transfer
+from towpath.spec.transfer import Transfer
 from towpath.topology.groups import Groups
 from towpath.topology.noticeboard import Noticeboard
 

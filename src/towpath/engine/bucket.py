@@ -30,8 +30,9 @@ from towpath.engine.span import Span, WriteMark
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
 from towpath.spec.routes import Op
-from towpath.spec.schedule import BucketPlan, Transfer
+from towpath.spec.schedule import BucketPlan
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 from towpath.spec.transitions import Cut
 
 

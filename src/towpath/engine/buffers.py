@@ -12,7 +12,8 @@ from collections.abc import Iterable
 import torch
 
 from towpath.engine.streams import Handle
-from towpath.spec.schedule import Needs, largest
+from towpath.spec.schedule import largest
+from towpath.spec.transfer import Needs
 
 
 class Slot:

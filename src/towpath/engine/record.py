@@ -18,8 +18,8 @@ from towpath.collectives.collective import Collective, Members
 from towpath.engine.activity import Peers
 from towpath.engine.trace import Mark, Trace
 from towpath.errors import StepError
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ import torch
 
 from towpath.codecs.watched import watching
 from towpath.spec.formats import Codec
-from towpath.spec.schedule import Transfer
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 
 COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
 _REST: tuple[str, str] = ("rest of the step", "")

@@ -14,8 +14,9 @@ from towpath.engine.lanes import Lanes
 from towpath.engine.record import Bundle, Line, Record, Waits
 from towpath.engine.streams import Handle, Job, Work
 from towpath.spec.journal import Journal
-from towpath.spec.schedule import LANES, TURNS, Transfer
+from towpath.spec.schedule import LANES, TURNS
 from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
 from towpath.topology.groups import Groups
 
 

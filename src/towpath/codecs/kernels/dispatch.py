@@ -22,7 +22,7 @@ from towpath.spec.formats import Codec
 _log = logging.getLogger("towpath")
 _choosing = Lock()  # of threads that ask at once, one logs
 
-# What the oracle costs where kernels could serve (benchmarks/results/kernels.json), and the remedy.
+# What the oracle costs where kernels could serve (benchmarks/results/kernels.jsonl), and the remedy.
 _COST = {
     "cpu": (
         " Encoding int8 or int4 takes 30 to 120 times as long as in C++.",
