@@ -162,7 +162,7 @@ def test_members_that_mean_different_things_never_take_each_others_messages(rout
         ends = ranks.run(_disagree, Topology(2, 2), route)
     for texts in ends:
         assert len(texts) == 4
-        assert all(f"all-gather by {route}" in t or "by hierarchical" in t or "reduce" in t for t in texts), texts
+        assert all("the message from rank " in text and " was lost: " in text for text in texts), texts
 
 
 def _disagree(shape: Topology, route: str) -> list[str]:
@@ -224,12 +224,10 @@ def test_a_message_that_never_comes_is_named_with_its_route_its_step_and_both_ra
 
 
 def _stay_away(shape: Topology, route: str, op: Op) -> str | None:
-    group = dist.new_group()
+    group = dist.new_group(timeout=timedelta(seconds=5))
     members = _members(shape, group=group)
     collective, region = _collective(op, route, shape, 240, "float32", members), torch.zeros(240)
     collective.run(region, _own(region, members))
-    dist.barrier()  # all is well so far, however long it took; from here on nobody waits long
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
     if dist.get_rank() == 3:
         return None
     with pytest.raises(StepError) as caught:

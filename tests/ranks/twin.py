@@ -106,7 +106,7 @@ def mean_of_all_ranks(plain: nn.Module) -> Generator[None]:
     total /= dist.get_world_size()
     used, *means = total.split([len(own), *(g.numel() for g in own)])
     for p, old, share, mean in zip(parameters, before, used.tolist(), means, strict=True):
-        new = mean.view(p.shape) if share else None
+        new = mean.view(p.shape).to(p.dtype) if share else None
         p.grad = new if old is None else old if new is None else old.add_(new)
 
 

@@ -31,8 +31,15 @@ def test_before_the_first_step_a_signal_is_what_it_was_before_and_the_process_li
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    with pytest.raises(KeyboardInterrupt), stopping() as stop:
-        signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), stopping() as stop:
+            signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a job that a shell started in the background
+        with stopping():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not stop.wanted
     for listening in [thread for thread in threading.enumerate() if thread.name == "towpath signals"]:
         listening.join(30)

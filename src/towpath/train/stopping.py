@@ -50,7 +50,7 @@ def stopping() -> Generator[Stop]:
         handler = before[signal.Signals(number)]
         if callable(handler):
             handler(number, frame)
-        else:
+        elif handler is not signal.SIG_IGN:
             sys.exit(128 + number)
 
     reading, writing = os.pipe()
