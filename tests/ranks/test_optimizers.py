@@ -42,6 +42,8 @@ ELEMENTWISE: dict[str, tuple[type[optim.Optimizer], dict[str, Any]]] = {
     "ASGD": (optim.ASGD, {"lr": 0.1}),
     "Rprop": (optim.Rprop, {"lr": 0.01}),
 }
+PARTS = 3  # of the cases: a test each
+
 FUSED = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad)
 
 
@@ -55,15 +57,16 @@ def _cases() -> Iterator[tuple[str, Make]]:
             yield f"{name}, {words}", lambda p, kind=kind, all_=options | switch: kind(p, **all_)
 
 
-def test_every_elementwise_optimizer_trains_exactly_saved_and_resumed(world: Worlds, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_elementwise_optimizer_trains_exactly_saved_and_resumed(world: Worlds, tmp_path: Path, part: int) -> None:
     assert sum(1 for _ in _cases()) >= 2 * len(ELEMENTWISE)
-    world(2).run(_train, tmp_path)
+    world(2).run(_train, tmp_path, part)
 
 
-def _train(root: Path) -> None:
+def _train(root: Path, part: int) -> None:
     """Two steps; saved; a new model, sharded by another strategy, goes on for two more from what was saved."""
     labels = ("zero3", "paro-iig", "zero1", "mics")
-    for number, (case, make) in enumerate(_cases()):
+    for number, (case, make) in list(enumerate(_cases()))[part::PARTS]:
         twin = _twin(labels[number % len(labels)], make)
         twin.train(2)
         folder = root / str(number)
