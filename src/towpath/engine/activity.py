@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,7 +103,9 @@ class Peers:
         self.journal: Journal | None = None  # of the model that was last at work
         self.diverged = ""  # why the ranks will never come to an end, once that is known
         self.patience_seconds = groups.timeout_seconds
-        self.noticeboard = Noticeboard(groups.name, groups.rank, groups.world)
+        # A launcher may keep its store over restarts: what ranks that are gone have left there is not for these.
+        new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
+        self.noticeboard = Noticeboard(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
             reporter = threading.Thread(
                 target=_report, args=(weakref.ref(self),), name="towpath-stall-reporter", daemon=True
