@@ -145,7 +145,7 @@ def uninterrupted(
     return folder / "checkpoints", seen[0].losses
 
 
-@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("other", [seldom(o) if o.startswith("mics") else o for o in OTHERS])
 def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_there(
     world: Worlds, options: tuple[str, ...], uninterrupted: tuple[Path, list[float]], tmp_path: Path, other: str
 ) -> None:
@@ -171,10 +171,10 @@ def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_th
 @pytest.mark.parametrize(
     "strategy, background",
     [
-        ("zero3", "true"),
-        ("paro-iig", "false"),
+        ("zero3", "false"),
         ("zero++ both", "true"),
-        seldom("zero3", "false"),
+        seldom("zero3", "true"),
+        seldom("paro-iig", "false"),
         seldom("paro-iig", "true"),
         seldom("zero++ both", "false"),
     ],
@@ -524,12 +524,3 @@ def test_the_command_told_to_stop_has_its_ranks_save_and_ends_well(options: tupl
     assert stopped, said
     newest = checkpoint.latest(tmp_path / "checkpoints")
     assert newest is not None and newest.name == f"step-{int(stopped[1]):06}"
-
-
-def test_the_command_whose_rank_is_killed_says_so_and_fails(options: tuple[str, ...], tmp_path: Path) -> None:
-    with _command((*options, *_in(tmp_path, "train.steps=100000"))) as process:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
-        _, said = process.communicate(timeout=HANGS_SECONDS)
-    assert process.returncode == 1, said
-    assert "was not saved; there is no checkpoint of this run" in said and "Traceback" not in said

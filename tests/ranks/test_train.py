@@ -134,7 +134,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAME = ("loss", "learning_rate", "gradient_norm", "tokens", "inter_bytes", "intra_bytes", "skipped")
 
 
-@pytest.mark.parametrize("label", ["zero3", "zero++", seldom("paro-iig")])
+@pytest.mark.parametrize("label", ["zero++", *map(seldom, ("zero3", "paro-iig"))])
 def test_twice_the_same_is_the_same_bit_for_bit(
     world: Worlds, config: Callable[..., Config], gpt2: Path, label: str, tmp_path: Path
 ) -> None:
