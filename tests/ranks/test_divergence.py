@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import Twin
 from towpath.errors import StepError
 
@@ -96,7 +96,7 @@ def _differ() -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("label", ["zero3", "hpz", "mics", "paro-iig"])
+@in_turn(("zero3", "hpz", "mics", "paro-iig"), 2)
 @pytest.mark.parametrize("chosen", [([0, 1], [0, 2]), ([1, 2], [2, 1]), ([0, 1, 2], [0, 2])], ids=str)
 def test_ranks_whose_units_never_meet_say_so_long_before_their_patience_ends(label: str, chosen: Any) -> None:
     """What a rank prefetches in vain makes another number of gathers, or other sizes: they wait for each other."""
