@@ -74,7 +74,7 @@ def in_turn(values: Sequence[Any], count: int, name: str = "label") -> Callable[
     """
 
     def mark(test: Any) -> Any:
-        return pytest.mark.in_turn(name, count, len(values))(pytest.mark.parametrize(name, values, ids=str)(test))
+        return pytest.mark.in_turn(name, count, tuple(values))(pytest.mark.parametrize(name, values, ids=str)(test))
 
     return mark
 
@@ -87,10 +87,12 @@ def leave_to_parity(items: Sequence[pytest.Item]) -> None:
         if turn is None or not isinstance(item, pytest.Function):
             continue
         name, count, values = turn.args
-        others = tuple(sorted((k, v) for k, v in item.callspec.indices.items() if k != name))
+        # Not by pytest's indices: it gives every case its own where a value cannot be hashed.
+        others = tuple(sorted((k, repr(v)) for k, v in item.callspec.params.items() if k != name))
         cases = numbers.setdefault(item.nodeid.partition("[")[0], {})
         first = zlib.crc32(item.originalname.encode()) + cases.setdefault(others, len(cases))
-        if item.callspec.indices[name] not in {(first + i * values // count) % values for i in range(count)}:
+        turns = {(first + i * len(values) // count) % len(values) for i in range(count)}
+        if values.index(item.callspec.params[name]) not in turns:
             item.add_marker(pytest.mark.parity)
 
 
