@@ -385,7 +385,7 @@ def wire_table(shapes: Sequence[Topology] = (SHAPE, Topology(2, 8), Topology(4, 
     def share(route: str, shape: Topology) -> str:
         elements = 2**20 * shape.world
         parts = parts_in(route, shape)
-        needs = wire_elements(Op.REDUCE_SCATTER, route, group_of(shape), nodes_of(shape), parts, elements)
+        needs = wire_elements(Op.REDUCE_SCATTER, route, Grid.of(nodes_of(shape)), parts, elements)
         own, sums = (tidy(100 * n / elements) + " %" for n in needs)
         return own if not needs[1] else f"{own} ({sums})"
 

@@ -20,7 +20,7 @@ import time
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,9 +188,9 @@ def main() -> None:
             print("  - {}\n  + {}".format(*drawn.change))
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        trials = [(drawn, pool.submit(tried, drawn.put_into, (UNIT, RANKS))) for drawn in chosen]
-        for drawn, trial in trials:
-            outcome = trial.result()
+        trials = {pool.submit(tried, drawn.put_into, (UNIT, RANKS)): drawn for drawn in chosen}
+        for trial in as_completed(trials):
+            drawn, outcome = trials[trial], trial.result()
             keep(drawn, outcome)
             told = outcome.killer or "SURVIVED"
             print(f"{drawn.number} {drawn.file}:{drawn.line}: {told} ({outcome.seconds:.0f} s)", flush=True)

@@ -35,10 +35,12 @@ class Mutant:
 
     def put_into(self, root: Path) -> None:
         path = root / self.file
-        text = path.read_text(encoding="utf-8")
+        path.write_text(self.mutated(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+    def mutated(self, text: str) -> str:
         if text.count(self.old) != 1:
-            raise SystemExit(f"{self.name}: {self.file} has its text {text.count(self.old)} times; mend mutants.toml.")
-        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+            raise ValueError(f"{self.name}: {self.file} has its text {text.count(self.old)} times; mend mutants.toml.")
+        return text.replace(self.old, self.new)
 
 
 def mutants() -> list[Mutant]:

@@ -227,12 +227,10 @@ def test_no_cell_of_the_wire_buffer_is_used_twice_at_a_time(
 
 def test_wire_buffers_stay_below_the_region_but_for_an_all_to_all() -> None:
     shape = Topology(2, 8)
-    group, elements = group_of(shape, "rank order"), 16 * 64
-    nodes = nodes_of(shape)
+    grid, elements = Grid.of(nodes_of(shape)), 16 * 64
 
     def share(route: str) -> float:
-        parts = parts_of(route, Grid.of(nodes), LONG)
-        return wire_elements(Op.REDUCE_SCATTER, route, group, nodes, parts, elements)[0] / elements
+        return wire_elements(Op.REDUCE_SCATTER, route, grid, parts_of(route, grid, LONG), elements)[0] / elements
 
     sizes = {route: share(route) for route in ROUTES}
     assert sizes["flat"] == sizes["ring"] == 1 / 16
@@ -240,7 +238,7 @@ def test_wire_buffers_stay_below_the_region_but_for_an_all_to_all() -> None:
     assert sizes["ho-ring"] <= 1 / 4
     assert sizes["one-hop"] <= 2
     assert sizes["two-hop"] <= 1.1
-    assert wire_elements(Op.ALL_GATHER, "ho-ring", group, nodes, 8, elements) == (0, 0)
+    assert wire_elements(Op.ALL_GATHER, "ho-ring", grid, 8, elements) == (0, 0)
 
 
 # --- strategies ------------------------------------------------------------------------------------------------------

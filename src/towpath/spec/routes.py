@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -83,6 +84,9 @@ class Send(NamedTuple):
         return Piece(self.slot, self.part, self.parts)
 
 
+Place = tuple[int, int]  # of a member: which node of the group, and which of the node's members
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """Where the members of a group live: `nodes` × `width`; member j·width + m is the m-th of the j-th node."""
@@ -105,7 +109,7 @@ class Grid:
         return self.nodes == 1 or self.width == 1
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def places(self) -> list[Place]:
         return [(j, m) for j in range(self.nodes) for m in range(self.width)]
 
     def at(self, node: int, place: int) -> int:
@@ -127,13 +131,18 @@ def parts_of(route: str, grid: Grid, slice_bytes: int) -> int:
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
     """Every message of one collective, in the order of its steps. `nodes`: where each member lives."""
     grid = Grid.of(nodes)
-    gather = sorted(_GATHERS[travelled(route, grid)](group.slots, grid, parts), key=lambda s: s.step)
+    gather = _gather(route, group.slots, grid, parts, grid.places)
     if op is Op.ALL_GATHER:
         return iter(gather)
     steps = max((s.until for s in gather), default=0)
     reduction = [_turned_back(s, steps) for s in reversed(gather)]
     reduction.sort(key=lambda s: s.step)
     return iter(reduction if op is Op.REDUCE_SCATTER else [*reduction, *(_later(s, steps) for s in gather)])
+
+
+def _gather(route: str, slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> list[Send]:
+    """What the members at `places` send."""
+    return sorted(_GATHERS[travelled(route, grid)](slots, grid, parts, places), key=lambda s: s.step)
 
 
 def _turned_back(s: Send, steps: int) -> Send:
@@ -144,44 +153,44 @@ def _later(s: Send, steps: int) -> Send:
     return Send(s.step + steps, s.until + steps, s.source, s.target, s.slot, s.part, s.parts)
 
 
-def _ring(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
+def _ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
     members = len(slots)
     for step in range(members - 1):
-        for i in range(members):
+        for i in (grid.at(*place) for place in places):
             yield Send(step, step + 1, i, (i + 1) % members, slots[(i - step) % members])
 
 
-def _hierarchical(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
+def _hierarchical(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
     for step in range(grid.nodes - 1):
-        for j, m in grid.places:
+        for j, m in places:
             yield Send(step, step + 1, grid.at(j, m), grid.at(j + 1, m), slots[grid.at(j - step, m)])
     # The gathers of all bundles in one: in each step a member hands its own to another member of its node.
     for turn in range(1, grid.width):
         step = grid.nodes - 2 + turn
-        for j, m in grid.places:
+        for j, m in places:
             for origin in range(grid.nodes):
                 yield Send(step, step + 1, grid.at(j, m), grid.at(j, m + turn), slots[grid.at(origin, m)])
 
 
-def _ho_ring(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
+def _ho_ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
     """Item k, part k % parts of what is k // parts nodes from home, crosses from step k on; then its node shares it."""
     within = min(_HO_RING_STEPS, parts)
     for k in range((grid.nodes - 1) * parts):
         hop, part = divmod(k, parts)
-        for j, m in grid.places:
+        for j, m in places:
             crossing = slots[grid.at(j - hop, m)]
             yield Send(k, k + within, grid.at(j, m), grid.at(j + 1, m), crossing, part, parts)
             arrived, step = slots[grid.at(j - 1 - hop, m)], k + within
             yield from _share_out(step, step + within, (j, m), grid, arrived, part, parts)
     for part in range(parts):
         step = part * (grid.nodes - 1)  # evenly spread: the links inside have the same to do in every step
-        for j, m in grid.places:
+        for j, m in places:
             yield from _share_out(step, step + within, (j, m), grid, slots[grid.at(j, m)], part, parts)
 
 
-def _two_hop(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
+def _two_hop(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
     for part in range(parts):
-        for j, m in grid.places:
+        for j, m in places:
             for other in range(1, grid.nodes):
                 mine = slots[grid.at(j, m)]
                 yield Send(part, part + 1, grid.at(j, m), grid.at(j + other, m), mine, part, parts)
@@ -189,22 +198,20 @@ def _two_hop(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
                 yield from _share_out(part + 1, part + 2, (j, m), grid, slots[grid.at(origin, m)], part, parts)
 
 
-def _share_out(
-    step: int, until: int, home: tuple[int, int], grid: Grid, slot: int, part: int, parts: int
-) -> Iterator[Send]:
+def _share_out(step: int, until: int, home: Place, grid: Grid, slot: int, part: int, parts: int) -> Iterator[Send]:
     j, m = home
     for other in range(1, grid.width):
         yield Send(step, until, grid.at(j, m), grid.at(j, m + other), slot, part, parts)
 
 
-def _one_hop(slots: Sequence[int], grid: Grid, parts: int) -> Iterator[Send]:
-    for i in range(len(slots)):
+def _one_hop(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
+    for i in (grid.at(*place) for place in places):
         for other in range(1, len(slots)):
             yield Send(0, 1, i, (i + other) % len(slots), slots[i])
 
 
 # A backend's own collectives are rings where links are slow.
-_GATHERS: dict[str, Callable[[Sequence[int], Grid, int], Iterator[Send]]] = {
+_GATHERS: dict[str, Callable[[Sequence[int], Grid, int, Sequence[Place]], Iterator[Send]]] = {
     "flat": _ring,
     "ring": _ring,
     "hierarchical": _hierarchical,
@@ -253,21 +260,27 @@ def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
 
 
 def wire_elements(
-    op: Op, route: str, group: Group, nodes: Sequence[int], parts: int, elements: int, codec: Codec | None = None
+    op: Op, route: str, grid: Grid, parts: int, elements: int, codec: Codec | None = None
 ) -> tuple[int, int]:
     """The wire buffer a member needs: elements of the region's dtype (with a codec: bytes), and of the dtype that sums
     or keeps what was rounded away."""
-    grid = Grid.of(nodes)
-    route, members = travelled(route, grid), len(group.ranks)
+    route, members = travelled(route, grid), grid.nodes * grid.width
     gathered = encoded_slice(codec, elements, members) * members if codec else 0
     if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
         return gathered, 0
     if hops := hops_of(route, grid):
         layout = AllToAll(hops, parts, elements, codec)
         return max(layout.wire_elements, gathered if op is Op.ALL_REDUCE else 0), layout.sum_elements
-    received = [s for s in sends(op, route, group, nodes, parts) if s.target == 0 and s.adds]
-    cells = max(cells_of(received), default=-1) + 1
-    return cells * cell_elements(elements, members, parts), 0
+    return _cells(route, grid, parts) * cell_elements(elements, members, parts), 0
+
+
+@lru_cache(maxsize=1024)
+def _cells(route: str, grid: Grid, parts: int) -> int:
+    """How many messages a member receives at a time, at most, in a reduction: the first member, as all do alike."""
+    sent = _gather(route, range(grid.nodes * grid.width), grid, parts, [(0, 0)])
+    steps = max((s.until for s in sent), default=0)
+    received = sorted((_turned_back(s, steps) for s in reversed(sent)), key=lambda s: s.step)
+    return max(cells_of(received), default=-1) + 1
 
 
 def slice_bytes(elements: int, members: int, item_bytes: int, codec: Codec | None = None) -> int:

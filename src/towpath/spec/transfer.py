@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
-from towpath.spec.formats import NARROW, item_bytes
+from towpath.spec.formats import NARROW, Codec, item_bytes
+from towpath.spec.route_bytes import Sent, sent_bytes
 from towpath.spec.routes import (
     AllToAll,
     Grid,
     Op,
-    Piece,
+    bounds,
     encoded_slice,
     hops_of,
     parts_of,
-    piece_bounds,
-    sends,
     slice_bytes,
     wire_elements,
 )
@@ -44,12 +42,8 @@ class Transfer:
 
     @property
     def grid(self) -> Grid:
-        return Grid.of(self._nodes)
-
-    @property
-    def _nodes(self) -> tuple[int, ...]:
-        """Where the members of a group live: alike in all groups, as far as routes go."""
-        return tuple(map(self.topology.node_of, self.move.groups[0].ranks))
+        """Of the first group's members: alike in all groups, as far as routes go."""
+        return _grid(self.move, self.topology)
 
     @property
     def route(self) -> str:
@@ -65,27 +59,21 @@ class Transfer:
     @property
     def inter_bytes(self) -> int:
         """Sent between nodes, all ranks together."""
-        return sum(map(self.cable_bytes, range(self.topology.nodes)))
+        return sum(self._sent.leaving)
 
     @property
     def intra_bytes(self) -> int:
         """Sent inside nodes, all ranks together."""
-        return self._bytes(_messages(self.move, self.route, self.topology, self.parts)[0])
+        return self._sent.inside
 
     def cable_bytes(self, node: int) -> int:
         """Sent by `node` over its cable."""
-        return self._bytes(_messages(self.move, self.route, self.topology, self.parts)[1][node])
+        return self._sent.leaving[node]
 
-    def _bytes(self, messages: Counted) -> int:
-        return sum(self._message_bytes(piece, adds) * count for (piece, adds), count in messages)
-
-    def _message_bytes(self, piece: Piece, adds: bool) -> int:
-        codec, members = self.wire.encoding, self.move.members
-        if codec is not None and not adds:  # encoded slices, gathered like any bytes
-            start, end = piece_bounds(encoded_slice(codec, self.elements, members) * members, members, piece)
-            return end - start
-        start, end = piece_bounds(self.elements, members, piece, codec.grain if codec else 1)
-        return codec.encoded_bytes(end - start) if codec else (end - start) * item_bytes(self.dtype)
+    @property
+    def _sent(self) -> Sent:
+        item = item_bytes(self.dtype)
+        return _sent_by_all(self.move, self.route, self.topology, self.parts, self.elements, item, self.wire.encoding)
 
     @property
     def region_bytes(self) -> int:
@@ -96,8 +84,8 @@ class Transfer:
         """What one rank needs to receive in, beside the region."""
         if self.kind is Kind.USAGE:
             return {}
-        codec, group = self.wire.encoding, self.move.groups[0]
-        own, sums = wire_elements(self.move.op, self.route, group, self._nodes, self.parts, self.elements, codec)
+        codec = self.wire.encoding
+        own, sums = wire_elements(self.move.op, self.route, self.grid, self.parts, self.elements, codec)
         if codec is not None:
             return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
         if self.dtype not in NARROW:
@@ -119,18 +107,41 @@ class Transfer:
         return f"{self.kind.value} of {where}, {self.move.op.value} over {self.move.members} ranks"
 
 
-# How many messages carry each piece of a region, and whether they add it.
-Counted = tuple[tuple[tuple[Piece, bool], int], ...]
+@lru_cache(maxsize=1024)
+def _grid(move: Move, topology: Topology) -> Grid:
+    return Grid.of([topology.node_of(rank) for rank in move.groups[0].ranks])
 
 
 @lru_cache(maxsize=4096)
-def _messages(move: Move, route: str, topology: Topology, parts: int) -> tuple[Counted, tuple[Counted, ...]]:
-    """Inside nodes, and out of each node."""
-    intra: Counter[tuple[Piece, bool]] = Counter()
-    leaving: list[Counter[tuple[Piece, bool]]] = [Counter() for _ in range(topology.nodes)]
+def _sent_by_all(
+    move: Move, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
+) -> Sent:
+    """By all groups together: inside nodes, and out of each node of the topology."""
+    members = move.members
+    plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
+    gathered = [encoded_slice(codec, elements, members)] * members if codec else plain
+    reduced = (
+        [_encoded(codec, _length(elements, members, s, codec.grain), parts) for s in range(members)] if codec else plain
+    )
+    inside, leaving = 0, [0] * topology.nodes
     for group in move.groups:
         nodes = tuple(map(topology.node_of, group.ranks))
-        for send in sends(move.op, route, group, nodes, parts):
-            crosses = nodes[send.source] != nodes[send.target]
-            (leaving[nodes[send.source]] if crosses else intra)[send.piece, send.adds] += 1
-    return tuple(intra.items()), tuple(tuple(counts.items()) for counts in leaving)
+        grid = Grid.of(nodes)
+        sent = sent_bytes(
+            move.op, route, grid, [gathered[slot] for slot in group.slots], [reduced[slot] for slot in group.slots]
+        )
+        inside += sent.inside
+        for node, nbytes in zip(nodes[:: grid.width], sent.leaving, strict=True):
+            leaving[node] += nbytes
+    return Sent(inside, tuple(leaving))
+
+
+def _length(elements: int, pieces: int, index: int, grain: int) -> int:
+    start, end = bounds(elements, pieces, index, grain)
+    return end - start
+
+
+@lru_cache(maxsize=4096)
+def _encoded(codec: Codec, length: int, parts: int) -> int:
+    """Bytes of a slice whose parts are encoded one by one."""
+    return sum(codec.encoded_bytes(_length(length, parts, part, codec.grain)) for part in range(parts))

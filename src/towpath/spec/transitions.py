@@ -13,7 +13,7 @@ each rank holds; a `Move` is one collective from one cut to another, over every 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from towpath.spec.placement import Placement
@@ -40,6 +40,14 @@ class Move:
     op: Op
     regions: int
     groups: tuple[Group, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Once: in a world of thousands of ranks it takes longer than what is looked up by it.
+        object.__setattr__(self, "_hash", hash((self.op, self.regions, self.groups)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def group_of(self, rank: int) -> Group:
         return next(g for g in self.groups if rank in g.ranks)
