@@ -68,6 +68,10 @@ class Drawn:
         (root / self.file).write_text(self.mutated, encoding="utf-8")
 
     @property
+    def key(self) -> tuple[str, str, str]:
+        return (self.file, *self.change)
+
+    @property
     def change(self) -> tuple[str, str]:
         """The lines that go, and those that come."""
         before = (ROOT / self.file).read_text(encoding="utf-8").splitlines()
@@ -181,6 +185,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="only say what is drawn")
     arguments = parser.parse_args()
     everything = draw()
+    known = reasons()
     chosen = [d for d in everything if not arguments.numbers or d.number in arguments.numbers]
     if arguments.list:
         for drawn in chosen:
@@ -188,7 +193,9 @@ def main() -> None:
             print("  - {}\n  + {}".format(*drawn.change))
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        trials = {pool.submit(tried, drawn.put_into, (UNIT, RANKS)): drawn for drawn in chosen}
+        trials = {
+            pool.submit(tried, drawn.put_into, (UNIT, RANKS)): drawn for drawn in chosen if drawn.key not in known
+        }
         for trial in as_completed(trials):
             drawn, outcome = trials[trial], trial.result()
             keep(drawn, outcome)
