@@ -61,7 +61,7 @@ def _train_hpz_and_zero3(topology: Topology, route: str) -> list[str]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        ends.append({name: p.full_tensor() for name, p in model.named_parameters()})
+        ends.append({name: p.full_tensor().detach() for name, p in model.named_parameters()})
     return [name for name in ends[0] if not torch.equal(ends[0][name], ends[1][name])]
 
 

@@ -387,6 +387,30 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _whole(p: Any) -> Tensor:
+    return p.full_tensor() if isinstance(p, towpath.ShardTensor) else p
+
+
+def test_a_whole_tensor_in_the_loss_gets_the_mean_gradient_of_all_ranks(world: Worlds) -> None:
+    world(2).run(_train_orthogonal)
+
+
+def _train_orthogonal() -> None:
+    for label in (*LABELS, "ddp"):
+        twin = Twin(Coder, _orthogonal, label, SHAPE)
+        for step in range(2):
+            twin.backward(step, micro_steps=2)
+            twin.check_gradients()
+            twin.step()
+        twin.check_parameters()
+
+
+def _orthogonal(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    """What is computed with the whole tensor differs between the ranks."""
+    matrices = [_whole(p) for p in model.parameters() if p.dim() == 2]
+    return _loss(model, rank, micro, step) + (1 + rank) * sum((m @ m.T).square().mean() for m in matrices)
+
+
 @pytest.mark.parametrize("label", [*LABELS, "ddp"])
 def test_a_regulariser_of_the_parameters_is_part_of_the_loss(world: Worlds, label: str) -> None:
     world(2).run(_train_regularised, label)

@@ -957,7 +957,7 @@ def _train_from_meta(label: str) -> None:
     torch.manual_seed(dist.get_rank())  # each rank draws other values; the first rank's count
     sharded: Any = towpath.shard(_meta_model(), strategy_of(label, SHAPE), topology=SHAPE)
     plain: Any = Chain([MetaBlock() for _ in range(3)]).double()
-    drawn = {name: p.full_tensor() for name, p in sharded.named_parameters()}
+    drawn = {name: p.full_tensor().detach() for name, p in sharded.named_parameters()}
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
             if "gain" in name or "norm" in name:

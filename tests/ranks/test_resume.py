@@ -168,6 +168,20 @@ def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_th
         assert world(1).run(_train, (*options, *alone))[0].losses == pytest.approx(seen[0].losses, rel=ROUNDING)
 
 
+def test_from_one_rank_to_two_and_back_under_another_strategy(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Elastic: the folder stays, and each run takes what ranks there are."""
+    alone = world(1).run(_train, (*options, *_in(tmp_path / "alone")))[0].losses
+    losses: list[float] = []
+    for number, (ranks, strategy) in enumerate(((1, "ddp"), (2, "zero3"), (1, "paro-iig")), 1):
+        told: Told = {0: (number * THIRD - 1, signal.SIGTERM)} if number < 3 else {}
+        seen = world(ranks).run(_train, (*options, *_in(tmp_path / "elastic", f"strategy.name={strategy}")), told)
+        assert not any(rank.error for rank in seen)
+        losses += seen[0].losses
+    assert len(losses) == STEPS and losses == pytest.approx(alone, rel=ROUNDING)
+
+
 @pytest.mark.parametrize(
     "strategy, background",
     [

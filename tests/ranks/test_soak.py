@@ -13,8 +13,9 @@ SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 @pytest.mark.soak
-def test_killed_ranks_change_no_bit_of_what_is_trained(tmp_path: Path) -> None:
-    command = [sys.executable, str(SOAK), "zero3", "--kills", "2", "--seed", "1", "--settle", "0"]
+@pytest.mark.parametrize("case", ["zero3", "zero++ feedback", "paro-iig at once"])
+def test_killed_ranks_change_no_bit_of_what_is_trained(tmp_path: Path, case: str) -> None:
+    command = [sys.executable, str(SOAK), case, "--kills", "2", "--seed", "1", "--settle", "0"]
     command += ["--folder", str(tmp_path), "-o", str(tmp_path / "soak.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

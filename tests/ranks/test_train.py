@@ -113,7 +113,7 @@ def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
 
 
 def _weights(training: Training) -> dict[str, Tensor]:
-    return {name: p.full_tensor().clone() for name, p in training.model.named_parameters()}
+    return {name: p.full_tensor().detach().clone() for name, p in training.model.named_parameters()}
 
 
 # --- the same training ------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[floa
     built = models.build(config, VOCABULARY)
     torch.manual_seed(3)
     sharded: Any = towpath.shard(built.model.double(), strategy_of(label, SHAPE))
-    plain = _plain_twin(config, {name: p.full_tensor() for name, p in sharded.named_parameters()})
+    plain = _plain_twin(config, {name: p.full_tensor().detach() for name, p in sharded.named_parameters()})
     optimizers = [_optimizer(sharded), _optimizer(plain)]
     losses: list[float] = []
     expected: list[float] = []
@@ -156,7 +156,7 @@ def _spreads(folder: str) -> dict[str, tuple[float, float]]:
     plain: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for name, buffer in plain.named_buffers():
         assert torch.equal(sharded.get_buffer(name), buffer), name
-    found = {name: p.full_tensor() for name, p in sharded.named_parameters()}
+    found = {name: p.full_tensor().detach() for name, p in sharded.named_parameters()}
     return {
         name: (found[name].square().mean().sqrt().item(), p.detach().square().mean().sqrt().item())
         for name, p in plain.named_parameters()
@@ -261,7 +261,7 @@ def _compare_with_files(config: ModelConfig, label: str, params: torch.dtype | N
     close = torch.equal(found, expected) if params is None else (found - expected).abs().max().item() < 0.1
     stored = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
     pairs = zip(model.named_parameters(), stored.parameters(), strict=True)
-    wrong = [name for (name, p), q in pairs if not torch.equal(p.full_tensor(), q.detach())]
+    wrong = [name for (name, p), q in pairs if not torch.equal(p.full_tensor().detach(), q.detach())]
     return wrong if close else [*wrong, "logits"]
 
 

@@ -90,7 +90,7 @@ def _write(label: str) -> str:
     with towpath.full_parameters(model), torch.no_grad():
         for p in model.parameters():
             p.mul_(0.5)  # alike: kept
-    kept = [p.full_tensor() for p in model.parameters()]
+    kept = [p.full_tensor().detach() for p in model.parameters()]
     with towpath.full_parameters(model), torch.no_grad():
         assert all(torch.equal(p, k) for p, k in zip(model.parameters(), kept, strict=True))
     for swap in (True, False):  # two values that change places, or others

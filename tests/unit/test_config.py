@@ -11,9 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
+from towpath.spec.precision import Precision
 from towpath.spec.presets import strategies
 from towpath.spec.strategy import Strategy
 from towpath.topology.cluster import Extent, Topology
+from towpath.train import run
 from towpath.train.config import Config, StrategyConfig, TrainConfig
 
 
@@ -52,6 +54,20 @@ def test_overrides_are_toml_and_what_is_not_is_text(tmp_path: Path) -> None:
     config = Config.load(file, overrides)
     assert (config.train.steps, config.strategy.name, config.data.text) == (9, "paro-iig", ("x.txt",))
     assert (config.train.betas, config.model.tied) == ((0.5, 0.6), False)
+
+
+@pytest.mark.parametrize(
+    ("train", "expected"),
+    [
+        ({}, Precision("float32", None, "float32")),
+        ({"precision": "bf16"}, Precision("bfloat16", None, "float32")),
+        ({"precision": "bf16", "accumulate": "bf16"}, Precision("bfloat16", None, "bfloat16")),
+        ({"precision": "bf16", "reduce": "fp32", "accumulate": "bf16"}, Precision("bfloat16", "float32", None)),
+    ],
+    ids=str,
+)
+def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -> None:
+    assert run._precision(Config.of({"train": train})) == expected
 
 
 @pytest.mark.parametrize(

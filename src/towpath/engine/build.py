@@ -226,8 +226,8 @@ def _unit(layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -
 def _peers(strategy: Strategy, groups: Groups, mesh: Mesh) -> Peers:
     moves = strategy.moves.assemble
     if not moves:
-        return Peers(None, (0,), groups.rank, mesh.groups)
+        return Peers(None, (0,), groups.rank, mesh.groups, groups.parent)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
     made: dist.ProcessGroup = groups.of(partition, "control")
-    return Peers(made, group.slots, groups.rank, mesh.groups)
+    return Peers(made, group.slots, groups.rank, mesh.groups, groups.parent)

@@ -25,18 +25,27 @@ class Peers:
     """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them.
 
     `beyond`: on a tensor-parallel mesh, the groups over which what the peers combined is combined once more.
+    `everyone`: all ranks that share the model, of which every one computes a loss of its own.
     """
 
     group: dist.ProcessGroup | None
     slots: tuple[int, ...]
     rank: int
     beyond: tuple[dist.ProcessGroup, ...] = ()
+    everyone: dist.ProcessGroup | None = None
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """`tensor`, reduced over the peers in place."""
         for group in (self.group, *self.beyond):
             if group is not None:
                 dist.all_reduce(tensor, op, group=group)
+        return tensor
+
+    def mean_of_everyone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which becomes its mean over all ranks."""
+        if self.everyone is not None:
+            dist.all_reduce(tensor, group=self.everyone)
+            tensor.div_(dist.get_world_size(self.everyone))
         return tensor
 
 
@@ -101,7 +110,8 @@ class Partial(torch.Tensor):
         if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
             return Partial.norm_of(args[0].part, args[0].order, args[0].peers).as_dtype(args[0].dtype).resolve()
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
-            return Partial(args[0].part + args[1].part, "sum", args[0].peers, args[0].dtype)
+            dtype = torch.promote_types(args[0].dtype, args[1].dtype)
+            return Partial(args[0].part + args[1].part, "sum", args[0].peers, dtype)
         if packet is aten.add and args[1] == 0 and not kwargs:  # as sum() begins
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":

@@ -254,7 +254,7 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
         )
     raise ShardTensorError(
         f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "
-        "Elsewhere call full_tensor() on it, which gives no gradient, or work on the whole model inside "
+        "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
         "`with towpath.full_parameters(model):`."
     )
 

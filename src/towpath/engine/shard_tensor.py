@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -58,7 +58,16 @@ class ShardTensor(torch.Tensor):
         return self.local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, gathered from the ranks that share it. Every one of them must call this."""
+        """The whole tensor, gathered from the ranks that share it. Every one of them must call this.
+
+        What is computed with it may be part of a loss: its backward pass takes the mean over all ranks, as that of
+        the forward does, and so every rank must walk it.
+        """
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast(torch.Tensor, _FullTensor.apply(self))
+        return self._whole()
+
+    def _whole(self) -> torch.Tensor:
         whole = self._assembled()
         parallel = self.span.parallel
         return whole if parallel is None else parallel.wrap(whole).full_tensor()
@@ -120,7 +129,7 @@ class ShardTensor(torch.Tensor):
         self.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
-        raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().numpy() on every rank.")
+        raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().detach().numpy() on every rank.")
 
     def tolist(self) -> NoReturn:
         raise ShardTensorError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
@@ -179,6 +188,21 @@ class ShardTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _operation(func)(func, args, kwargs or {})
+
+
+class _FullTensor(torch.autograd.Function):
+    """`full_tensor()` as a part of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
+        ctx.span = tensor.span
+        return tensor._whole()  # pyright: ignore[reportPrivateUsage]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
+        (gradient,) = gradients
+        mean = ctx.span.peers.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
+        return ShardTensor(ctx.span.part_of(mean).clone(), ctx.span)
 
 
 @lru_cache(maxsize=1024)

@@ -48,6 +48,11 @@ class Groups:
         return ", ".join(f"{lane} of {len(ranks)}" for ranks, lane in self._made) or "none"
 
     @property
+    def parent(self) -> dist.ProcessGroup | None:
+        """Of all ranks; none in a world of one that was never initialised."""
+        return self._parent
+
+    @property
     def rank(self) -> int:
         return 0 if self._alone else dist.get_rank(self._parent)
 

@@ -95,7 +95,8 @@ class TrainConfig:
     clip: float = _key(1.0, "the largest global norm of the gradient; 0: as it is")
     seed: int = _key(0, "of new weights, the order of the data, and dropout")
     precision: str = _key("fp32", "of what travels and computes, fp32 or bf16; the masters are fp32")
-    reduce: str = _key("", "what gradients are summed in; empty: as precision")
+    reduce: str = _key("", "what gradients travel in, and are summed over ranks; empty: as precision")
+    accumulate: str = _key("fp32", "what they are summed in over micro-steps; never less than reduce")
     checkpointing: bool = _key(False, "keep a block's input only; recompute the rest in backward")
     compile: bool = _key(False, "torch.compile for each block")
     not_finite: str = _key("stop", "when a loss or gradient is not finite: stop, or skip the step")
@@ -115,6 +116,7 @@ class TrainConfig:
             _refuse(self, "betas", self.betas, "two numbers from 0 up to, not including, 1")
         _one_of(self, "precision", *DTYPES)
         _one_of(self, "reduce", "", *DTYPES)
+        _one_of(self, "accumulate", *DTYPES)
         _one_of(self, "not_finite", "stop", "skip")
 
     def micro_steps(self, world: int) -> int:

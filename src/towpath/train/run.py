@@ -134,8 +134,11 @@ def _none_yet(model: nn.Module) -> Values:
 
 
 def _precision(config: Config) -> Precision:
-    reduce = config.train.reduce
-    return Precision(DTYPES[config.train.precision], DTYPES[reduce] if reduce else None)
+    train = config.train
+    reduce = DTYPES[train.reduce] if train.reduce else None
+    # A sum never loses what has travelled: with reduce = "fp32" it is fp32.
+    accumulate = None if train.reduce == "fp32" else DTYPES[train.accumulate]
+    return Precision(DTYPES[train.precision], reduce, accumulate)
 
 
 def _check_alike(job: Job, config: Config, tokens: Tokens) -> None:
