@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from towpath.engine.record import Line
-from towpath.spec.strategy import Kind
+from towpath.spec.actions import Compare, Deliver, Seal, Show
+from towpath.spec.steady import steady_step
 
 
 def without_transfers(step: Callable[[], None]) -> None:
@@ -21,27 +22,16 @@ def without_transfers(step: Callable[[], None]) -> None:
 
 
 def communicate(model: Any) -> None:
-    """Every transfer of a step in the engine's order, each as soon as its lane and its buffers are free."""
+    """Every transfer of a step but for what says who computed what, in the engine's order, one unit ahead as there."""
     engine = model.towpath_engine
-    backward = [u for u in reversed(engine.units) if not u.kept] + [u for u in engine.units if u.kept]
     with torch.no_grad():
-        for unit in engine.units:
-            _gathered(unit, Kind.GATHER, engine)
-        ready = {unit: _gathered(unit, Kind.BACKWARD_GATHER, engine) for unit in backward if not unit.kept}
-        for unit in backward:
-            if unit in ready and ready[unit] is not None:
-                ready[unit].wait()
-            unit.begin_gradients(engine.gradients)
-            engine._synced.append(unit.sync(unit.reduce(), engine._world))
-        engine._abandon()  # waits for the reductions, and forgets the gradients, which were nobody's
+        for _, action in steady_step(engine.machine, [unit.plan.facts() for unit in engine.units], 1):
+            # Nothing is computed: weights need not be shown, nor waited for before the gradients are there.
+            if not isinstance(action, (Show, Seal, Compare, Deliver)):
+                engine.carry_out([action])
+        engine._abandon()  # forgets the gradients, which were nobody's
 
 
 def unit_elements(model: Any) -> list[int]:
     """How many parameters each unit has."""
     return [sum(bucket.plan.numel for bucket in unit.buckets) for unit in model.towpath_engine.units]
-
-
-def _gathered(unit: Any, kind: Kind, engine: Any) -> Any:
-    unit.gather(kind, engine.weights, keep_copy=True)
-    unit.release()  # nobody computes with it: the next unit in the same slot may follow
-    return unit.ready

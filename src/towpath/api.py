@@ -164,7 +164,7 @@ class ShardedModule(nn.Module):
 
 def _refuse_full_state_dict(engine: Engine, options: Any) -> None:
     """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole."""
-    if getattr(options, "full_state_dict", False) and not engine.root.pinned:
+    if getattr(options, "full_state_dict", False) and not engine.is_unsharded:
         raise ShardError(
             "get_model_state_dict(full_state_dict=True) does not gather ShardTensors. Let every rank call it inside "
             "`with towpath.full_parameters(model):`; or save with towpath.checkpoint, and export with `towpath export`."
@@ -201,7 +201,7 @@ def full_parameters(model: nn.Module, *, modifier_rank: int | None = None) -> Ge
     values all take over instead.
     """
     engine = _engine(model)
-    if engine.root.pinned:  # inside another such context, which ends it
+    if engine.is_unsharded:  # inside another such context, which ends it
         yield
         return
     unshard(engine)

@@ -77,7 +77,7 @@ def content(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, towpath.ShardTensor) else tensor.detach().clone()
+    return tensor.full_tensor().detach() if isinstance(tensor, towpath.ShardTensor) else tensor.detach().clone()
 
 
 def differing(found: Content, expected: Content) -> list[str]:

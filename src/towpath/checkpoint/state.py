@@ -134,7 +134,7 @@ class State:
         return {**found, **values} if self.rank == 0 else found
 
     def _named(self) -> Named:
-        if self.engine is not None and self.engine.root.pinned:
+        if self.engine is not None and self.engine.is_unsharded:
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
         return named(self.model)
 

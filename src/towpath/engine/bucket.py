@@ -26,11 +26,12 @@ from towpath.engine.parallel import Mesh
 from towpath.engine.partial import Peers
 from towpath.engine.record import Line
 from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.span import Span, WriteMark
+from towpath.engine.span import Span
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
 from towpath.spec.routes import Op
 from towpath.spec.schedule import BucketPlan
+from towpath.spec.step_state import WriteMark
 from towpath.spec.strategy import Kind
 from towpath.spec.transfer import Transfer
 from towpath.spec.transitions import Cut
@@ -58,7 +59,6 @@ class Bucket:
         self.master = start.part(plan.optimizer, own) if plan.has_master else self.own_slice(self.shard, plan.params)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
-        self.copied = -1  # the version of the weights that the copy holds
         self.whole = plan.params.count == 1
         self.full = self.shard if self.whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]

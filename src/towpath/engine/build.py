@@ -23,13 +23,13 @@ from towpath.engine.initialise import FromModel, FromValues, Source, Values, mat
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial import Peers
-from towpath.engine.span import WriteMark
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.spec.journal import Journal
 from towpath.spec.precision import Precision
 from towpath.spec.schedule import UnitPlan, plan_unit
+from towpath.spec.step_state import WriteMark
 from towpath.spec.strategy import Kind, Strategy
 from towpath.topology.groups import Groups
 
@@ -163,7 +163,10 @@ def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Gro
     shared = _Shared(wiring, _peers(strategy, groups, mesh), mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
-        units = [_unit(layout, plan_unit(strategy, layout.spec, precision), source, shared) for layout in layouts]
+        plans = [plan_unit(strategy, layout.spec, precision) for layout in layouts]
+        units = [
+            _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
+        ]
     _fill_buffers(model, source, groups)  # after the parameters: a module may draw both anew
     if order.values is not None:
         agree(groups, [], source.failure())
@@ -214,13 +217,14 @@ class _Shared:
     writes: WriteMark
 
 
-def _unit(layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
+def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
     buckets: list[Bucket] = []
+    mark = WriteMark(shared.writes)
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.peers, shared.mesh, shared.writes))
-    return Unit(layout, plan, buckets, shared.wiring)
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.peers, shared.mesh, mark))
+    return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
 
 def _peers(strategy: Strategy, groups: Groups, mesh: Mesh) -> Peers:

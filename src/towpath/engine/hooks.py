@@ -154,13 +154,14 @@ class _Forward:
 
     def run_once(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Only `call`, where it is part of a run under way."""
-        return call(*args, **kwargs) if self.unit.entered else self.run(call, args, kwargs)
+        entered = self._engine.machine.is_entered(self.unit.index)
+        return call(*args, **kwargs) if entered else self.run(call, args, kwargs)
 
     @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where all is compiled, the graph ends here; what `call` computes is another."""
         graph_follows = False
-        self.unit.inside += 1
+        self._engine.machine.entered(self.unit.index)
         try:
             use, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
@@ -170,14 +171,15 @@ class _Forward:
             self._engine.forward_failed(self.unit, error)
             raise
         finally:  # the modules must get their ShardTensors back, also after an exception
-            self.unit.inside -= 1
             self._after(graph_follows)
 
     @eager
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, Any, Any]:
         self._engine.before_forward(self.unit, self._comes_back())
         # A recomputation of a use whose backward pass is under way is part of that use.
-        use = Use(self.unit) if torch.is_grad_enabled() and not self.unit.running else None
+        machine, index = self._engine.machine, self.unit.index
+        makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
+        use = Use(self.unit, machine.graph_made(index)) if makes_graph else None
         with self._engine.host:
             return use, *self._enter(use, args, kwargs)
 
@@ -233,7 +235,7 @@ class _Forward:
         for tensor in outputs:
             tensor.register_hook(partial(self._engine.reached_output, use))
         if not outputs:
-            self.unit.uses.discard(use)
+            self._engine.machine.graph_dropped(use.passed)
         return bool(outputs)
 
 

@@ -14,8 +14,9 @@ import torch
 from towpath.collectives.flat import all_gather_single
 from towpath.engine.boxes import Box, boxes_of
 from towpath.engine.partial import NO_TORCH_FUNCTION
-from towpath.engine.span import Span, WriteMark
+from towpath.engine.span import Span
 from towpath.errors import ShardTensorError
+from towpath.spec.step_state import WriteMark
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -1,4 +1,4 @@
-"""Which elements of a parameter a rank holds, and whether they were written."""
+"""Which elements of a parameter a rank holds."""
 
 from __future__ import annotations
 
@@ -8,21 +8,6 @@ import torch
 
 from towpath.engine.parallel import Parallel
 from towpath.engine.partial import Peers
-
-
-class WriteMark:
-    """Counts the writes to the parameters of one bucket; shared by every alias of them. `model` counts them all."""
-
-    __slots__ = ("model", "version")
-
-    def __init__(self, model: WriteMark | None = None) -> None:
-        self.version = 0
-        self.model = model
-
-    def written(self) -> None:
-        self.version += 1
-        if self.model is not None:
-            self.model.version += 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

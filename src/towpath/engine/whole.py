@@ -11,7 +11,6 @@ import torch
 from towpath.engine.executor import Engine
 from towpath.engine.unit import Unit
 from towpath.errors import StepError
-from towpath.spec.strategy import Kind
 
 _ROW = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -21,40 +20,20 @@ def unshard(engine: Engine) -> None:
     """Make every unit whole, each in memory of its own, until `reshard`."""
     engine.begin()
     for unit in engine.units:
-        if unit.pinned:
-            continue
-        if unit.slot is not None:
-            _refuse_if_in_use(unit)
-            unit.release()
-            unit.home = unit.slot
-            unit.live_in(engine.weights.apart(unit.plan.weight_needs))
-        unit.gather(Kind.GATHER, engine.weights, keep_copy=False)
-        unit.wait()
-        for bucket in unit.buckets:
-            bucket.remember()
-        unit.checksums = checksums(unit)
-        unit.pinned = True
-        unit.show(whole=True)
-
-
-def _refuse_if_in_use(unit: Unit) -> None:
-    if any(not use.done for use in unit.uses):
-        raise StepError(
-            f"unit {unit.name or 'root'!r} has a forward pass whose backward pass has not run: its weights cannot "
-            "be moved now. Call backward() first, or delete the loss."
-        )
+        if not engine.machine.is_pinned(unit.index):
+            engine.carry_out(engine.machine.pin(unit.index))
+            for bucket in unit.buckets:
+                bucket.remember()
+            unit.checksums = checksums(unit)
 
 
 def reshard(engine: Engine, modifier_rank: int | None = None) -> None:
     """Undo `unshard`, and take over what was written to the whole parameters meanwhile; by `modifier_rank` alone, if
     one is named."""
     engine.tell_before_rewrite()
-    pinned = [unit for unit in engine.units if unit.pinned]
-    for unit in pinned:
-        unit.pinned = False
-        unit.show(whole=False)
+    pinned = [unit for unit in engine.units if engine.machine.is_pinned(unit.index)]
     # Where the optimizer has stepped meanwhile, what is whole is old.
-    current = [unit for unit in pinned if unit.holds == unit.version]
+    current = [unit for unit in pinned if engine.machine.is_whole(unit.index)]
     try:
         with torch.no_grad():
             if modifier_rank is not None:
@@ -66,9 +45,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None) -> None:
                     bucket.write_back()
     finally:
         for unit in pinned:
-            if unit.slot is not None and unit.home is not None:
-                unit.release()
-                unit.live_in(unit.home)
+            engine.carry_out(engine.machine.unpin(unit.index))
 
 
 def _take_from(engine: Engine, units: list[Unit], rank: int) -> None:

@@ -1,29 +1,26 @@
 """One optimizer step as a list of transfers: what moves, when, over which ranks, how, and how many bytes.
 
-The engine executes the transfers that `plan_unit` derives; `Schedule` is the same transfers laid out in time.
+The step machine (`step.py`) says when they go; a schedule is the machine run over one steady step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from towpath.errors import StrategyError
 from towpath.spec.formats import ENCODED, item_bytes
 from towpath.spec.journal import journal_bytes
 from towpath.spec.precision import Precision
+from towpath.spec.steady import steady_tasks
+from towpath.spec.step import UNITS_IN_FLIGHT
+from towpath.spec.step_state import UnitFacts
 from towpath.spec.strategy import Kind, Strategy
 from towpath.spec.transfer import Needs, Transfer
 from towpath.spec.transitions import Cut, Move, everyone
 from towpath.spec.units import BucketSpec, UnitSpec
 from towpath.spec.wire import Wire
-
-T = TypeVar("T")
-
-# How many units may be whole at once, beside the root: the one that computes, and the one that is gathered meanwhile.
-UNITS_IN_FLIGHT = 2
 
 # So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).
 SMALL_GATHER_BYTES = 1 << 20
@@ -121,6 +118,20 @@ class UnitPlan:
         """What one rank needs to send and receive in, beside the regions."""
         packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
         return largest([{"uint8": packed}, *(t.wire_needs for t in self.transfers(kind))])
+
+    def facts(self, modules: int = 1) -> UnitFacts:
+        """What the step machine has to know; `modules`: how many have their forwards in this unit."""
+        trainable = [b for b in self.buckets if b.spec.trainable]
+        return UnitFacts(
+            self.spec.name,
+            root=self.spec.kept,
+            gathers=bool(self.weight_needs),
+            copies=any(b.backward_copy for b in self.buckets),
+            trains=bool(trainable),
+            reduces=bool(self.gradient_needs),
+            publishes=any(b.has_master or b.transfers[Kind.PUBLISH] for b in self.buckets),
+            modules=modules,
+        )
 
     @property
     def weight_needs(self) -> Needs:
@@ -289,31 +300,15 @@ def schedule(
     return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps)))
 
 
-def backward_order(units: Sequence[T], kept: Callable[[T], bool]) -> list[T]:
-    """Gradients come last unit first; the root's come last of all, for it holds the first layers too."""
-    return [u for u in reversed(units) if not kept(u)] + [u for u in units if kept(u)]
-
-
 def _laid_out(strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int) -> Iterator[Transfer]:
-    for micro_step in range(micro_steps):
-        for transfer in _one_micro_step(plans, first=micro_step == 0, last=micro_step == micro_steps - 1):
-            yield replace(transfer, micro_step=micro_step)
+    """What the step machine submits, once it knows the order of the units."""
+    root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
+    plans = (*root, *(p for p in plans if not p.spec.kept))
+    for micro_step, task in steady_tasks([plan.facts() for plan in plans], micro_steps):
+        for bucket in plans[task.unit].buckets:
+            if task.kind is not Kind.PUBLISH or bucket.spec.trainable:  # what nobody writes is never published again
+                for transfer in bucket.transfers[task.kind]:
+                    yield replace(transfer, micro_step=micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
     for transfer in usage_transfers(strategy, parameters):
         yield replace(transfer, micro_step=micro_steps - 1)
-
-
-def _one_micro_step(plans: tuple[UnitPlan, ...], first: bool, last: bool) -> Iterator[Transfer]:
-    if first:
-        for plan in plans:
-            for bucket in plan.buckets:
-                if bucket.spec.trainable:  # what the optimizer never writes is never published again
-                    yield from bucket.transfers[Kind.PUBLISH]
-    for plan in plans:
-        yield from plan.transfers(Kind.GATHER)
-    for plan in backward_order(plans, lambda p: p.spec.kept):
-        if not plan.spec.kept:
-            yield from plan.transfers(Kind.BACKWARD_GATHER)
-        yield from plan.transfers(Kind.REDUCE)
-        if last:
-            yield from plan.transfers(Kind.SYNC)

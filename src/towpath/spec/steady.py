@@ -1,0 +1,54 @@
+"""The steady step: every unit runs once in each pass, in the order of the model, as it did the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from towpath.spec.actions import Action, Submit, Task
+from towpath.spec.step import StepMachine
+from towpath.spec.step_state import Pass, UnitFacts
+
+# In the first step the machine learns which unit follows which, in the forward and then in the backward pass.
+_STEPS_BEFORE = 2
+
+
+def steady_tasks(facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Task]]:
+    """What a machine submits in one optimizer step after others like it, and in which micro-step."""
+    machine = StepMachine(facts)
+    for step in range(_STEPS_BEFORE + 1):
+        for micro_step, action in steady_step(machine, facts, micro_steps):
+            if step == _STEPS_BEFORE and isinstance(action, Submit):
+                yield micro_step, action.task
+        for index, unit in enumerate(facts):
+            if unit.trains:  # the optimizer writes it
+                machine.written(index)
+
+
+def steady_step(machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Action]]:
+    """What the machine answers to each of its micro-steps."""
+    for micro_step in range(micro_steps):
+        machine.boundary = micro_step == micro_steps - 1
+        for action in _one_micro_step(machine, facts):
+            yield micro_step, action
+
+
+def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action]:
+    passes: list[Pass] = []
+    root, *others = range(len(facts))
+    for index in (root, *others):
+        machine.entered(index)
+        yield from machine.forward_begins(index, comes_back=True)
+        passes.append(machine.graph_made(index))
+        if index != root:
+            yield from machine.forward_ends(index, graph_follows=True)
+    yield from machine.forward_ends(root, graph_follows=True)
+    first, *rest = passes
+    yield from machine.backward_begins(first)
+    for passed in (*reversed(rest), first):  # the root's gradients come last of all: it holds the first layers too
+        yield from machine.backward_begins(passed)
+        if facts[passed.unit].trains:
+            yield from machine.gradient_arrives(passed.unit)
+        yield from machine.input_gradients_done(passed)
+        yield from machine.weight_gradients_done(passed)
+    yield from machine.backward_pass_ended()
+    machine.micro_step_ended()

@@ -1,0 +1,410 @@
+"""The step machine under any order of events: what it answers is carried out on a memory of its own, and watched.
+
+Transfers are done as late as their queues let them, or as early, by chance. Nothing may compute with weights that are
+not whole and fresh, no slot may have two users, each gradient is reduced exactly once and in one order, nothing waits
+in a circle, and after a boundary nothing is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from towpath.errors import StepError
+from towpath.spec.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
+from towpath.spec.schedule import LANES
+from towpath.spec.step import UNITS_IN_FLIGHT, StepMachine
+from towpath.spec.step_state import Pass, UnitFacts
+from towpath.spec.strategy import Kind
+
+Weights = tuple[int, int]  # of which unit, and of which version
+
+
+class Watched:
+    """A machine, and one who does what it says."""
+
+    def __init__(self, facts: list[UnitFacts], draw: random.Random) -> None:
+        self.facts, self.draw = facts, draw
+        self.machine = StepMachine(facts)
+        self.versions = [0] * len(facts)
+        self.published = [0] * len(facts)  # the version that the shards of every rank have
+        self.copies: list[int] = [-1] * len(facts)
+        self.lives_in: list[Slot | None] = [self.machine.slot_of(i) for i in range(len(facts))]
+        self.content: dict[Slot, Weights] = {}
+        self.shown, self.sealed = [False] * len(facts), [False] * len(facts)
+        self.computing: list[int] = []
+        self.queues: dict[str, deque[Task]] = defaultdict(deque)
+        self.done: set[Task] = set()
+        self.after: dict[Task, tuple[Task, ...]] = {}
+        self.gradients: dict[int, Slot | None] = {}  # where they arrive
+        self.arrived: dict[int, int] = defaultdict(int)  # by unit, in this accumulation
+        self.reduced: list[int] = []  # units, in the order of their reductions in this backward pass
+        self.synced: list[int] = []
+        self.delivered = 0
+
+    # What the machine says ------------------------------------------------------------------------------------------
+
+    def carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Submit(task):
+                    self.queues[LANES[task.kind]].append(task)
+                    self.after[task] = task.after
+                    if task.kind is Kind.SYNC:
+                        self.synced.append(task.unit)
+                    if task.kind is Kind.REDUCE:
+                        assert self.gradients.get(task.unit) is task.slot is not None
+                case Wait(task):
+                    self.finish(task, ())
+                case Show(unit, whole):
+                    assert self.shown[unit] != whole
+                    self.shown[unit] = whole
+                case Seal(unit, sealed):
+                    assert self.sealed[unit] != sealed
+                    self.sealed[unit] = sealed
+                case Place(unit, slot):
+                    assert unit in slot.fits and unit not in self.computing
+                    self.lives_in[unit] = slot
+                case Collect(unit, slot):
+                    readers = [t for t in self.queues["reduce"] if t.slot is slot and slot is not None]
+                    assert not readers, f"{unit} writes gradients where {readers} still read"
+                    holders = [u for u, s in self.gradients.items() if s is slot and slot is not None]
+                    assert not holders, f"{unit} and {holders} collect in one slot"
+                    self.gradients[unit] = slot
+                case Compare():
+                    assert self.machine.boundary
+                case Deliver():
+                    assert not self.queues["sync"], "delivered before it was there"
+                    self.delivered += 1
+            if self.draw.random() < 0.3:  # a queue goes on by itself
+                queue = self.draw.choice(list(self.queues.values()) or [deque()])
+                if queue and all(t in self.done for t in self.after[queue[0]]):
+                    self.execute(queue.popleft())
+
+    def finish(self, task: Task, waiting: tuple[Task, ...]) -> None:
+        assert task not in waiting, "waits in a circle"
+        if task in self.done:
+            return
+        queue = self.queues[LANES[task.kind]]
+        while task not in self.done:
+            first = queue[0]
+            for other in self.after[first]:
+                self.finish(other, (*waiting, task))
+            if queue and queue[0] is first:
+                self.execute(queue.popleft())
+
+    def execute(self, task: Task) -> None:
+        self.done.add(task)
+        match task.kind:
+            case Kind.PUBLISH:
+                self.published[task.unit] = self.versions[task.unit]
+            case Kind.GATHER | Kind.BACKWARD_GATHER:
+                assert task.slot is not None
+                users = [u for u in self.computing if self.lives_in[u] is task.slot]
+                assert not users, f"{task} overwrites the weights that unit {users} computes with"
+                copies = task.kind is Kind.BACKWARD_GATHER and self.facts[task.unit].copies
+                version = self.copies[task.unit] if copies else self.published[task.unit]
+                self.content[task.slot] = (task.unit, version)
+                if task.keep_copy and self.facts[task.unit].copies:
+                    self.copies[task.unit] = version
+            case Kind.REDUCE:
+                self.reduced.append(task.unit)
+                self.gradients[task.unit] = None  # the slot is another's from here on
+            case _:
+                pass
+
+    # What happens ---------------------------------------------------------------------------------------------------
+
+    def check_whole(self, unit: int) -> None:
+        assert self.shown[unit] and not self.sealed[unit]
+        slot = self.lives_in[unit]
+        if slot is not None:
+            assert self.content.get(slot) == (unit, self.versions[unit]), "not whole, or old"
+
+    def forward(self, unit: int, *, graph: bool) -> Pass | None:
+        self.begins(unit, graph=graph)
+        return self.ends(unit, graph=graph)
+
+    def begins(self, unit: int, *, graph: bool) -> None:
+        self.machine.entered(unit)
+        self.carry_out(self.machine.forward_begins(unit, comes_back=graph))
+        self.computing.append(unit)
+        self.check_whole(unit)
+
+    def ends(self, unit: int, *, graph: bool) -> Pass | None:
+        self.check_whole(unit)
+        made = self.machine.graph_made(unit) if graph else None
+        self.computing.remove(unit)
+        self.carry_out(self.machine.forward_ends(unit, graph_follows=graph))
+        return made
+
+    def backward(self, passed: Pass, *, split: bool = False) -> None:
+        """`split`: the gradients of its weights are computed later."""
+        unit = passed.unit
+        self.carry_out(self.machine.backward_begins(passed))
+        self.computing.append(unit)
+        self.check_whole(unit)
+        self.computing.remove(unit)
+        if not split:
+            self.gradient(unit)
+        self.carry_out(self.machine.input_gradients_done(passed))
+        if not split:
+            self.carry_out(self.machine.weight_gradients_done(passed))
+
+    def gradient(self, unit: int) -> None:
+        if self.facts[unit].trains:
+            assert not self.machine.is_reduced(unit), "a gradient that comes too late"
+            self.carry_out(self.machine.gradient_arrives(unit))
+            assert unit in self.gradients
+            self.arrived[unit] += 1
+
+    def end_backward(self) -> None:
+        self.carry_out(self.machine.backward_pass_ended())
+        if self.machine.more_passes:
+            return
+        self.machine.micro_step_ended()
+        trained = [u for u in (*reversed(range(1, len(self.facts))), 0) if self.facts[u].trains]
+        for queue in ("reduce",):
+            for task in list(self.queues[queue]):
+                self.finish(task, ())
+        assert self.reduced == [u for u in trained if self.facts[u].reduces], "not once each, in one order"
+        assert self.synced == (trained if self.machine.boundary else [])
+        self.reduced, self.synced, self.gradients = [], [], {}
+        for unit in range(len(self.facts)):
+            assert not self.shown[unit]
+        assert not any(slot.user is not None for slot in self.machine.weight_slots.all)
+
+    def optimizer_step(self) -> None:
+        for unit, facts in enumerate(self.facts):
+            if facts.trains:
+                self.write(unit)
+
+    def write(self, unit: int) -> None:
+        self.versions[unit] += 1
+        self.machine.written(unit)
+        if not self.facts[unit].publishes:
+            self.published[unit] = self.versions[unit]
+
+
+def facts_of(draw: random.Random, units: int) -> list[UnitFacts]:
+    gathers, reduces, publishes = (draw.random() < 0.7 for _ in range(3))
+    copies = gathers and draw.random() < 0.4
+    return [
+        UnitFacts(
+            f"u{i}" if i else "",
+            root=i == 0,
+            gathers=gathers,
+            copies=copies and i > 0,
+            trains=draw.random() < 0.8,
+            reduces=reduces,
+            publishes=publishes,
+        )
+        for i in range(units)
+    ]
+
+
+draws = st.integers(0, 2**32).map(random.Random)
+thorough = settings(max_examples=400, deadline=None)
+
+
+@thorough
+@given(draws, st.integers(1, 7))
+def test_any_order_of_units_with_some_left_out_and_some_twice(draw: random.Random, units: int) -> None:
+    watched = Watched(facts_of(draw, units), draw)
+    order = list(range(1, units))
+    for _ in range(6):
+        if draw.random() < 0.3:
+            draw.shuffle(order)
+        watched.machine.boundary = draw.random() < 0.5
+        ran = [u for u in order for _ in range(draw.choice((1, 1, 1, 1, 0, 2)))]
+        if draw.random() < 0.2:  # an evaluation between
+            watched.begins(0, graph=False)
+            for unit in ran:
+                watched.forward(unit, graph=False)
+            watched.ends(0, graph=False)
+        watched.begins(0, graph=True)
+        passes = [watched.forward(unit, graph=True) for unit in ran]
+        root = watched.ends(0, graph=True)
+        assert root is not None
+        watched.carry_out(watched.machine.backward_begins(root))
+        for passed in reversed(passes):
+            assert passed is not None
+            watched.backward(passed)
+        watched.gradient(0)
+        watched.carry_out(watched.machine.input_gradients_done(root))
+        watched.carry_out(watched.machine.weight_gradients_done(root))
+        watched.end_backward()
+        if watched.machine.boundary:
+            watched.optimizer_step()
+        elif draw.random() < 0.2 and units > 1:
+            watched.write(draw.randrange(units))  # at an odd moment
+
+
+@thorough
+@given(draws, st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_passes_that_interleave_as_in_pipelines(
+    draw: random.Random, units: int, micro_batches: int, ahead: int, split: bool
+) -> None:
+    """1F1B: so many forwards ahead, then one of each. Split: the weights' gradients wait for the end (zero bubble)."""
+    watched = Watched(facts_of(draw, units), draw)
+    for _ in range(3):
+        alive: deque[list[Pass]] = deque()
+        later: list[Pass] = []
+        left = micro_batches
+        while left or alive:
+            if left and len(alive) < ahead:
+                left -= 1
+                passes = []
+                for unit in range(1, units):
+                    made = watched.forward(unit, graph=True)
+                    assert made is not None
+                    passes.append(made)
+                alive.append(passes)
+                continue
+            oldest = alive.popleft()
+            watched.machine.more_passes = bool(left or alive)
+            for passed in reversed(oldest):
+                watched.backward(passed, split=split)
+                later += [passed] if split else []
+            if not split:
+                watched.end_backward()
+        if split:
+            for passed in later:
+                watched.gradient(passed.unit)
+                watched.carry_out(watched.machine.weight_gradients_done(passed))
+            watched.end_backward()
+        assert watched.delivered > 0
+        watched.optimizer_step()
+
+
+@thorough
+@given(draws, st.integers(2, 6), st.integers(0, 5))
+def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, units: int, failing: int) -> None:
+    watched = Watched(facts_of(draw, units), draw)
+    for _ in range(4):
+        for broken in (True, False):
+            watched.begins(0, graph=True)
+            passes = [watched.forward(unit, graph=True) for unit in range(1, units)]
+            root = watched.ends(0, graph=True)
+            assert root is not None
+            watched.carry_out(watched.machine.backward_begins(root))
+            for number, passed in enumerate(reversed(passes)):
+                assert passed is not None
+                if broken and number == failing:
+                    break
+                watched.backward(passed)
+            if broken:
+                watched.carry_out(watched.machine.backward_pass_failed())
+                watched.carry_out(watched.machine.abandoned())
+                watched.reduced, watched.synced, watched.gradients = [], [], {}
+                assert not any(watched.shown)
+                watched.queues["sync"].clear()
+                continue
+            watched.end_backward()
+            watched.optimizer_step()
+
+
+@thorough
+@given(draws, st.integers(1, 5))
+def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: random.Random, units: int) -> None:
+    watched = Watched(facts_of(draw, units), draw)
+    for _ in range(3):
+        watched.carry_out(watched.machine.publish())
+        for unit in range(units):
+            watched.carry_out(watched.machine.pin(unit))
+            watched.check_whole(unit)
+        for unit in range(units):
+            watched.check_whole(unit)
+        if draw.random() < 0.5:
+            watched.optimizer_step()
+            watched.begins(0, graph=False)
+            for unit in range(1, units):
+                watched.forward(unit, graph=False)
+            watched.ends(0, graph=False)
+        for unit in range(units):
+            watched.carry_out(watched.machine.unpin(unit))
+        assert not any(watched.shown)
+        watched.begins(0, graph=False)
+        for unit in range(1, units):
+            watched.forward(unit, graph=False)
+        watched.ends(0, graph=False)
+
+
+def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
+    """From the second step on; with one slot beside the one that computes."""
+    watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 6))], random.Random(0))
+    asked: list[tuple[int, int]] = []
+    for step in range(2):
+        watched.begins(0, graph=True)
+        passes: list[Pass] = []
+        for unit in range(1, 6):
+            watched.machine.entered(unit)
+            actions = watched.machine.forward_begins(unit, comes_back=True)
+            if step == 1:
+                asked += [(unit, a.task.unit) for a in actions if isinstance(a, Submit) and a.task.kind is Kind.GATHER]
+            watched.carry_out(actions)
+            passes.append(watched.machine.graph_made(unit))
+            watched.carry_out(watched.machine.forward_ends(unit, graph_follows=True))
+        root = watched.ends(0, graph=True)
+        assert root is not None
+        watched.carry_out(watched.machine.backward_begins(root))
+        for passed in reversed(passes):
+            watched.backward(passed)
+        watched.end_backward()
+        watched.optimizer_step()
+    # Unit 1 was prefetched when the root began.
+    assert asked == [(1, 2), (2, 3), (3, 4), (4, 5)] and UNITS_IN_FLIGHT == 2
+
+
+def test_a_transfer_waits_for_nothing_but_what_it_needs() -> None:
+    """A gather: for the publication of its unit, and for what its slot was last used for. A sync: for its reduction."""
+    facts = [UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 5))]
+    watched = Watched(facts, random.Random(1))
+    seen: dict[Kind, set[tuple[Kind, bool]]] = defaultdict(set)
+    for _ in range(3):
+        for action in _plain_step(watched):
+            if isinstance(action, Submit):
+                task = action.task
+                seen[task.kind] |= {(t.kind, t.unit == task.unit or t.slot is task.slot) for t in task.after}
+    gathers = {(Kind.GATHER, True), (Kind.BACKWARD_GATHER, True)}
+    assert seen[Kind.GATHER] == seen[Kind.BACKWARD_GATHER] == {(Kind.PUBLISH, True), *gathers}
+    assert seen[Kind.SYNC] == {(Kind.REDUCE, True)}
+    assert not seen[Kind.REDUCE] and not seen[Kind.PUBLISH]
+
+
+def _plain_step(watched: Watched) -> list[Action]:
+    said: list[Action] = []
+    carry_out = watched.carry_out
+
+    def noting(actions: Iterable[Action]) -> None:
+        actions = list(actions)
+        said.extend(actions)
+        carry_out(actions)
+
+    watched.carry_out = noting
+    watched.begins(0, graph=True)
+    passes = [watched.forward(unit, graph=True) for unit in range(1, len(watched.facts))]
+    root = watched.ends(0, graph=True)
+    assert root is not None
+    watched.carry_out(watched.machine.backward_begins(root))
+    for passed in reversed(passes):
+        assert passed is not None
+        watched.backward(passed)
+    watched.end_backward()
+    watched.optimizer_step()
+    watched.carry_out = carry_out
+    return said
+
+
+def test_gradients_of_older_weights_are_refused() -> None:
+    watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
+    passed = watched.forward(1, graph=True)
+    assert passed is not None
+    watched.write(1)
+    with pytest.raises(StepError, match="unit 'a': its parameters were written between"):
+        watched.machine.backward_begins(passed)
