@@ -381,6 +381,7 @@ REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum of squares": lambda p: p.square().sum(),
     "sum of absolutes": lambda p: p.abs().sum(),
     "norm": lambda p: p.norm(),
+    "norm of no order": lambda p: torch.ops.aten.norm.ScalarOpt_dtype(p, None, dtype=torch.float64),
     "1-norm": lambda p: torch.linalg.vector_norm(p, 1),
     "mean": lambda p: p.pow(2).mean(),
     "drift": lambda p: ((p - p.detach().mul(0.5)) ** 2).sum(),
