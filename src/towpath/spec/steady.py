@@ -33,6 +33,7 @@ def steady_step(machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: i
 
 
 def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action]:
+    """The root holds the model's first and last layers: the end of its pass is that of the whole backward pass."""
     passes: list[Pass] = []
     root, *others = range(len(facts))
     for index in (root, *others):
@@ -44,11 +45,16 @@ def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterato
     yield from machine.forward_ends(root, graph_follows=True)
     first, *rest = passes
     yield from machine.backward_begins(first)
-    for passed in (*reversed(rest), first):  # the root's gradients come last of all: it holds the first layers too
+    yield from _gradients(machine, facts, root)
+    for passed in reversed(rest):
         yield from machine.backward_begins(passed)
-        if facts[passed.unit].trains:
-            yield from machine.gradient_arrives(passed.unit)
+        yield from _gradients(machine, facts, passed.unit)
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
+    yield from _gradients(machine, facts, root)
     yield from machine.backward_pass_ended()
     machine.micro_step_ended()
+
+
+def _gradients(machine: StepMachine, facts: Sequence[UnitFacts], index: int) -> Sequence[Action]:
+    return machine.gradient_arrives(index) if facts[index].trains else ()
