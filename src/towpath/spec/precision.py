@@ -56,6 +56,10 @@ class Precision:
         reduce, wanted = self.reduce_dtype(own), self.accumulate
         return wanted if wanted is not None and item_bytes(wanted) > item_bytes(reduce) else reduce
 
+    def dtypes(self, own: str) -> tuple[str, str, str]:
+        """In which parameters of the dtype `own` compute, and their gradients travel and are accumulated."""
+        return self.compute_dtype(own), self.reduce_dtype(own), self.accumulate_dtype(own)
+
     def keeps(self, name: str, kind: type) -> bool:
         """Whether the module `name`, of class `kind`, stays in its own dtype."""
         lowers = self.params is not None or self.reduce is not None

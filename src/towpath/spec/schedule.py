@@ -167,9 +167,7 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
     moves, own = strategy.moves, bucket.dtype
     precision = Precision() if bucket.exact else precision
-    compute, reduce, summed = (
-        f(own) for f in (precision.compute_dtype, precision.reduce_dtype, precision.accumulate_dtype)
-    )
+    compute, reduce, summed = precision.dtypes(own)
     bucket = bucket.in_blocks(strategy.codecs(bucket.trainable), moves.optimizer.count)
     numel = bucket.padded(moves.optimizer.count)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.

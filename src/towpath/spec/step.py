@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from towpath.errors import StepError
 from towpath.spec.actions import Action, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
 from towpath.spec.reductions import Reductions
-from towpath.spec.step_state import Gradients, Pass, Slots, UnitFacts, UnitState, Weights, WriteMark
+from towpath.spec.step_state import Gradients, Pass, Slots, Successors, UnitFacts, UnitState, Weights, WriteMark
 from towpath.spec.strategy import Kind
 
 # How many units may be whole at once, beside the root: the one that computes, and the one that is prefetched meanwhile.
@@ -40,8 +40,7 @@ class StepMachine:
         if self._root.facts.gathers:
             self._root.slot = self.weight_slots.reserve(0)
         self._reductions = Reductions(self._units, ways)
-        self._following: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
-        self._previous: int | None = None
+        self._successors = Successors()
         self._in_backward = False
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         self._actions: list[Action] = []
@@ -123,7 +122,7 @@ class StepMachine:
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not recomputing and not (unit.facts.root and graph_follows) and not unit.inside:
             self._rest(unit)
-            last = index not in self._following[Kind.GATHER] and unit.forwards % unit.facts.modules == 0
+            last = self._successors.of(Kind.GATHER, index) is None and unit.forwards % unit.facts.modules == 0
             if graph_follows and last:
                 self._expect_backward()
         return self._answer()
@@ -198,8 +197,7 @@ class StepMachine:
 
     def backward_pass_failed(self) -> list[Action]:
         """Nothing of it is delivered, and what ranks that ran different units would prefetch is forgotten."""
-        for followed in self._following.values():
-            followed.clear()
+        self._successors = Successors()
         self._end_passes()
         return self._answer()
 
@@ -257,12 +255,9 @@ class StepMachine:
         if not unit.pinned:
             unit.weights = Weights.IN_USE
         self._gather(unit, kind, keep_copy)
-        following = self._following[kind]
-        if self._previous not in (None, unit.index):
-            following[self._previous] = unit.index
-        self._previous = unit.index
-        if unit.index in following:
-            self._prefetch(self._units[following[unit.index]], kind, keep_copy)
+        following = self._successors.runs(kind, unit.index)
+        if following is not None:
+            self._prefetch(self._units[following], kind, keep_copy)
         self._wait(unit)
 
     def _wait(self, unit: UnitState) -> None:
@@ -346,7 +341,7 @@ class StepMachine:
 
     def _expect_backward(self) -> None:
         """The last unit is through: the first that backward needs is prefetched, while the root computes its end."""
-        first = self._following[Kind.BACKWARD_GATHER].get(self._root.index)
+        first = self._successors.of(Kind.BACKWARD_GATHER, self._root.index)
         if first is not None:
             unit = self._units[first]
             if unit.idle:
@@ -357,7 +352,7 @@ class StepMachine:
 
     def _pass_of_the_model_begins(self) -> None:
         """What the one before used, or prefetched in vain, is let go."""
-        self._previous = None
+        self._successors.pass_begins()
         for unit in self._units:
             prefetched = unit.weights is Weights.PREFETCHED and not self._in_backward
             if unit.weights is Weights.EVICTABLE or prefetched:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from towpath.spec.actions import Slot, Task
+from towpath.spec.strategy import Kind
 
 
 class WriteMark:
@@ -161,3 +162,24 @@ class Slots:
         self._turns.remove(slot)
         self._turns.append(slot)
         return slot
+
+
+class Successors:
+    """Which unit came after which, the last time, in the forward and in the backward pass: what to prefetch."""
+
+    def __init__(self) -> None:
+        self._next: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
+        self._previous: int | None = None  # in this pass
+
+    def pass_begins(self) -> None:
+        self._previous = None
+
+    def runs(self, kind: Kind, unit: int) -> int | None:
+        """`unit` is next in a pass whose weights come by `kind`. What came after it the last time, if anything."""
+        if self._previous is not None and self._previous != unit:
+            self._next[kind][self._previous] = unit
+        self._previous = unit
+        return self.of(kind, unit)
+
+    def of(self, kind: Kind, unit: int) -> int | None:
+        return self._next[kind].get(unit)
