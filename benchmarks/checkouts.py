@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def serve(tree: str, store: str, rank: int, world: int, nodes: int, name: str) -
 
     assert Path(towpath.__file__).is_relative_to(tree), towpath.__file__
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     topology = towpath.Topology(nodes, world // nodes)
     torch.manual_seed(0)
     model: Any = towpath.shard(gpt.GPT(width=64, depth=8, heads=2, context=32), name, topology=topology)
@@ -118,7 +118,7 @@ class Side:
 
 
 @contextmanager
-def checkout(commit: str) -> Iterator[Path]:
+def checkout(commit: str) -> Generator[Path]:
     """With the native extension that is installed here."""
     from towpath.codecs.kernels import _native
 
@@ -135,7 +135,12 @@ def checkout(commit: str) -> Iterator[Path]:
 
 
 def race(old: Path, new: Path, label: str, pairs: int, commit: str) -> dict[str, Any]:
-    line = {"suite": "checkouts", "harness": results.HARNESS, "case": {"name": label, "old": commit}, **stamp.stamp()}
+    line: dict[str, Any] = {
+        "suite": "checkouts",
+        "harness": results.HARNESS,
+        "case": {"name": label, "old": commit},
+        **stamp.stamp(),
+    }
     line["load_before"] = stamp.wait_for_quiet(60)
     seconds: dict[str, list[float]] = {"old": [], "new": []}
     order: list[list[str]] = []

@@ -170,6 +170,7 @@ def _one_step_of_each(shape: Topology) -> None:
 def _check_accumulation(model: Any, plain: nn.Module, loss: Loss, shape: Topology) -> None:
     """One accumulation of `model`; in `plain`, all ranks' with the weights that compute here."""
     _write(model)
+    _leave_noise_in_gradient_slots(model)
     codecs, masters = _codecs(model), _masters(model)
     for micro in range(MICRO_STEPS):
         with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
@@ -193,6 +194,14 @@ def _check_accumulation(model: Any, plain: nn.Module, loss: Loss, shape: Topolog
         everyones = [torch.empty_like(found) for _ in range(shape.world)]
         dist.all_gather(everyones, found.contiguous())
         assert all(torch.equal(found, other) for other in everyones), label
+
+
+def _leave_noise_in_gradient_slots(model: Any) -> None:
+    """As another unit's gradients would: what lies between parameters must not share a block with them."""
+    engine = model.towpath_engine
+    for slot in engine.machine.gradient_slots.all:
+        for buffer in engine.gradients.of(slot).values():
+            buffer.fill_(1e30)
 
 
 def _check_gradient(
