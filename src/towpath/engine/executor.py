@@ -158,22 +158,27 @@ class Engine:
     @on_host
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Autograd has accumulated the whole gradient of one parameter."""
-        with self._in_backward():
-            actions = self.machine.gradient_arrives(unit.index)
-        self._check_gradient(unit, bucket.layout.places[index].names[0], bucket.whole, grad)
-        self.carry_out(actions)
+        machine, first = self.machine, not self.machine.is_collecting(unit.index)
+        if first:
+            with self._in_backward():
+                actions = machine.gradient_arrives(unit.index)
+            self.carry_out(actions)
+        # Checked for each of very many: what it is called is looked up where something is wrong.
+        if first or grad.requires_grad or not (bucket.whole or machine.is_whole(unit.index)):
+            self._check_gradient(unit, bucket, index, grad)
         if not self.muted:
             self.host.leave_out(bucket.arrive, index, grad)
-            if all(b.arrived for b in unit.trainable):
+            if bucket.arrived and all(b.arrived for b in unit.trainable):
                 self.machine.gradients_complete(unit.index)
 
-    def _check_gradient(self, unit: Unit, name: str, always_whole: bool, grad: torch.Tensor) -> None:
+    def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
+        name = bucket.layout.places[index].names[0]
         if grad.requires_grad:
             raise StepError(
                 f"{name}: its gradient has a graph, which a sum over ranks loses. "
                 "Instead of backward(create_graph=True) take autograd.grad(loss, inputs, create_graph=True)."
             )
-        if not always_whole and not self.machine.is_whole(unit.index):
+        if not bucket.whole and not self.machine.is_whole(unit.index):
             raise StepError(
                 f"{name}: a gradient arrived while unit {unit.name!r} was not whole. "
                 "Its forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "

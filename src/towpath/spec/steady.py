@@ -51,7 +51,6 @@ def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterato
         yield from _gradients(machine, facts, passed.unit)
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
-    yield from _gradients(machine, facts, root)
     yield from machine.backward_pass_ended()
     machine.micro_step_ended()
 

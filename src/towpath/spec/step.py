@@ -69,6 +69,10 @@ class StepMachine:
     def is_pinned(self, index: int) -> bool:
         return self._units[index].pinned
 
+    def is_collecting(self, index: int) -> bool:
+        """Whether gradients of it have arrived in this backward pass, and are not reduced yet."""
+        return self._units[index].gradients in (Gradients.COLLECTING, Gradients.COMPLETE)
+
     def is_reduced(self, index: int) -> bool:
         """Whether its gradients of this backward pass are."""
         return self._units[index].gradients is Gradients.REDUCED
@@ -143,6 +147,7 @@ class StepMachine:
                 "gradients would be of other weights. Step the optimizer after backward()."
             )
         passed.running, passed.done = True, False
+        unit.running_passes += 1
         self._use(unit, Kind.BACKWARD_GATHER)
         self._show(unit, True)  # for what is recomputed inside the unit
         return self._answer()
@@ -150,6 +155,8 @@ class StepMachine:
     def input_gradients_done(self, passed: Pass) -> list[Action]:
         """The gradients of its inputs are there: nothing reads the weights any more."""
         unit = self._units[passed.unit]
+        if passed.running:
+            unit.running_passes -= 1
         passed.running, passed.done = False, True
         if not unit.running and not unit.inside:
             self._rest(unit)
@@ -165,7 +172,7 @@ class StepMachine:
         return self._answer()
 
     def gradient_arrives(self, index: int) -> list[Action]:
-        """The first, or a further one, of the unit's parameters."""
+        """The first of the unit's parameters has one, in this backward pass."""
         self._backward_of_the_model_begins()
         self._actions += self._reductions.collect(self._units[index])
         return self._answer()
@@ -365,9 +372,9 @@ class StepMachine:
 
     def _end_passes(self) -> None:
         for unit in self._units:
-            for passed in unit.passes:
-                if passed.running:
-                    passed.running, passed.done = False, True
+            for passed in [p for p in unit.passes if p.running] if unit.running else ():
+                passed.running, passed.done = False, True
+            unit.running_passes = 0
             self._release(unit)
 
     def _check_graph(self, unit: UnitState) -> None:

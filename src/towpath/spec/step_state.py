@@ -104,6 +104,7 @@ class UnitState:
     inside: int = 0  # calls into it under way
     forwards: int = 0  # passes through it in this step of the model
     backwards: int = 0
+    running_passes: int = 0  # backward, now
     shown: bool = False  # the modules' parameters are the whole weights
     home: Slot | None = None  # the slot to return to, while it is pinned
     ready: Task | None = None  # the last gather
@@ -117,7 +118,7 @@ class UnitState:
     @property
     def running(self) -> bool:
         """Whether a backward pass through it is under way."""
-        return any(p.running for p in self.passes)
+        return self.running_passes > 0
 
     @property
     def idle(self) -> bool:
