@@ -63,9 +63,9 @@ def _first_failure(copy: Path, tests: Sequence[str]) -> str:
     if ended.returncode == 0:
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", ended.stdout, re.MULTILINE)
-    if ended.returncode == 1 and failed:
+    if ended.returncode in (1, 2) and failed:  # 2: a file of tests cannot be imported
         return failed[1]
-    if "Error" in ended.stdout + ended.stderr:  # what every test imports cannot be imported
+    if "ImportError while loading conftest" in ended.stderr:
         return "the import of what the tests use"
     raise SystemExit(f"pytest could not run ({ended.returncode}):\n{ended.stdout[-3000:]}\n{ended.stderr[-2000:]}")
 

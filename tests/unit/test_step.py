@@ -118,6 +118,17 @@ class Watched:
             case _:
                 pass
 
+    def note(self, said: list[Action]) -> None:
+        """Every action from now on is added to `said`, too."""
+        carry_out = self.carry_out
+
+        def noting(actions: Iterable[Action]) -> None:
+            actions = list(actions)
+            said.extend(actions)
+            carry_out(actions)
+
+        self.carry_out = noting
+
     # What happens ---------------------------------------------------------------------------------------------------
 
     def check_whole(self, unit: int) -> None:
@@ -163,15 +174,31 @@ class Watched:
             assert unit in self.gradients
             self.arrived[unit] += 1
 
+    def forward_of_the_model(self, units: Iterable[int]) -> tuple[Pass, list[Pass]]:
+        """The root's, and inside it these units': their passes."""
+        self.begins(0, graph=True)
+        passes = [self.forward(unit, graph=True) for unit in units]
+        root = self.ends(0, graph=True)
+        assert root is not None
+        return root, [passed for passed in passes if passed is not None]
+
+    def step(self) -> None:
+        """Every unit once, and the optimizer."""
+        root, passes = self.forward_of_the_model(range(1, len(self.facts)))
+        self.carry_out(self.machine.backward_begins(root))
+        for passed in reversed(passes):
+            self.backward(passed)
+        self.end_backward()
+        self.optimizer_step()
+
     def end_backward(self) -> None:
         self.carry_out(self.machine.backward_pass_ended())
         if self.machine.more_passes:
             return
         self.machine.micro_step_ended()
         trained = [u for u in (*reversed(range(1, len(self.facts))), 0) if self.facts[u].trains]
-        for queue in ("reduce",):
-            for task in list(self.queues[queue]):
-                self.finish(task, ())
+        for task in list(self.queues["reduce"]):
+            self.finish(task, ())
         assert self.reduced == [u for u in trained if self.facts[u].reduces], "not once each, in one order"
         assert self.synced == (trained if self.machine.boundary else [])
         self.reduced, self.synced, self.gradients = [], [], {}
@@ -227,13 +254,9 @@ def test_any_order_of_units_with_some_left_out_and_some_twice(draw: random.Rando
             for unit in ran:
                 watched.forward(unit, graph=False)
             watched.ends(0, graph=False)
-        watched.begins(0, graph=True)
-        passes = [watched.forward(unit, graph=True) for unit in ran]
-        root = watched.ends(0, graph=True)
-        assert root is not None
+        root, passes = watched.forward_of_the_model(ran)
         watched.carry_out(watched.machine.backward_begins(root))
         for passed in reversed(passes):
-            assert passed is not None
             watched.backward(passed)
         watched.gradient(0)
         watched.carry_out(watched.machine.input_gradients_done(root))
@@ -288,13 +311,9 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
     watched = Watched(facts_of(draw, units), draw)
     for _ in range(4):
         for broken in (True, False):
-            watched.begins(0, graph=True)
-            passes = [watched.forward(unit, graph=True) for unit in range(1, units)]
-            root = watched.ends(0, graph=True)
-            assert root is not None
+            root, passes = watched.forward_of_the_model(range(1, units))
             watched.carry_out(watched.machine.backward_begins(root))
             for number, passed in enumerate(reversed(passes)):
-                assert passed is not None
                 if broken and number == failing:
                     break
                 watched.backward(passed)
@@ -336,69 +355,35 @@ def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: rando
 
 
 def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
-    """From the second step on; with one slot beside the one that computes."""
+    """From the second step on: two units are whole, or on their way, beside the root."""
     watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 6))], random.Random(0))
-    asked: list[tuple[int, int]] = []
-    for step in range(2):
-        watched.begins(0, graph=True)
-        passes: list[Pass] = []
-        for unit in range(1, 6):
-            watched.machine.entered(unit)
-            actions = watched.machine.forward_begins(unit, comes_back=True)
-            if step == 1:
-                asked += [(unit, a.task.unit) for a in actions if isinstance(a, Submit) and a.task.kind is Kind.GATHER]
-            watched.carry_out(actions)
-            passes.append(watched.machine.graph_made(unit))
-            watched.carry_out(watched.machine.forward_ends(unit, graph_follows=True))
-        root = watched.ends(0, graph=True)
-        assert root is not None
-        watched.carry_out(watched.machine.backward_begins(root))
-        for passed in reversed(passes):
-            watched.backward(passed)
-        watched.end_backward()
-        watched.optimizer_step()
-    # Unit 1 was prefetched when the root began.
-    assert asked == [(1, 2), (2, 3), (3, 4), (4, 5)] and UNITS_IN_FLIGHT == 2
+    watched.step()
+    said: list[Action] = []
+    watched.note(said)
+    watched.step()
+    gathered = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is Kind.GATHER]
+    begun = [a.unit for a in said if isinstance(a, Show) and a.whole][:6]
+    assert gathered == begun == [0, 1, 2, 3, 4, 5] and UNITS_IN_FLIGHT == 2
+    for unit in range(2, 6):
+        asked = next(n for n, a in enumerate(said) if isinstance(a, Submit) and a.task.unit == unit and a.task.slot)
+        before = next(n for n, a in enumerate(said) if isinstance(a, Show) and a.unit == unit - 1)
+        assert asked < before, f"unit {unit} is asked for when unit {unit - 1} computes already"
 
 
 def test_a_transfer_waits_for_nothing_but_what_it_needs() -> None:
     """A gather: for the publication of its unit, and for what its slot was last used for. A sync: for its reduction."""
-    facts = [UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 5))]
-    watched = Watched(facts, random.Random(1))
-    seen: dict[Kind, set[tuple[Kind, bool]]] = defaultdict(set)
+    watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 5))], random.Random(1))
+    said: list[Action] = []
+    watched.note(said)
     for _ in range(3):
-        for action in _plain_step(watched):
-            if isinstance(action, Submit):
-                task = action.task
-                seen[task.kind] |= {(t.kind, t.unit == task.unit or t.slot is task.slot) for t in task.after}
+        watched.step()
+    seen: dict[Kind, set[tuple[Kind, bool]]] = defaultdict(set)
+    for task in (action.task for action in said if isinstance(action, Submit)):
+        seen[task.kind] |= {(t.kind, t.unit == task.unit or t.slot is task.slot) for t in task.after}
     gathers = {(Kind.GATHER, True), (Kind.BACKWARD_GATHER, True)}
     assert seen[Kind.GATHER] == seen[Kind.BACKWARD_GATHER] == {(Kind.PUBLISH, True), *gathers}
     assert seen[Kind.SYNC] == {(Kind.REDUCE, True)}
     assert not seen[Kind.REDUCE] and not seen[Kind.PUBLISH]
-
-
-def _plain_step(watched: Watched) -> list[Action]:
-    said: list[Action] = []
-    carry_out = watched.carry_out
-
-    def noting(actions: Iterable[Action]) -> None:
-        actions = list(actions)
-        said.extend(actions)
-        carry_out(actions)
-
-    watched.carry_out = noting
-    watched.begins(0, graph=True)
-    passes = [watched.forward(unit, graph=True) for unit in range(1, len(watched.facts))]
-    root = watched.ends(0, graph=True)
-    assert root is not None
-    watched.carry_out(watched.machine.backward_begins(root))
-    for passed in reversed(passes):
-        assert passed is not None
-        watched.backward(passed)
-    watched.end_backward()
-    watched.optimizer_step()
-    watched.carry_out = carry_out
-    return said
 
 
 def test_gradients_of_older_weights_are_refused() -> None:

@@ -74,25 +74,36 @@ class Engine:
     # What the machine asks for --------------------------------------------------------------------------------------
 
     def carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
-            match action:
-                case Submit(task):
-                    task.handle, task.after = self._submit(task), ()
-                case Wait(task):
-                    if task.handle is not None:
-                        cast(Handle, task.handle).wait()
-                case Show(index, whole):
-                    self.units[index].show(whole)
-                case Seal(index, sealed):
-                    self.units[index].seal(sealed)
-                case Place(index, slot):
-                    self.units[index].live_in(self.weights.of(slot))
-                case Collect(index, slot):
-                    self.units[index].collect(None if slot is None else self.gradients.of(slot))
-                case Compare():
-                    self._used = self._compare_with_others()
-                case Deliver():
-                    self._deliver()
+        """Where a transfer fails, what is left to do on this rank is done all the same: for the machine it is done."""
+        left = iter(actions)
+        try:
+            for action in left:
+                self._carry_out(action)
+        except BaseException:
+            for action in left:
+                if isinstance(action, (Show, Seal, Place, Collect)):
+                    self._carry_out(action)
+            raise
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Submit(task):
+                task.handle, task.after = self._submit(task), ()
+            case Wait(task):
+                if task.handle is not None:
+                    cast(Handle, task.handle).wait()
+            case Show(index, whole):
+                self.units[index].show(whole)
+            case Seal(index, sealed):
+                self.units[index].seal(sealed)
+            case Place(index, slot):
+                self.units[index].live_in(self.weights.of(slot))
+            case Collect(index, slot):
+                self.units[index].collect(None if slot is None else self.gradients.of(slot))
+            case Compare():
+                self._used = self._compare_with_others()
+            case Deliver():
+                self._deliver()
 
     def _submit(self, task: Task) -> Handle | None:
         unit, slot = self.units[task.unit], task.slot
@@ -140,7 +151,7 @@ class Engine:
         if use.passed.running:
             return
         use.left = 0
-        with self._in_backward():
+        with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
         self.carry_out(actions)
         self.wiring.record.begins("backward", use.unit.name)
@@ -160,7 +171,7 @@ class Engine:
         """Autograd has accumulated the whole gradient of one parameter."""
         machine, first = self.machine, not self.machine.is_collecting(unit.index)
         if first:
-            with self._in_backward():
+            with self._maybe_first_of_a_backward_pass():
                 actions = machine.gradient_arrives(unit.index)
             self.carry_out(actions)
         # Checked for each of very many: what it is called is looked up where something is wrong.
@@ -191,7 +202,7 @@ class Engine:
             )
 
     @contextmanager
-    def _in_backward(self) -> Generator[None]:
+    def _maybe_first_of_a_backward_pass(self) -> Generator[None]:
         """Around an event that may be the first of a backward pass: its end is then waited for."""
         before = self.machine.in_backward
         try:
@@ -284,11 +295,10 @@ class Engine:
             self.machine.boundary = before
 
     def begin(self) -> None:
-        """Before what makes units whole: what failed before is agreed on, and what was written is published."""
+        """Before what makes units whole: what failed before is agreed on, and dropped."""
         self._failures.agree()
         if self._failed or self.machine.in_backward:
             self._abandon()
-        self.carry_out(self.machine.publish())
 
     def discard(self) -> None:
         """Drop the gradients of the micro-steps since the last boundary."""

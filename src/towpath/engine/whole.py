@@ -19,6 +19,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def unshard(engine: Engine) -> None:
     """Make every unit whole, each in memory of its own, until `reshard`."""
     engine.begin()
+    engine.carry_out(engine.machine.publish())
     for unit in engine.units:
         if not engine.machine.is_pinned(unit.index):
             engine.carry_out(engine.machine.pin(unit.index))

@@ -1,12 +1,11 @@
 """The step machine: what is done in a training step on one rank, in which memory, and after what. It moves no data.
 
 Its methods are events: what the engine's hooks see, and what the user does between. They answer with actions
-(`actions.py`), to be carried out in their order, by the engine; `steady.py` replays them for a step as every other.
+(`actions.py`), to be carried out in their order, by the engine; `steady.py` replays them for a step like every other.
 
-A forward makes a unit's weights whole in a slot of memory that units take turns in, and prefetches the unit that came
-next the last time. A backward does the same from the backward copy; when the last of a unit's gradients is there they
-are reduced. At a boundary they are synchronised as well, and what the optimizer then writes is published before the
-next forward.
+A forward makes a unit's weights whole, in a slot that units take turns in, and prefetches the unit that came next the
+last time. A backward does the same from the backward copy; when the last of a unit's gradients is there they are
+reduced. At a boundary they are synchronised as well; what the optimizer then writes is published before a forward.
 """
 
 from __future__ import annotations
@@ -24,11 +23,13 @@ UNITS_IN_FLIGHT = 2
 
 
 class StepMachine:
-    """`marks`: what counts the writes to each unit's parameters, unless the machine is told of them (`written`)."""
+    """`marks`: what counts the writes to each unit's parameters; without them the machine is told (`written`)."""
 
     def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[WriteMark] | None = None) -> None:
         assert facts and facts[0].root and not any(f.root for f in facts[1:])
-        marks = marks or [WriteMark() for _ in facts]
+        self._writes = (marks[0].of if marks else None) or WriteMark()
+        self._published = self._writes.version
+        marks = marks or [WriteMark(self._writes) for _ in facts]
         self._units = [UnitState(index, f, mark) for index, (f, mark) in enumerate(zip(facts, marks, strict=True))]
         self._root, others = self._units[0], self._units[1:]
         ways = min(UNITS_IN_FLIGHT, len(others))
@@ -41,7 +42,7 @@ class StepMachine:
             self._root.slot = self.weight_slots.reserve(0)
         self._reductions = Reductions(self._units, ways)
         self._successors = Successors()
-        self._in_backward = False
+        self.in_backward = False  # a backward pass of the model is under way
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         self._actions: list[Action] = []
         self.boundary = True  # the next backward pass ends a step of the optimizer
@@ -52,11 +53,6 @@ class StepMachine:
     @property
     def gradient_slots(self) -> Slots:
         return self._reductions.slots
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward pass of the model is under way."""
-        return self._in_backward
 
     def slot_of(self, index: int) -> Slot | None:
         """Where the unit's whole weights live; none where they always are whole."""
@@ -134,10 +130,8 @@ class StepMachine:
     # Events: backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self, passed: Pass, *, graph: bool = False) -> list[Action]:
-        """A gradient has reached an output of that pass. `graph`: it is walked to be walked again (create_graph)."""
+        """The first gradient reaches an output of that pass. `graph`: the walk makes a graph in turn (create_graph)."""
         unit = self._units[passed.unit]
-        if passed.running:
-            return []
         if graph:
             self._check_graph(unit)
         self._backward_of_the_model_begins()
@@ -155,8 +149,7 @@ class StepMachine:
     def input_gradients_done(self, passed: Pass) -> list[Action]:
         """The gradients of its inputs are there: nothing reads the weights any more."""
         unit = self._units[passed.unit]
-        if passed.running:
-            unit.running_passes -= 1
+        unit.running_passes -= passed.running
         passed.running, passed.done = False, True
         if not unit.running and not unit.inside:
             self._rest(unit)
@@ -178,15 +171,14 @@ class StepMachine:
         return self._answer()
 
     def gradients_complete(self, index: int) -> None:
-        """Each of the unit's parameters has one. So ends a unit whose inputs want no gradient, as beside frozen layers:
-        nothing else tells its end, and its memory may be taken."""
+        """Each of its parameters has one: its slot may be taken. Where its inputs want none, nothing else tells."""
         self._units[index].gradients = Gradients.COMPLETE
 
     def backward_pass_ended(self) -> list[Action]:
         """autograd has walked a whole graph."""
         self._end_passes()
         if self.more_passes:
-            self._in_backward = False
+            self.in_backward = False
             return self._answer()
         for unit in self._units:
             self._finish(unit)
@@ -196,7 +188,7 @@ class StepMachine:
 
     def micro_step_ended(self) -> None:
         """What was asked for at the end of the backward pass is done."""
-        self._in_backward = False
+        self.in_backward = False
         self._graphs = max(self._graphs - 1, 0)
         self._reductions.restart()
         for unit in self._units:
@@ -251,11 +243,13 @@ class StepMachine:
     # Weights --------------------------------------------------------------------------------------------------------
 
     def _publish(self) -> None:
+        if self._published == self._writes.version:
+            return
+        self._published = self._writes.version
         for unit in self._units:
-            if unit.published != unit.version:
-                unit.published = unit.version
-                if unit.facts.publishes:
-                    unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
+            if unit.published != unit.version and unit.facts.publishes:
+                unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
+            unit.published = unit.version
 
     def _use(self, unit: UnitState, kind: Kind, keep_copy: bool = False) -> None:
         """Whole for what computes next; meanwhile the unit that came next the last time is prefetched."""
@@ -293,8 +287,7 @@ class StepMachine:
         """If there is room."""
         if unit.slot is None or unit.pinned or unit.holds == unit.version:
             return
-        user = self._user(unit.slot)
-        if user is not None and user.weights is Weights.EVICTABLE:
+        if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
             self._release(user)
         if unit.slot.user is None:
             self._gather(unit, kind, keep_copy)
@@ -344,12 +337,11 @@ class StepMachine:
     def _finish(self, unit: UnitState) -> None:
         """No more gradients of it will come: it is reduced as soon as those before it in the order are."""
         self._release(unit)
-        self._actions += self._reductions.finish(unit, self.boundary) if self._in_backward else []
+        self._actions += self._reductions.finish(unit, self.boundary) if self.in_backward else []
 
     def _expect_backward(self) -> None:
         """The last unit is through: the first that backward needs is prefetched, while the root computes its end."""
-        first = self._successors.of(Kind.BACKWARD_GATHER, self._root.index)
-        if first is not None:
+        if (first := self._successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
             if unit.idle:
                 self._release(unit)
@@ -361,19 +353,19 @@ class StepMachine:
         """What the one before used, or prefetched in vain, is let go."""
         self._successors.pass_begins()
         for unit in self._units:
-            prefetched = unit.weights is Weights.PREFETCHED and not self._in_backward
+            prefetched = unit.weights is Weights.PREFETCHED and not self.in_backward
             if unit.weights is Weights.EVICTABLE or prefetched:
                 self._release(unit)
 
     def _backward_of_the_model_begins(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
+        if not self.in_backward:
+            self.in_backward = True
             self._pass_of_the_model_begins()
 
     def _end_passes(self) -> None:
         for unit in self._units:
-            for passed in [p for p in unit.passes if p.running] if unit.running else ():
-                passed.running, passed.done = False, True
+            for passed in unit.passes if unit.running else ():
+                passed.running, passed.done = False, passed.done or passed.running
             unit.running_passes = 0
             self._release(unit)
 
