@@ -1,0 +1,53 @@
+"""A rank of `checkouts.py`. Its package comes from the checkout named first, so nothing is imported before that."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def serve(tree: str, store: str, rank: int, world: int, nodes: int, name: str) -> None:
+    """A rank: for each line that rank 0 reads, some steps; rank 0 answers with the median of their seconds."""
+    sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]  # the editable install
+    sys.path[:0] = [f"{tree}/src", f"{tree}/benchmarks"]
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    import gpt
+    import towpath
+
+    assert Path(towpath.__file__).is_relative_to(tree), towpath.__file__
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    topology = towpath.Topology(nodes, world // nodes)
+    torch.manual_seed(0)
+    model: Any = towpath.shard(gpt.GPT(width=64, depth=8, heads=2, context=32), name, topology=topology)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = gpt.batches(rank, batch=1, length=32)
+    wanted = torch.zeros(1, dtype=torch.int64)
+    while True:
+        if rank == 0:
+            wanted.fill_(int(sys.stdin.readline() or 0))
+        dist.broadcast(wanted, 0)
+        if not wanted:
+            return
+        seconds: list[float] = []
+        for _ in range(int(wanted)):
+            batch = next(data)
+            dist.barrier()
+            began = time.perf_counter()
+            model(*batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - began)
+        if rank == 0:
+            print(statistics.median(seconds), flush=True)
+
+
+if __name__ == "__main__":
+    its_tree, its_store, its_rank, its_world, its_nodes, its_strategy = sys.argv[1:]
+    serve(its_tree, its_store, int(its_rank), int(its_world), int(its_nodes), its_strategy)
