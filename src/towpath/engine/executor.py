@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
 from towpath.engine.passes import EndOfBackward, FailedPasses
-from towpath.engine.record import on_host
+from towpath.engine.record import eager, on_host
 from towpath.engine.shard_tensor import in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
@@ -145,6 +145,7 @@ class Engine:
 
     # Backward -------------------------------------------------------------------------------------------------------
 
+    @eager
     @on_host
     def reached_output(self, use: Use, _: torch.Tensor) -> None:
         """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
@@ -156,6 +157,7 @@ class Engine:
         self.carry_out(actions)
         self.wiring.record.begins("backward", use.unit.name)
 
+    @eager
     @on_host
     def left_for_input(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
@@ -213,6 +215,7 @@ class Engine:
                 end = EndOfBackward(weakref.WeakMethod(self._end_backward), weakref.WeakMethod(self._backward_failed))
                 torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
 
+    @eager
     @on_host
     def _end_backward(self) -> None:
         self.wiring.record.ends("backward", None)

@@ -250,8 +250,7 @@ def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable
             return  # the model is gone, and only its graph was kept
         grad, view.grad = view.grad, None
         assert grad is not None
-        with torch.no_grad():
-            engine.gradient(unit, bucket, index, grad)
+        engine.gradient(unit, bucket, index, grad)
 
     return arrived
 

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
 
@@ -94,9 +94,8 @@ eager = torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPriva
 
 
 def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, Result]:
-    """A method that PyTorch calls on the thread that trains: its seconds go to `self.host`. Never compiled."""
+    """A method for the thread that trains: its seconds go to `self.host`."""
 
-    @eager
     @wraps(method)
     def timed(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         with self.host:
@@ -159,7 +158,7 @@ class Record:
 
     def submitted(self, transfer: Transfer, micro_step: int) -> None:
         with self._lock:
-            self._step.append(replace(transfer, micro_step=micro_step))
+            self._step.append(transfer.in_micro_step(micro_step))
 
     def end_step(self) -> None:
         with self._lock:

@@ -52,6 +52,7 @@ class Unit:
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for module, attribute in place.owners
         ]
+        self._views = tuple(view for bucket in buckets for view in bucket.views)
         owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
         self.owners = list(owners.values())  # the modules whose parameters these are
         # These keep a list of their weights besides, and compute with that.
@@ -111,9 +112,8 @@ class Unit:
         self._raise_versions(1 if sealed else -1)
 
     def _raise_versions(self, by: int) -> None:
-        views = tuple(v for b in self.buckets for v in b.views)
-        versions = tuple(v._version + by for v in views)
-        torch._C._autograd._unsafe_set_version_counter(views, versions)  # pyright: ignore
+        versions = tuple([view._version + by for view in self._views])
+        torch._C._autograd._unsafe_set_version_counter(self._views, versions)  # pyright: ignore
 
     # Transfers ------------------------------------------------------------------------------------------------------
 

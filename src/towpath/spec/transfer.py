@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from towpath.spec.formats import NARROW, Codec, item_bytes
@@ -101,6 +101,9 @@ class Transfer:
         kept = AllToAll(hops, self.parts, self.elements, self.wire.encoding).kept_elements
         asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.wire.feedback]
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
+
+    def in_micro_step(self, number: int) -> Transfer:
+        return self if self.micro_step == number else replace(self, micro_step=number)
 
     def __str__(self) -> str:
         where = f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
