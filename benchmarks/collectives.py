@@ -21,8 +21,9 @@ from harness.contestants import Cluster, Entry, started
 from harness.suite import Settings, Suite
 from harness.worker import timed
 from towpath.collectives.coalesced import CoalescedAllGather
-from towpath.collectives.collective import Binding, Members, Scratch
+from towpath.collectives.collective import Binding, Members
 from towpath.collectives.select import bind
+from towpath.collectives.workspace import WireBuffers, Workspace
 from towpath.spec import routes
 from towpath.spec.routes import Group, Op
 
@@ -109,27 +110,28 @@ def members_of(rank: int, topology: towpath.Topology) -> Members:
 
 
 def contestant(kind: str, case: Case, kilobytes: int, members: Members) -> Callable[[], None]:
-    scratch = Scratch(torch.device("cpu"))
+    device = torch.device("cpu")
+    workspace = Workspace(WireBuffers(device))
     if kind not in ("coalesced", "one after another"):
         route = kind
         if kind in IN_PARTS:
             route = "ho-ring" if case.op is Op.ALL_GATHER else "two-hop"
             routes.SMALLEST_PART_BYTES = kilobytes * 2**10 // case.topology.world // int(kind.split()[0])
         binding = Binding(case.op, route, kilobytes * 2**10 // 4, torch.float32, kind)
-        collective, region = bind(binding, members, "gloo", scratch), torch.zeros(binding.elements)
+        collective, region = bind(binding, members, "gloo", device), torch.zeros(binding.elements)
         mine = binding.own_slice(region, members)
-        return lambda: collective.run(region, mine)
+        return lambda: collective.run(region, mine, workspace)
     binding = Binding(case.op, "flat", SMALL_KILOBYTES * 2**10 // 4, torch.float32, kind)
     regions = [torch.zeros(binding.elements) for _ in range(SMALL)]
     shards = [binding.own_slice(region, members).clone() for region in regions]
     if kind == "coalesced":
-        together = CoalescedAllGather([binding] * SMALL, members, "gloo", scratch)
-        return lambda: together.run(regions, shards)
-    single = bind(binding, members, "gloo", scratch)
+        together = CoalescedAllGather([binding] * SMALL, members, "gloo", device)
+        return lambda: together.run(regions, shards, workspace)
+    single = bind(binding, members, "gloo", device)
 
     def one_after_another() -> None:
         for region, shard in zip(regions, shards, strict=True):
-            single.run(region, shard)
+            single.run(region, shard, workspace)
 
     return one_after_another
 

@@ -33,7 +33,7 @@ class Overlap:
     """With communication about equal to compute, a step takes at most 1.25 × the larger of the two.
 
     Compute alone is the same step of the same sharded model on all ranks at once, with every transfer of the schedule
-    left out. Communication alone is every transfer of the schedule, on the engine's own lanes, with nothing computed.
+    left out. Communication alone is every transfer of the schedule, on the engine's own queues, with nothing computed.
     How much is computed is chosen so that both take equally long at the rate `inter`. All three are parts of one model,
     so they share its processes, and take turns like contestants.
 

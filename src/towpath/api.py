@@ -308,14 +308,14 @@ def tracing(model: nn.Module) -> Generator[Trace]:
     wiring = _engine(model).wiring
     if wiring.record.trace is not None:
         raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
-    wiring.finish()
+    wiring.queues.finish()
     # Twice: whoever came early to the first is as late as all the others for the second.
     wiring.groups.barrier()
     wiring.groups.barrier()
-    trace = wiring.record.trace = Trace(wiring.device)
+    trace = wiring.record.trace = Trace(wiring.record.timer)
     try:
         yield trace
-        wiring.finish()
+        wiring.queues.finish()
     finally:
         wiring.record.trace = None
     trace.end()

@@ -40,6 +40,10 @@ def test_the_host_is_not_held_up_by_a_step(tmp_path: Path) -> None:
     _spawn(1, tmp_path, _enqueue_under_sync_debug)
 
 
+def test_the_seconds_of_transfers_are_the_devices(tmp_path: Path) -> None:
+    _spawn(2, tmp_path, _time_transfers)
+
+
 def _spawn(world: int, folder: Path, work: Any, *args: Any) -> None:
     torch.multiprocessing.spawn(_rank, (world, folder / "meeting", work, args), nprocs=world)  # pyright: ignore
 
@@ -104,6 +108,22 @@ def _check_gradients_of_one_rank(model: Any, step: int) -> None:
 def _loss(model: Any, rank: int, micro: int, step: int, dtype: torch.dtype) -> torch.Tensor:
     entry = MODELS["gpt"]
     return entry.loss(model, *(t.cuda() for t in entry.micro_batch(rank, micro, step, dtype)))
+
+
+def _time_transfers() -> None:
+    entry = MODELS["gpt"]
+    model = towpath.shard(entry.make(torch.float32).cuda(), "zero3", topology=Topology(2, 1))
+    optimizer = optimizer_for(model)
+    inputs = [t.cuda() for t in entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)]
+    for _ in range(3):
+        entry.loss(model, *inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    done = towpath.stats(model)
+    assert all(t.seconds_in_flight > 0 for t in done.transfers), done
+    # Two processes that share a GPU take turns on it: their transfers are waited for.
+    assert done.seconds_exposed > 0, done
 
 
 def _enqueue_under_sync_debug() -> None:

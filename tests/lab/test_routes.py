@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from towpath.collectives.collective import Members, Scratch
+from tests.workspace import workspace
+from towpath.collectives.collective import Members
 from towpath.collectives.select import select
 from towpath.lab import Lab, link_counters
 from towpath.spec.routes import ROUTES, Group, Op
@@ -30,12 +31,12 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int) -> tuple[i
     transfer = Transfer(Kind.SYNC, "", "", Move(op, 1, (group,)), Wire(route), elements, "float32", SHAPE)
     assert dist.group.WORLD is not None
     members = Members(dist.group.WORLD, dist.group.WORLD, group, rank, nodes)
-    collective = select(transfer, members, "gloo", Scratch(torch.device("cpu")))
+    collective = select(transfer, members, "gloo", torch.device("cpu"))
     region = torch.ones(elements)
     shard = region.chunk(world)[rank]
-    collective.run(region, shard)  # members compare what they mean, once
+    collective.run(region, shard, workspace())  # members compare what they mean, once
     before = _counters_at_rest()
-    collective.run(region, shard)
+    collective.run(region, shard, workspace())
     return _counters_at_rest() - before, transfer.cable_bytes(SHAPE.node_of(rank))
 
 

@@ -42,7 +42,7 @@ UNIT = [
     f"tests/unit/test_{name}.py"
     for name in (
         *("routes", "schedule", "strategies", "transitions", "units", "placement", "blocks", "encoded_wires"),
-        *("codecs", "journal", "native_codecs", "lanes", "in_place", "meeting", "activity", "public", "checkpoint"),
+        *("codecs", "journal", "native_codecs", "streams", "in_place", "meeting", "activity", "public", "checkpoint"),
         *("checkpoint_parts", "triton_codecs"),
     )
 ]

@@ -50,8 +50,8 @@ def _schedule_and_average() -> None:
             assert (found.full_tensor() - expected).abs().max() <= 1e-10, label
 
 
-def test_the_datas_workers_run_beside_the_lanes(world: Worlds) -> None:
-    """They are forked from a process whose lanes and process groups have threads."""
+def test_the_datas_workers_run_beside_the_queues(world: Worlds) -> None:
+    """They are forked from a process whose queues and process groups have threads."""
     world(2).run(_with_workers)
 
 
@@ -60,7 +60,7 @@ def _with_workers() -> None:
     data = torch.randn(12, 6, generator=torch.Generator().manual_seed(dist.get_rank())).double()
     for label in LABELS[:2]:
         twin = Twin(Net, _loss, label, SHAPE)
-        twin.train(1)  # the lanes are at work when the workers are forked
+        twin.train(1)  # the queues are at work when the workers are forked
         batches = list(data.split(3))
         for (batch,), expected in zip(DataLoader(TensorDataset(data), 3, num_workers=2), batches, strict=True):
             assert torch.equal(batch, expected)

@@ -135,8 +135,9 @@ def _carry(root: Path, label: str) -> None:
     assert loaded is not None and "codec feedback starts at zero" in loaded.notes[0]
     kept = [t for t in towpath.stats(other.model).memory_bytes.items() if t[0] == "feedback"]
     assert kept[0][1] > 0
-    lines = [line for u in other.model.towpath_engine.units for b in u.buckets for k in b.lines.values() for line in k]
-    assert not any(t.any() for line in lines for t in line.collective.state)
+    units = other.model.towpath_engine.units
+    transfers = [bound for u in units for b in u.buckets for each in b.transfers.values() for bound in each]
+    assert not any(kept.any() for bound in transfers for kept in bound.collective.state)
 
 
 def test_a_codec_that_has_served_does_not_serve_again(world: Worlds, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
+from tests.workspace import workspace
 from towpath.codecs.kernels import reference
-from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.select import bind
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Group, Op, Piece, hops_of, piece_bounds
@@ -65,7 +66,7 @@ def _binding(op: Op, wire: Wire, shape: Topology, elements: int, dtype: str, mem
 
 
 def _bind(binding: Binding, members: Members) -> Collective:
-    return bind(binding, members, "gloo", Scratch(torch.device("cpu")))
+    return bind(binding, members, "gloo", torch.device("cpu"))
 
 
 def _each(shape: Topology, elements: int, dtype: str, seed: int = 0) -> torch.Tensor:
@@ -99,7 +100,7 @@ def _gather(shape: Topology) -> None:
         binding = _binding(Op.ALL_GATHER, Wire(route, codec), shape, elements, dtype, members)
         start, end = binding.bounds(members)
         region = torch.zeros_like(whole)
-        _bind(binding, members).run(region, whole[start:end])
+        _bind(binding, members).run(region, whole[start:end], workspace())
         rounding = torch.finfo(whole.dtype).eps * whole.abs().max().item()
         most = _most(codec, whole.abs().max().item()) + rounding
         assert _distance(region, whole) <= most, (codec, elements, dtype, _distance(region, whole), most)
@@ -124,7 +125,7 @@ def _reduce(shape: Topology, op: Op) -> None:
         region = each[rank].clone()
         binding = _binding(op, Wire(route, codec), shape, elements, dtype, members)
         start, end = binding.bounds(members)
-        _bind(binding, members).run(region, region[start:end])
+        _bind(binding, members).run(region, region[start:end], workspace())
         # Every rank's own values are rounded once; sums of a node, and of all for an all-reduce, once more each.
         roundings = len(hops_of(binding.route, members.grid)) + (op is Op.ALL_REDUCE)
         largest = each.double().abs().amax(1).sum().item()
@@ -225,7 +226,7 @@ def _as_the_oracle(shape: Topology) -> None:
         for turn in range(3):
             each = _each(shape, elements, dtype, seed=turn)
             region = each[dist.get_rank()].clone()
-            collective.run(region, region[start:end])
+            collective.run(region, region[start:end], workspace())
             expected = oracle.sum(each).to(region.dtype)
             if op is Op.ALL_REDUCE:
                 expected, start, end = _through(oracle.codec, expected), 0, elements
@@ -250,7 +251,7 @@ def _telescope(shape: Topology) -> None:
             each = _each(shape, elements, "float32", seed=turn)
             went_in += each.double().sum(0)
             region = each[dist.get_rank()].clone()
-            collective.run(region, region[start:end])
+            collective.run(region, region[start:end], workspace())
             came_out[start:end] += region[start:end]
         found = came_out + _kept(collective, binding, members)
         dist.all_reduce(found)
@@ -286,7 +287,7 @@ def _overflow() -> None:
         region = torch.ones(elements)
         if dist.get_rank() == 3:
             region[100] += poison
-        collective.run(region, region)
+        collective.run(region, region, workspace())
         assert bool(region.isfinite().all()) == (poison == 0.0)
         assert all(bool(k.isfinite().all()) for k in collective.state)
         assert bool(region[256:].isfinite().all()), "a block that overflowed spoils no other"

@@ -133,7 +133,7 @@ def _train_checkpointed(how: str, where: str, label: str) -> None:
     call = CHECKPOINTS[how]
     inner, outer = (call if where in (place, "both") else None for place in ("inside", "outside"))
     twin = _trained(lambda: _chain(inner, outer), label)
-    # Nothing is gathered, or reduced, twice for a recomputation: the step is the schedule's, lane by lane.
+    # Nothing is gathered, or reduced, twice for a recomputation: the step is the schedule's, queue by queue.
     expected = towpath.schedule(strategy_of(label, SHAPE), twin.sharded, micro_steps=2).transfers
     found = towpath.stats(twin.sharded).last_step
     for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):

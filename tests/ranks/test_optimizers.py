@@ -64,24 +64,32 @@ def test_every_elementwise_optimizer_trains_exactly_saved_and_resumed(world: Wor
 
 
 def _train(root: Path, part: int) -> None:
-    """Two steps; saved; a new model, sharded by another strategy, goes on for two more from what was saved."""
+    """Two steps; saved; a new model, sharded by another strategy, goes on for two more from what was saved.
+
+    What is saved does not depend on how an optimizer runs: its first way is saved, the others train on.
+    """
     labels = ("zero3", "paro-iig", "zero1", "mics")
     for number, (case, make) in list(enumerate(_cases()))[part::PARTS]:
         twin = _twin(labels[number % len(labels)], make)
         twin.train(2)
-        folder = root / str(number)
-        assert checkpoint.save(folder, 2, checkpoint.State(twin.sharded, twin.optimizer)).ok, case
-        resumed = _twin(labels[(number + 1) % len(labels)], make)
-        resumed.plain, resumed.plain_optimizer = twin.plain, twin.plain_optimizer
-        loaded = checkpoint.load(folder, checkpoint.State(resumed.sharded, resumed.optimizer))
-        assert loaded is not None and loaded.step == 2, case
+        if "foreach=False" in case:
+            twin = _resumed(twin, root / str(number), labels[(number + 1) % len(labels)], make)
         for step in (2, 3):
-            resumed.backward(step)
-            resumed.step()
+            twin.backward(step)
+            twin.step()
         try:
-            resumed.check_parameters()
+            twin.check_parameters()
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from error
+
+
+def _resumed(twin: Twin, folder: Path, label: str, make: Make) -> Twin:
+    assert checkpoint.save(folder, 2, checkpoint.State(twin.sharded, twin.optimizer)).ok
+    resumed = _twin(label, make)
+    resumed.plain, resumed.plain_optimizer = twin.plain, twin.plain_optimizer
+    loaded = checkpoint.load(folder, checkpoint.State(resumed.sharded, resumed.optimizer))
+    assert loaded is not None and loaded.step == 2
+    return resumed
 
 
 def _twin(label: str, make: Make) -> Twin:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
+from tests.workspace import workspace
 from towpath.collectives.coalesced import CoalescedAllGather
-from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.select import select
 from towpath.errors import StepError
 from towpath.spec.routes import ROUTES, Group, Op
@@ -48,7 +49,7 @@ def _members(shape: Topology, local_major: bool = False, group: Any = None) -> M
 
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Collective:
     transfer = Transfer(Kind.SYNC, "block", "float", Move(op, 1, (members.group,)), Wire(route), elements, dtype, shape)
-    return select(transfer, members, "gloo", Scratch(torch.device("cpu")))
+    return select(transfer, members, "gloo", torch.device("cpu"))
 
 
 def _draws(seed: int, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, bool, bool, int, int]]:
@@ -86,7 +87,7 @@ def _gather(shape: Topology) -> None:
             if apart:
                 shard = shard.clone()
                 _own(region, members).zero_()
-            collective.run(region, shard)
+            collective.run(region, shard, workspace())
             assert torch.equal(region, expected), (route, dtype, local_major, apart, elements)
 
 
@@ -109,7 +110,7 @@ def _reduce(shape: Topology, op: Op) -> None:
             region, expected = each[rank].clone(), torch.stack(each).sum(0).to(each[0].dtype)
             mine = _own(region, members)
             shard = torch.zeros_like(mine) if apart else mine
-            collective.run(region, shard)
+            collective.run(region, shard, workspace())
             case = (route, dtype, local_major, apart, elements)
             if op is Op.ALL_REDUCE:
                 assert torch.equal(region, expected), case
@@ -129,7 +130,7 @@ def _sum_normal(shape: Topology, dtype: str) -> None:
     for route in ROUTES:
         region = each[dist.get_rank()].clone()
         mine = _own(region, members)
-        _collective(Op.REDUCE_SCATTER, route, shape, region.numel(), dtype, members).run(region, mine)
+        _collective(Op.REDUCE_SCATTER, route, shape, region.numel(), dtype, members).run(region, mine, workspace())
         # Each of the additions rounds a partial sum, which is at most the sum of the magnitudes.
         additions = 2 if route in ("one-hop", "two-hop") and dtype == "bfloat16" else shape.world - 1
         most = additions * torch.finfo(mine.dtype).eps / 2 * _own(each.double().abs().sum(0), members) * 1.01
@@ -148,10 +149,10 @@ def _coalesced(shape: Topology, local_major: bool) -> None:
         dtypes = ("float32", "bfloat16", "float32", "uint8", "float64")
         sizes = [shape.world * n for n in (5, 3, 0, 7, 100)]
         bindings = [Binding(Op.ALL_GATHER, route, n, getattr(torch, d), d) for n, d in zip(sizes, dtypes, strict=True)]
-        together = CoalescedAllGather(bindings, members, "gloo", Scratch(torch.device("cpu")))
+        together = CoalescedAllGather(bindings, members, "gloo", torch.device("cpu"))
         expected = [_values(n, d, i) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
         regions = [torch.zeros_like(e) for e in expected]
-        together.run(regions, [_own(e, members).clone() for e in expected])
+        together.run(regions, [_own(e, members).clone() for e in expected], workspace())
         assert all(map(torch.equal, regions, expected)), route
 
 
@@ -182,7 +183,7 @@ def _disagree(shape: Topology, route: str) -> list[str]:
         mine = (op, its_route, elements, dtype) if odd else (Op.ALL_GATHER, route, 240, "float32")
         region = _values(mine[2], mine[3], 0)
         with pytest.raises(StepError) as caught:
-            _collective(mine[0], mine[1], shape, *mine[2:], members).run(region, _own(region, members))
+            _collective(mine[0], mine[1], shape, *mine[2:], members).run(region, _own(region, members), workspace())
         texts.append(str(caught.value))
         dist.barrier()
     return texts
@@ -203,7 +204,7 @@ def _misfit(shape: Topology) -> None:
         (torch.zeros(480)[::2], good[:60], "contiguous"),
     ):
         with pytest.raises(StepError, match=words):
-            collective.run(region, shard)
+            collective.run(region, shard, workspace())
 
 
 @pytest.mark.parametrize(
@@ -230,9 +231,9 @@ def _stay_away(shape: Topology, route: str, op: Op) -> str | None:
     group = dist.new_group(timeout=timedelta(seconds=5))
     members = _members(shape, group=group)
     collective, region = _collective(op, route, shape, 240, "float32", members), torch.zeros(240)
-    collective.run(region, _own(region, members))
+    collective.run(region, _own(region, members), workspace())
     if dist.get_rank() == 3:
         return None
     with pytest.raises(StepError) as caught:
-        collective.run(region, _own(region, members))
+        collective.run(region, _own(region, members), workspace())
     return str(caught.value)

@@ -55,7 +55,7 @@ def _compare_transfers(topology: towpath.Topology, micro_steps: int, part: int) 
         expected = towpath.schedule(strategy, model, micro_steps).transfers
         found = towpath.stats(model).last_step
         for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):
-            # Lanes run beside one another; within a lane the order counts.
+            # Queues run beside one another; within a queue the order counts.
             assert [t for t in found if t.kind in kinds] == [t for t in expected if t.kind in kinds], label
         # And, so as not to ask the engine about itself: what the backend was asked for.
         assert calls == _calls_of(expected), label

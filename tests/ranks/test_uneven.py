@@ -122,12 +122,12 @@ def _come_and_go() -> None:
     assert after[-1] == after[0], after
 
 
-def test_two_models_at_a_time_share_lanes_and_train_as_alone(world: Worlds) -> None:
+def test_two_models_at_a_time_share_queues_and_train_as_alone(world: Worlds) -> None:
     world(2).run(_two_models)
 
 
 def _two_models() -> None:
-    """One loss of both: their units' backward passes alternate on the lanes that they share."""
+    """One loss of both: their units' backward passes alternate on the queues that they share."""
 
     def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(rank + 10 * step)

@@ -66,7 +66,9 @@ def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) ->
 def test_the_closed_form_is_the_sum_of_the_messages(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("towpath.spec.routes.SMALLEST_PART_BYTES", 256)
     seen: Counter[tuple[object, ...]] = Counter()
-    for shape in SHAPES:
+    turn = list(ROUTES).index(route)
+    # All messages of many ranks are very many: of the larger grids every route meets a third, and another one each.
+    for shape in (s for number, s in enumerate(SHAPES) if s.world <= MOST // 2 or number % 3 == turn % 3):
         transfer = drawn(route, shape)
         inside, leaving = one_by_one(transfer)
         assert (transfer.intra_bytes, [*map(transfer.cable_bytes, range(shape.nodes))]) == (inside, leaving), transfer

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from towpath.errors import StepError
 from towpath.spec.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
-from towpath.spec.schedule import LANES
+from towpath.spec.queues import QUEUES
 from towpath.spec.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.spec.step_state import Pass, UnitFacts
 from towpath.spec.strategy import Kind
@@ -53,7 +53,7 @@ class Watched:
         for action in actions:
             match action:
                 case Submit(task):
-                    self.queues[LANES[task.kind]].append(task)
+                    self.queues[QUEUES[task.kind]].append(task)
                     self.after[task] = task.after
                     if task.kind is Kind.SYNC:
                         self.synced.append(task.unit)
@@ -90,7 +90,7 @@ class Watched:
         assert task not in waiting, "waits in a circle"
         if task in self.done:
             return
-        queue = self.queues[LANES[task.kind]]
+        queue = self.queues[QUEUES[task.kind]]
         while task not in self.done:
             first = queue[0]
             for other in self.after[first]:

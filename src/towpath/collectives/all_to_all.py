@@ -15,7 +15,6 @@ encoded where they are brought together, and decoded, summed and encoded anew af
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import final
@@ -23,8 +22,9 @@ from typing import final
 import torch
 
 from towpath.codecs.packing import Draws, Encoded, Packing, Plain
-from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.messages import Message, Posted, post
+from towpath.collectives.workspace import Workspace
 from towpath.spec.routes import AllToAll, Piece, hops_of, piece_bounds
 
 
@@ -58,22 +58,22 @@ class _Wire:
 
 @final
 class AllToAllReduceScatter(Collective):
-    def __init__(self, route: str, binding: Binding, members: Members, scratch: Scratch) -> None:
-        self._route, self._binding, self._members, self._scratch = route, binding, members, scratch
+    def __init__(self, route: str, binding: Binding, members: Members, device: torch.device) -> None:
+        self._route, self._binding, self._members = route, binding, members
         self._buffers = AllToAll(hops_of(route, members.grid), binding.parts(members), binding.elements, binding.codec)
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
-        self._packing = self._make_packing()
+        self._packing = self._make_packing(device)
         # By stage and hop: the boundaries, in the hop's buffer, of what each of its members is sent.
         self._segments = [[self._ends(stage, hop) for hop in range(len(self._hops))] for stage in self._stages]
 
-    def _make_packing(self) -> Packing:
-        buffers, codec, scratch = self._buffers, self._binding.codec, self._scratch
+    def _make_packing(self, device: torch.device) -> Packing:
+        buffers, codec = self._buffers, self._binding.codec
         if codec is None:
-            return Plain(self._binding.dtype, buffers.sum_elements, scratch)
-        kept = [torch.zeros(n, device=scratch.device) if n else None for n in self._binding.kept]
+            return Plain(self._binding.dtype, buffers.sum_elements)
+        kept = [torch.zeros(n, device=device) if n else None for n in self._binding.kept]
         shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
-        return Encoded(codec, scratch.device, buffers.sum_elements, scratch, shaped, self._members.position)
+        return Encoded(codec, device, buffers.sum_elements, shaped, self._members.position)
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
@@ -103,8 +103,8 @@ class AllToAllReduceScatter(Collective):
             lengths.append(lengths[-1][hop.mine * each : (hop.mine + 1) * each])
         return _Stage(pieces, tuple(lengths), piece(members.position))
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        wires, packing = self._wires(), self._packing
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        wires, packing = self._wires(workspace), self._packing
         start, _ = self._binding.bounds(self._members)
         last = len(self._hops) - 1
         # In turn t, stage t − h begins its hop h: later stages first, so that their first hop is under way meanwhile.
@@ -115,24 +115,24 @@ class AllToAllReduceScatter(Collective):
                     break
                 stage, mine = self._stages[number], wires[number % len(wires)]
                 if hop == 0:
-                    packing.pack([region[a:b] for a, b in stage.pieces], mine[0].sent, number)
+                    packing.pack([region[a:b] for a, b in stage.pieces], mine[0].sent, number, workspace)
                 else:
                     rows = self._arrived(number, hop - 1, mine[hop - 1])
                     if hop <= last:
-                        packing.sum(rows, stage.lengths[hop], mine[hop].sent, number, hop)
+                        packing.sum(rows, stage.lengths[hop], mine[hop].sent, number, hop, workspace)
                     else:
-                        packing.unpack(rows, shard[stage.own[0] - start : stage.own[1] - start])
+                        packing.unpack(rows, shard[stage.own[0] - start : stage.own[1] - start], workspace)
                 if hop <= last:
-                    self._send(number, hop, mine[hop])
+                    self._send(number, hop, mine[hop], workspace)
 
-    def _wires(self) -> list[list[_Wire]]:
+    def _wires(self, workspace: Workspace) -> list[list[_Wire]]:
         buffers = self._buffers
         sizes = [n for h in range(len(self._hops)) for n in (buffers.sent(h), buffers.received(h))] * buffers.sets
-        pieces = list(self._scratch.take(buffers.wire_elements, self._packing.dtype).split(sizes))
+        pieces = list(workspace.take(buffers.wire_elements, self._packing.dtype).split(sizes))
         wires = [_Wire(sent, received) for sent, received in zip(pieces[::2], pieces[1::2], strict=True)]
         return [wires[i : i + len(self._hops)] for i in range(0, len(wires), len(self._hops))]
 
-    def _send(self, number: int, index: int, wire: _Wire) -> None:
+    def _send(self, number: int, index: int, wire: _Wire, workspace: Workspace) -> None:
         hop, segments = self._hops[index], self._segments[number][index]
         rows = self._rows(number, index, wire)
         messages = [
@@ -142,10 +142,8 @@ class AllToAllReduceScatter(Collective):
             if peer != self._members.position and content.numel()
         ]
         where = f"{self._binding.op.value} by {self._route}, stage {number}, hop {index}"
-        wire.posted = self._posted(messages, where, hop) if messages else None
-
-    def _posted(self, messages: Sequence[Message], where: str, hop: _Hop) -> Posted:
-        return post(messages, self._members, where, hop.crossing, self._scratch.turns.tag(self._binding))
+        tag = workspace.tag(self._binding.tag)
+        wire.posted = post(messages, self._members, where, hop.crossing, tag) if messages else None
 
     def _arrived(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
         if wire.posted is not None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -13,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.codecs.packing import Draws
+from towpath.collectives.workspace import Workspace
 from towpath.spec.formats import Codec
 from towpath.spec.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
 from towpath.spec.transfer import Transfer
@@ -93,68 +91,6 @@ class Binding:
         return region[start:end]
 
 
-class Turns:
-    """How the transfers of one lane keep out of each other's way.
-
-    One may begin before the one before it is through, but not before the one before that: with two turns, what is under
-    way together has different wire buffers, and different tags on its messages.
-    """
-
-    def __init__(self, count: int = 1) -> None:
-        self.count = count
-        self.begin_next: Callable[[], None] = _nothing  # to be called when a transfer needs the links no more
-        self._running = threading.local()  # transfers that are under way together run on threads of their own
-        self._last = 0  # of the transfer that was submitted last
-
-    @property
-    def current(self) -> int:
-        """Of the transfer that runs here."""
-        return getattr(self._running, "turn", 0)
-
-    def next(self) -> int:
-        """Of the next transfer to be submitted. Every rank must submit the same ones."""
-        self._last = (self._last + 1) % self.count
-        return self._last
-
-    def tag(self, binding: Binding) -> int:
-        """Of the messages of the transfer that runs here."""
-        return binding.tag * self.count + self.current
-
-    @contextmanager
-    def running(self, turn: int) -> Generator[None]:
-        self._running.turn = turn
-        try:
-            yield
-        finally:
-            del self._running.turn
-
-
-class Scratch:
-    """Wire buffers of one model on one lane: one per dtype and turn, as large as was ever needed."""
-
-    def __init__(self, device: torch.device, turns: Turns | None = None) -> None:
-        self.device, self.turns = device, turns or Turns()
-        self._buffers: dict[torch.dtype, torch.Tensor] = {}
-        self._lock = threading.Lock()
-        self.made = 0
-
-    @torch.inference_mode(False)  # what is made in inference mode could never be trained with
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        with self._lock:
-            buffer = self._buffers.get(dtype)
-            if buffer is None or buffer.shape[1] < numel:
-                buffer = self._buffers[dtype] = torch.empty(self.turns.count, numel, dtype=dtype, device=self.device)
-                self.made += 1
-        return buffer[self.turns.current, :numel]
-
-    def clear(self) -> None:
-        self._buffers.clear()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self._buffers.values())
-
-
 class Collective(ABC):
     """Runs on a *region*, a contiguous 1-D tensor with one slice per member; `shard` is this rank's slice.
 
@@ -173,13 +109,11 @@ class Collective(ABC):
         """The seeds it draws for stochastic rounding, from one run to the next."""
         return ()
 
-    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:  # noqa: B027 most have no such part
+    def begin(  # noqa: B027 most have no such part
+        self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace
+    ) -> None:
         """The part of `run` that waits for nobody, if it has one: `run` follows, and goes on from there."""
 
     @abstractmethod
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Complete the collective in the order of the current stream (on a CPU: before it returns)."""
-
-
-def _nothing() -> None:
-    """No transfer waits behind this one."""

@@ -10,7 +10,8 @@ import torch
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.packing import Draws
 from towpath.codecs.watched import watched
-from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.collective import Binding, Collective, Members
+from towpath.collectives.workspace import Workspace
 from towpath.spec.formats import Codec
 from towpath.spec.routes import encoded_slice
 
@@ -19,9 +20,11 @@ from towpath.spec.routes import encoded_slice
 class EncodedAllGather(Collective):
     """`inner` gathers the bytes: bound to what `encoded_binding` says."""
 
-    def __init__(self, codec: Codec, binding: Binding, members: Members, inner: Collective, scratch: Scratch) -> None:
-        self._codec, self._members, self._inner, self._scratch = codec, members, inner, scratch
-        self._kernels = watched(kernels_for(scratch.device))
+    def __init__(
+        self, codec: Codec, binding: Binding, members: Members, inner: Collective, device: torch.device
+    ) -> None:
+        self._codec, self._members, self._inner = codec, members, inner
+        self._kernels = kernels_for(device)
         count = len(members.group.ranks)
         self._bytes = encoded_slice(codec, binding.elements, count)
         self._bounds = [binding.bounds(members, slot) for slot in range(count)]
@@ -32,27 +35,28 @@ class EncodedAllGather(Collective):
     def draws(self) -> tuple[Draws, ...]:
         return (self._draws,)
 
-    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        messages = self._begun = self._encoded(shard)
-        self._inner.begin(messages, self._mine(messages))
+    def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        messages = self._begun = self._encoded(shard, workspace)
+        self._inner.begin(messages, self._mine(messages), workspace)
 
-    def _encoded(self, shard: torch.Tensor) -> torch.Tensor:
-        messages = self._scratch.take(self._bytes * len(self._bounds), torch.uint8)
+    def _encoded(self, shard: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        messages = workspace.take(self._bytes * len(self._bounds), torch.uint8)
         if shard.numel():
             place = self._mine(messages)[: self._codec.encoded_bytes(shard.numel())]
-            self._kernels.encode(self._codec, shard, place, self._draws.next())
+            watched(self._kernels, workspace.watch).encode(self._codec, shard, place, self._draws.next())
         return messages
 
     def _mine(self, messages: torch.Tensor) -> torch.Tensor:
         return messages.view(len(self._bounds), -1)[self._members.slot]
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        messages, self._begun = self._encoded(shard) if self._begun is None else self._begun, None
-        self._inner.run(messages, self._mine(messages))
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
+        self._inner.run(messages, self._mine(messages), workspace)
+        kernels = watched(self._kernels, workspace.watch)
         each = messages.view(len(self._bounds), -1)
         for message, (start, end) in zip(each, self._bounds, strict=True):
             if start < end:
-                self._kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
+                kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
 
 
 def encoded_binding(codec: Codec, binding: Binding, members: Members) -> Binding:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.collective import Collective, Members
+from towpath.collectives.workspace import Workspace
 
 
 def all_gather_single(region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -27,7 +28,7 @@ def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist
 class FlatAllGather(Collective):
     members: Members
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         if self.members.group.in_order:
             all_gather_single(region, shard, self.members.process_group)
         else:
@@ -40,7 +41,7 @@ class FlatAllGather(Collective):
 class FlatReduceScatter(Collective):
     members: Members
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         if self.members.group.in_order:
             reduce_scatter_single(shard, region, self.members.process_group)
         else:
@@ -53,7 +54,7 @@ class FlatReduceScatter(Collective):
 class FlatAllReduce(Collective):
     members: Members
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         dist.all_reduce(region, group=self.members.process_group)
 
 
@@ -64,5 +65,5 @@ class FlatMaximum(Collective):
 
     members: Members
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         dist.all_reduce(region, dist.ReduceOp.MAX, group=self.members.process_group)

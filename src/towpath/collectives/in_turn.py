@@ -9,6 +9,7 @@ import torch
 
 from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
+from towpath.collectives.workspace import Workspace
 
 
 @final
@@ -27,7 +28,7 @@ class ReduceThenGather(Collective):
     def draws(self) -> tuple[Draws, ...]:
         return (*self.reduce.draws, *self.gather.draws)
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         mine = self.binding.own_slice(region, self.members)
-        self.reduce.run(region, mine)
-        self.gather.run(region, mine)
+        self.reduce.run(region, mine, workspace)
+        self.gather.run(region, mine, workspace)

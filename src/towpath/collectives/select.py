@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from towpath.collectives.all_to_all import AllToAllReduceScatter
-from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.encoded import EncodedAllGather, encoded_binding
 from towpath.collectives.flat import FlatAllGather, FlatAllReduce, FlatMaximum, FlatReduceScatter
 from towpath.collectives.in_turn import ReduceThenGather
@@ -18,27 +20,27 @@ from towpath.spec.transfer import Transfer
 _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.ALL_REDUCE: FlatAllReduce}
 
 
-def select(transfer: Transfer, members: Members, backend: str, scratch: Scratch) -> Collective:
+def select(transfer: Transfer, members: Members, backend: str, device: torch.device) -> Collective:
     binding = Binding.of(transfer)
-    chosen = FlatMaximum(members) if transfer.kind is Kind.USAGE else bind(binding, members, backend, scratch)
+    chosen = FlatMaximum(members) if transfer.kind is Kind.USAGE else bind(binding, members, backend, device)
     return Verified(chosen, binding, members)
 
 
-def bind(binding: Binding, members: Members, backend: str, scratch: Scratch) -> Collective:
+def bind(binding: Binding, members: Members, backend: str, device: torch.device) -> Collective:
     """The collective for a binding, without the check of its tensors that `Verified` adds."""
     op, route = binding.op, travelled(binding.route, members.grid)
     if op is Op.ALL_GATHER and binding.codec is not None:
-        inner = bind(encoded_binding(binding.codec, binding, members), members, backend, scratch)
-        return EncodedAllGather(binding.codec, binding, members, inner, scratch)
+        inner = bind(encoded_binding(binding.codec, binding, members), members, backend, device)
+        return EncodedAllGather(binding.codec, binding, members, inner, device)
     if route == "flat" and not _better_walked(binding, members, backend):
         return _FLAT[op](members)
     if not hops_of(route, members.grid) or op is Op.ALL_GATHER:
-        return Walk(route, binding, members, scratch)
-    reduce = AllToAllReduceScatter(route, binding, members, scratch)
+        return Walk(route, binding, members)
+    reduce = AllToAllReduceScatter(route, binding, members, device)
     if op is Op.REDUCE_SCATTER:
         return reduce
     return ReduceThenGather(
-        binding, members, reduce, bind(replace(binding, op=Op.ALL_GATHER), members, backend, scratch)
+        binding, members, reduce, bind(replace(binding, op=Op.ALL_GATHER), members, backend, device)
     )
 
 

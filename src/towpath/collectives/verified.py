@@ -13,6 +13,7 @@ import torch
 
 from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
+from towpath.collectives.workspace import Workspace
 from towpath.errors import StepError
 from towpath.spec.routes import Op
 
@@ -34,13 +35,13 @@ class Verified(Collective):
     def draws(self) -> tuple[Draws, ...]:
         return self.inner.draws
 
-    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         check_fit(self.binding, self.members, region, shard)
-        self.inner.begin(region, shard)
+        self.inner.begin(region, shard, workspace)
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         check_fit(self.binding, self.members, region, shard)
-        self.inner.run(region, shard)
+        self.inner.run(region, shard, workspace)
 
 
 def check_fit(binding: Binding, members: Members, region: torch.Tensor, shard: torch.Tensor) -> None:

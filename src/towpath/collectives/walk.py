@@ -13,8 +13,9 @@ from typing import final
 
 import torch
 
-from towpath.collectives.collective import Binding, Collective, Members, Scratch
+from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.messages import Message, Posted, post
+from towpath.collectives.workspace import Workspace
 from towpath.spec.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 
 
@@ -43,8 +44,8 @@ class _Batch:
 class Walk(Collective):
     """In each step: waits for what is due, adds what is to be added, and posts what the plan posts then."""
 
-    def __init__(self, route: str, binding: Binding, members: Members, scratch: Scratch) -> None:
-        self._route, self._binding, self._members, self._scratch = route, binding, members, scratch
+    def __init__(self, route: str, binding: Binding, members: Members) -> None:
+        self._route, self._binding, self._members = route, binding, members
         parts = binding.parts(members)
         plan = [
             s
@@ -83,34 +84,34 @@ class Walk(Collective):
     def _leaves_node(self, passage: _Passage) -> bool:
         return self._members.nodes[passage.peer] != self._members.nodes[self._members.position]
 
-    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         if self._binding.op is Op.ALL_GATHER:
             mine = self._binding.own_slice(region, self._members)
             if mine.data_ptr() != shard.data_ptr():
                 mine.copy_(shard)
-            self._begun = [(batch, self._post(region, region, batch)) for batch in self._first]
+            self._begun = [(batch, self._post(region, region, batch, workspace)) for batch in self._first]
 
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         if self._begun is None:
-            self.begin(region, shard)
+            self.begin(region, shard, workspace)
         under_way, self._begun = self._begun or [], None
         begun = len(under_way)
-        wire = self._scratch.take(self._cells * self._cell, region.dtype) if self._cells else region
+        wire = workspace.take(self._cells * self._cell, region.dtype) if self._cells else region
         for number, batch in enumerate(self._batches):
             if number >= begun:
                 under_way = self._complete(region, wire, under_way, before=batch.step)
-                under_way.append((batch, self._post(region, wire, batch)))
+                under_way.append((batch, self._post(region, wire, batch, workspace)))
             if number == self._last_crossing:
-                self._scratch.turns.begin_next()
+                workspace.links_free()
         self._complete(region, wire, under_way)
         mine = self._binding.own_slice(region, self._members)
         if self._binding.op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
             shard.copy_(mine)
 
-    def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch) -> Posted:
+    def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
         messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.passages]
         where = f"{self._binding.op.value} by {self._route}, step {batch.step}"
-        return post(messages, self._members, where, batch.crossing, self._scratch.turns.tag(self._binding))
+        return post(messages, self._members, where, batch.crossing, workspace.tag(self._binding.tag))
 
     def _complete(
         self,

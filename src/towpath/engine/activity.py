@@ -44,7 +44,7 @@ class Activity:
         self._since = time.monotonic()  # of the last progress
         self._seen = 0
         self._computing = "outside the model"
-        self._under_way: dict[int, str] = {}  # by thread: a lane runs one transfer after the other
+        self._under_way: dict[int, str] = {}  # by thread: a queue runs one transfer after the other
         self._last = ""
         self._failure = ""
 

@@ -19,12 +19,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from towpath.collectives.workspace import Workspace
+from towpath.engine.bound import BoundTransfer
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
 from towpath.engine.partial import Peers
-from towpath.engine.record import Line
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.span import Span
 from towpath.engine.wiring import Wiring
@@ -50,8 +51,8 @@ class Bucket:
     ) -> None:
         self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
-        self.lines: dict[Kind, list[Line]] = {}
-        self.travel(plan.transfers, wiring)
+        self.transfers: dict[Kind, list[BoundTransfer]] = {}
+        self.bind(plan.transfers, wiring)
         self.mark = WriteMark(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
@@ -74,11 +75,11 @@ class Bucket:
         if self.whole:
             self.place(self.shard)
 
-    def travel(self, transfers: Mapping[Kind, tuple[Transfer, ...]], wiring: Wiring) -> None:
-        """From now on by these transfers; those that stay keep their collectives."""
+    def bind(self, transfers: Mapping[Kind, tuple[Transfer, ...]], wiring: Wiring) -> None:
+        """From now on it travels by these; those that stay keep their collectives."""
         for kind, wanted in transfers.items():
-            if wanted != tuple(line.transfer for line in self.lines.get(kind, ())) or kind not in self.lines:
-                self.lines[kind] = wiring.lines(wanted)
+            if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind]):
+                self.transfers[kind] = wiring.bind(wanted)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -149,30 +150,30 @@ class Bucket:
     @property
     def publishes(self) -> bool:
         """Whether a write to the parameters has to travel, or to be cast, before the weights are whole again."""
-        return self.plan.has_master or bool(self.lines[Kind.PUBLISH])
+        return self.plan.has_master or bool(self.transfers[Kind.PUBLISH])
 
-    def publish(self) -> None:
+    def publish(self, workspace: Workspace) -> None:
         mine = self.own_slice(self.shard, self.plan.params)
         if self.plan.has_master:
             mine.copy_(self.master)
-        for line in self.lines[Kind.PUBLISH]:
-            line.run(self.shard, mine)
+        for transfer in self.transfers[Kind.PUBLISH]:
+            transfer.run(self.shard, mine, workspace)
 
     def source(self, kind: Kind) -> torch.Tensor:
         """What this rank brings to a gather."""
         return self.copy if kind is Kind.BACKWARD_GATHER and self.copy is not None else self.shard
 
-    def begin_gather(self, kind: Kind) -> None:
+    def begin_gather(self, kind: Kind, workspace: Workspace) -> None:
         """The part of `gather` that waits for nobody."""
-        for line in self.lines[kind][:1]:
-            line.begin(self.full, self.source(kind))
+        for transfer in self.transfers[kind][:1]:
+            transfer.begin(self.full, self.source(kind), workspace)
 
-    def gather(self, kind: Kind) -> None:
+    def gather(self, kind: Kind, workspace: Workspace) -> None:
         source = self.source(kind)
-        if not self.lines[kind] and source is not self.full:
+        if not self.transfers[kind] and source is not self.full:
             self.full.copy_(source)  # a backward copy that is whole
-        for line in self.lines[kind]:
-            line.run(self.full, source)
+        for transfer in self.transfers[kind]:
+            transfer.run(self.full, source, workspace)
 
     def keep(self, keep_copy: bool) -> None:
         """After a gather: the copy for the backward pass, if it is wanted."""
@@ -181,7 +182,8 @@ class Bucket:
 
     def remember(self) -> None:
         """Before the user may change the whole weights: what they were, if a codec has rounded them."""
-        rounded = any(line.transfer.wire.encoding for k in (Kind.GATHER, Kind.PUBLISH) for line in self.lines[k])
+        kinds = (Kind.GATHER, Kind.PUBLISH)
+        rounded = any(bound.transfer.wire.encoding for kind in kinds for bound in self.transfers[kind])
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
 
     def write_back(self) -> None:
@@ -204,7 +206,7 @@ class Bucket:
     @property
     def reduces(self) -> bool:
         """Whether gradients travel every micro-step; else they are summed where they lie."""
-        return bool(self.lines[Kind.REDUCE])
+        return bool(self.transfers[Kind.REDUCE])
 
     @property
     def arrived(self) -> bool:
@@ -262,14 +264,14 @@ class Bucket:
                 self._arriving[index].zero_()
                 self._arrived.add(index)
 
-    def reduce(self, buffer: torch.Tensor) -> None:
+    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         assert self.grads is not None
         before, after = self.plan.divisors(Kind.REDUCE, world=self.plan.grads.count)
         if before != 1:
             buffer.div_(before)
         mine = self._slice(buffer, self.plan.grads)
-        for line in self.lines[Kind.REDUCE]:
-            line.run(buffer, mine)
+        for transfer in self.transfers[Kind.REDUCE]:
+            transfer.run(buffer, mine, workspace)
         if self.grads_filled:
             self.grads.add_(mine, alpha=1 / after)
         else:
@@ -278,19 +280,19 @@ class Bucket:
                 self.grads.div_(after)
         self.grads_filled = True
 
-    def sync(self, world: int) -> None:
+    def sync(self, world: int, workspace: Workspace) -> None:
         """The mean over all ranks, in this rank's OS slice of the G shard."""
         assert self.grads is not None
         before, after = self.plan.divisors(Kind.SYNC, world)
         mine = self.own_slice(self.grads, self.plan.grads)
         if before != 1:
             self.grads.div_(before)
-        if lines := self.lines[Kind.SYNC]:
+        if transfers := self.transfers[Kind.SYNC]:
             # What travels is narrower than the sum, and lives in the same memory meanwhile.
-            travelling = narrowed(self.grads, torch_dtype(lines[0].transfer.dtype))
+            travelling = narrowed(self.grads, torch_dtype(transfers[0].transfer.dtype))
             own = self.own_slice(travelling, self.plan.grads)
-            for line in lines:
-                line.run(travelling if line.transfer.move.op is Op.REDUCE_SCATTER else own, own)
+            for bound in transfers:
+                bound.run(travelling if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
             widen(own, mine)
         if after != 1:
             mine.div_(after)
@@ -332,5 +334,7 @@ class Bucket:
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.grads.nbytes if self.grads is not None else 0,
             "grad": self._mean.nbytes if self._mean is not None else 0,
-            "feedback": sum(t.nbytes for lines in self.lines.values() for line in lines for t in line.collective.state),
+            "feedback": sum(
+                kept.nbytes for each in self.transfers.values() for bound in each for kept in bound.collective.state
+            ),
         }

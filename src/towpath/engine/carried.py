@@ -10,16 +10,16 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from towpath.engine.bound import BoundTransfer
 from towpath.engine.executor import Engine
-from towpath.engine.record import Line
 
 _SEEDS = "seeds"
 
 
 def carried(engine: Engine) -> dict[str, torch.Tensor]:
     """By transfer. The tensors are those in use, but for the seeds."""
-    found = {f"{name}/{i}": kept for name, line in _lines(engine) for i, kept in enumerate(line.collective.state)}
-    seeds = [draws.seed for _, line in _lines(engine) for draws in line.collective.draws]
+    found = {f"{name}/{i}": kept for name, bound in _transfers(engine) for i, kept in enumerate(bound.collective.state)}
+    seeds = [draws.seed for _, bound in _transfers(engine) for draws in bound.collective.draws]
     return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
 
 
@@ -30,15 +30,15 @@ def carry_on(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
     for name, value in values.items():
         if name != _SEEDS:
             mine[name].copy_(value)
-    draws = [draws for _, line in _lines(engine) for draws in line.collective.draws]
+    draws = [draws for _, bound in _transfers(engine) for draws in bound.collective.draws]
     for draw, seed in zip(draws, values[_SEEDS].tolist() if draws else [], strict=True):
         draw.seed = seed
 
 
 def forget(engine: Engine) -> None:
     """Begin without what was rounded away before."""
-    for _, line in _lines(engine):
-        for kept in line.collective.state:
+    for _, bound in _transfers(engine):
+        for kept in bound.collective.state:
             kept.zero_()
 
 
@@ -52,9 +52,9 @@ def fingerprint(engine: Engine) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _lines(engine: Engine) -> Iterator[tuple[str, Line]]:
+def _transfers(engine: Engine) -> Iterator[tuple[str, BoundTransfer]]:
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
-            for kind, lines in bucket.lines.items():
-                for position, line in enumerate(lines):
-                    yield f"{unit.name or 'root'}/{number}/{kind.value}/{position}", line
+            for kind, transfers in bucket.transfers.items():
+                for position, bound in enumerate(transfers):
+                    yield f"{unit.name or 'root'}/{number}/{kind.value}/{position}", bound

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch.optim import Optimizer
 
+from towpath.collectives.workspace import Workspace
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
 from towpath.engine.passes import EndOfBackward, FailedPasses
@@ -55,7 +56,8 @@ class Engine:
         self._trained = [u for u in (*reversed(units[1:]), self.root) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
         parameters = sum(len(b.used) for u in units for b in u.trainable)
-        self._usage = wiring.lines(usage_transfers(strategy, parameters))
+        self._usage = wiring.bind(usage_transfers(strategy, parameters))
+        wiring.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
@@ -226,7 +228,7 @@ class Engine:
                 self._backward_failed()
                 raise
             boundary = self.machine.boundary
-            self._micro_step_ended(0 if boundary else self.wiring.micro_step + 1)
+            self._micro_step_ended(0 if boundary else self.wiring.queues.micro_step + 1)
 
     def _backward_failed(self) -> None:
         """Nothing of the pass is delivered. What is under way is waited for later: this may be no place for it."""
@@ -237,7 +239,7 @@ class Engine:
     def _micro_step_ended(self, number_of_the_next: int) -> None:
         self._failed = False
         self.machine.micro_step_ended()
-        self.wiring.micro_step = number_of_the_next
+        self.wiring.queues.micro_step = number_of_the_next
 
     def _compare_with_others(self) -> list[bool]:
         """Which parameters got a gradient on any rank; or an error, on every rank, if the ranks ran different units."""
@@ -247,11 +249,11 @@ class Engine:
         journal = self.wiring.journal
         told = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
 
-        def job() -> None:
-            for line in self._usage:
-                line.run(told, told)
+        def compare(workspace: Workspace) -> None:
+            for transfer in self._usage:
+                transfer.run(told, told, workspace)
 
-        self.wiring.submit(Kind.USAGE, self._usage, job).wait()
+        self.wiring.queues.submit(Kind.USAGE, self._usage, compare).wait()
         combined = told.tolist()
         journal.check(bytes(combined[len(mine) :]), self.wiring.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
@@ -279,13 +281,13 @@ class Engine:
             self._take_wires()
 
     def _take_wires(self) -> None:
-        self.wiring.finish()  # what was gathered ahead in vain may still travel over the wires of before
+        self.wiring.queues.finish()  # what was prefetched in vain may still travel over the wires of before
         now = self.strategy.at(self.step)
-        for unit in self.units:
-            plan = plan_unit(now, unit.plan.spec, self.precision)
+        plans = [plan_unit(now, unit.plan.spec, self.precision) for unit in self.units]
+        for unit, plan in zip(self.units, plans, strict=True):
             for bucket, planned in zip(unit.buckets, plan.buckets, strict=True):
-                bucket.travel(planned.transfers, self.wiring)
-        self.wiring.forget_scratch()
+                bucket.bind(planned.transfers, self.wiring)
+        self.wiring.queues.plan(plans)
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -305,7 +307,7 @@ class Engine:
 
     def discard(self) -> None:
         """Drop the gradients of the micro-steps since the last boundary."""
-        if self._failed or self.wiring.micro_step:
+        if self._failed or self.wiring.queues.micro_step:
             self._abandon()
 
     def _abandon(self) -> None:
@@ -327,7 +329,7 @@ class Engine:
 
     def memory_bytes(self) -> dict[str, int]:
         total = {"weight slots": self.weights.nbytes, "gradient slots": self.gradients.nbytes}
-        total["wire"] = self.wiring.scratch_bytes
+        total["wire"] = self.wiring.queues.wire_bytes
         for unit in self.units:
             for bucket in unit.buckets:
                 for kind, nbytes in bucket.memory_bytes().items():
@@ -338,4 +340,4 @@ class Engine:
     def buffers_made(self) -> int:
         """How many buffers were allocated so far: slots, wire buffers, and what every bucket keeps."""
         kept = sum(nbytes > 0 for u in self.units for b in u.buckets for nbytes in b.memory_bytes().values())
-        return self.weights.made + self.gradients.made + self.wiring.buffers_made + kept
+        return self.weights.made + self.gradients.made + self.wiring.queues.buffers_made + kept

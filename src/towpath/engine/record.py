@@ -5,19 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
-from towpath.collectives.coalesced import CoalescedAllGather
-from towpath.collectives.collective import Collective, Members
 from towpath.engine.activity import Peers
-from towpath.engine.trace import Mark, Trace
-from towpath.errors import StepError
+from towpath.engine.timing import Mark, Timer
+from towpath.engine.trace import Trace
 from towpath.spec.strategy import Kind
 from towpath.spec.transfer import Transfer
 
@@ -46,8 +43,6 @@ class TransferStats:
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
-
-Begun = tuple[float, Mark | None]  # by the clock, and for the trace
 
 
 class HostClock:
@@ -133,6 +128,16 @@ class Sums:
         return self.plus(earlier, sign=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Some time of these transfers, which was not known yet when it was noted."""
+
+    transfers: Sequence[Transfer]
+    began: Mark
+    ended: Mark
+    exposed: bool
+
+
 @dataclass(slots=True)
 class _Total:
     """Of one transfer."""
@@ -147,50 +152,69 @@ class _Total:
 class Record:
     """The transfers of the running step and of the last whole one, totals since the start, and a trace if one is on."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, timer: Timer) -> None:
         self.host = HostClock()
-        self.peers = peers
+        self.peers, self.timer = peers, timer
         self.trace: Trace | None = None
-        self._lock = threading.Lock()  # lanes are threads
+        self._lock = threading.Lock()  # transfers run on threads
+        self._unknown: list[_Span] = []
         self._step: list[Transfer] = []
         self.last_step: tuple[Transfer, ...] = ()
         self._totals: dict[Transfer, _Total] = {}
 
-    def submitted(self, transfer: Transfer, micro_step: int) -> None:
+    def submitted(self, transfers: Sequence[Transfer], micro_step: int) -> None:
         with self._lock:
-            self._step.append(transfer.in_micro_step(micro_step))
+            self._step += [transfer.in_micro_step(micro_step) for transfer in transfers]
 
     def end_step(self) -> None:
         with self._lock:
             self.last_step, self._step = tuple(self._step), []
+            self._add_known()
 
-    def begin(self, transfers: Sequence[Transfer]) -> Begun:
+    def begin(self, transfers: Sequence[Transfer]) -> Mark:
         self.peers.activity.begins(transfers)
-        seconds = time.perf_counter()
-        return seconds, None if self.trace is None else self.trace.mark(seconds)
+        return self.timer.mark()
 
-    def finished(self, transfers: Sequence[Transfer], begun: Begun) -> None:
+    def finished(self, transfers: Sequence[Transfer], began: Mark, micro_step: int) -> None:
         """These were one message."""
-        began, mark = begun
-        ended = time.perf_counter()
+        ended = self.timer.mark()
         self.peers.activity.ends()
         with self._lock:
             for transfer in transfers:
-                total = self._total(transfer)
-                total.calls += 1
-                total.seconds_in_flight += (ended - began) / len(transfers)
-        if self.trace is not None and mark is not None:
-            self.trace.transferred(transfers, mark, self.trace.mark(ended))
+                self._total(transfer).calls += 1
+            self._note(_Span(transfers, began, ended, exposed=False))
+        if self.trace is not None:
+            self.trace.transferred(transfers, began, ended, micro_step)
 
-    def waited(self, transfers: Sequence[Transfer], seconds: float) -> None:
-        """The computation waited for these transfers: the seconds are shared out evenly."""
-        now = time.perf_counter()
-        self.host.take_off(seconds)
+    def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
+        """The computation waited for these transfers."""
+        self.host.take_off(self.timer.host_seconds(began, ended))
+        if not transfers:  # it was a queue's arithmetic
+            return
         with self._lock:
-            for transfer in transfers:
-                self._total(transfer).seconds_exposed += seconds / len(transfers)
-        if self.trace is not None and transfers:  # without any, it was a lane's arithmetic
-            self.trace.waited(transfers, now - seconds, now)
+            self._note(_Span(transfers, began, ended, exposed=True))
+        if self.trace is not None:
+            self.trace.waited(transfers, began, ended)
+
+    def _note(self, span: _Span) -> None:
+        if self.timer.is_known(span.ended):
+            self._add(span)
+        else:
+            self._unknown.append(span)
+
+    def _add(self, span: _Span) -> None:
+        """The seconds are shared out evenly."""
+        seconds = self.timer.seconds(span.began, span.ended) / len(span.transfers)
+        for transfer in span.transfers:
+            if span.exposed:
+                self._total(transfer).seconds_exposed += seconds
+            else:
+                self._total(transfer).seconds_in_flight += seconds
+
+    def _add_known(self) -> None:
+        spans, self._unknown = self._unknown, []
+        for span in spans:
+            self._note(span)
 
     def _total(self, transfer: Transfer) -> _Total:
         total = self._totals.get(transfer)  # looked up once: a transfer's hash is that of all it consists of
@@ -212,6 +236,7 @@ class Record:
 
     def totals(self) -> list[TransferStats]:
         with self._lock:
+            self._add_known()
             return [
                 TransferStats(
                     transfer,
@@ -228,6 +253,7 @@ class Record:
     def sums(self) -> Sums:
         """Quick: for a look after every step."""
         with self._lock:
+            self._add_known()
             totals = list(self._totals.items())
         exposed: dict[Kind, float] = defaultdict(float)
         for transfer, total in totals:
@@ -243,75 +269,16 @@ class Record:
 
 @final
 class Waits:
-    """What a lane tells of somebody's waiting for these transfers."""
+    """Somebody's waiting for these transfers."""
 
     def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:
         self._record, self._transfers = record, transfers
 
-    def __call__(self, seconds: float) -> None:
-        self._record.waited(self._transfers, seconds)
+    def mark(self) -> Mark:
+        return self._record.timer.mark()
+
+    def waited(self, began: Mark, ended: Mark) -> None:
+        self._record.waited(self._transfers, began, ended)
 
     def still_waits(self) -> None:
         self._record.peers.raise_if_diverged()
-
-    def held(self) -> AbstractContextManager[None]:
-        trace = self._record.trace
-        return nullcontext() if trace is None or not self._transfers else trace.waiting(self._transfers)
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A transfer of the schedule bound to the collective that executes it on this rank."""
-
-    transfer: Transfer
-    members: Members
-    collective: Collective
-    record: Record
-
-    def begin(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        """Before its turn, what waits for nobody."""
-        with self._telling():
-            self.collective.begin(region, shard)
-
-    def run(self, region: torch.Tensor, shard: torch.Tensor) -> None:
-        begun = self.record.begin([self.transfer])
-        with self._telling():
-            self.collective.run(region, shard)
-        self.record.finished([self.transfer], begun)
-
-    @contextmanager
-    def _telling(self) -> Generator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            failure = self.failure(error)
-            self.record.peers.activity.ends()
-            raise StepError(failure) from error
-
-    def failure(self, error: RuntimeError) -> str:
-        ranks = self.members.group.ranks
-        mine = ranks[self.members.position]
-        others = [r for r in ranks if r != mine]
-        return (
-            f"rank {mine}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, one of its "
-            f"peers (rank {', '.join(map(str, others))}) has died, hangs, is at another step or has lost its link. "
-            f"This rank: {self.record.peers.activity.describe()}. What its peers last said of themselves:"
-            f"{self.record.peers.describe(others)}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Bundle:
-    """Several gathers that travel as one."""
-
-    lines: Sequence[Line]
-    collective: CoalescedAllGather
-
-    def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> None:
-        record = self.lines[0].record
-        begun = record.begin([line.transfer for line in self.lines])
-        try:
-            self.collective.run(regions, shards)
-        except RuntimeError as error:
-            raise StepError(self.lines[0].failure(error)) from error
-        record.finished([line.transfer for line in self.lines], begun)

@@ -13,15 +13,12 @@ is read when the trace ends. Bytes are those of all ranks together, as in `towpa
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, final
 
-import torch
-
-from towpath.codecs.watched import watching
+from towpath.codecs.watched import Watch
+from towpath.engine.timing import Mark, Timer
 from towpath.spec.formats import Codec
 from towpath.spec.strategy import Kind
 from towpath.spec.transfer import Transfer
@@ -29,7 +26,6 @@ from towpath.spec.transfer import Transfer
 COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
 _REST: tuple[str, str] = ("rest of the step", "")
 
-Mark = float | torch.cuda.Event
 Args = dict[str, str | int]
 
 
@@ -48,71 +44,18 @@ class Interval:
         return self.start_seconds + self.seconds
 
 
-class _Timer(Protocol):
-    def mark(self, clock_seconds: float) -> Mark:
-        """Now, which is `clock_seconds` on the host's clock."""
-        ...
-
-    def seconds(self, mark: Mark) -> float:
-        """From the timer's making to the mark, once `settle()` has returned."""
-        ...
-
-    def settle(self) -> None: ...
-
-
-@final
-class _Clock:
-    def __init__(self) -> None:
-        self._zero = time.perf_counter()
-
-    def mark(self, clock_seconds: float) -> Mark:
-        return clock_seconds
-
-    def seconds(self, mark: Mark) -> float:
-        assert isinstance(mark, float)
-        return mark - self._zero
-
-    def settle(self) -> None:
-        """The clock is read at once."""
-
-
-@final
-class _Events:
-    """In the stream that is current where the mark is set."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        torch.cuda.synchronize(device)  # all that is marked comes after the zero, on every stream
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record(torch.cuda.current_stream(device))
-
-    def mark(self, clock_seconds: float) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, mark: Mark) -> float:
-        assert isinstance(mark, torch.cuda.Event)
-        return self._zero.elapsed_time(mark) / 1e3
-
-    def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-
 class Trace:
     """Being recorded until `end()`; then `intervals` has them all, in the order of their beginnings."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, timer: Timer) -> None:
         self.intervals: tuple[Interval, ...] = ()
-        self._lock = threading.Lock()  # lanes are threads
+        self._lock = threading.Lock()  # transfers run on threads
         self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
-        self._lane = threading.local()
-        self._timer: _Timer = _Events(device) if device.type == "cuda" else _Clock()
+        self._timer = timer
+        timer.settle()  # all that is marked comes after the zero, on every stream
+        self._zero = timer.mark()
         self._doing: list[tuple[str, str]] = [_REST]  # what the thread that trains does, and around what
-        self._since = self.mark()
-
-    def mark(self, clock_seconds: float | None = None) -> Mark:
-        return self._timer.mark(time.perf_counter() if clock_seconds is None else clock_seconds)
+        self._since = self._zero
 
     def _add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
         with self._lock:
@@ -129,8 +72,8 @@ class Trace:
         self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
 
     def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
-        start = self._timer.seconds(began)
-        seconds = max(0.0, self._timer.seconds(ended) - start)
+        start = self._timer.seconds(self._zero, began)
+        seconds = max(0.0, self._timer.seconds(self._zero, ended) - start)
         return Interval(track=track, name=name, start_seconds=start, seconds=seconds, args=args)
 
     # The thread that trains -----------------------------------------------------------------------------------------
@@ -156,7 +99,7 @@ class Trace:
             self.leave(name)
 
     def _switch(self) -> None:
-        now = self.mark()
+        now = self._timer.mark()
         self._computed(self._since, now)
         self._since = now
 
@@ -170,31 +113,11 @@ class Trace:
         self._since = ended
         self._add(WAITING, _name(transfers), began, ended, _args(transfers))
 
-    @contextmanager
-    def waiting(self, transfers: Sequence[Transfer]) -> Generator[None]:
-        began = self.mark()
-        yield
-        self.waited(transfers, began, self.mark())
+    # Transfers ------------------------------------------------------------------------------------------------------
 
-    # Lanes ----------------------------------------------------------------------------------------------------------
-
-    def during(self, job: Callable[[], None], micro_step: int) -> Callable[[], None]:
-        """`job`, with what it transfers and encodes being traced as of this micro-step."""
-
-        def traced() -> None:
-            before = getattr(self._lane, "micro_step", 0)  # of the job that this one begins beside
-            self._lane.micro_step = micro_step
-            try:
-                with watching(self._coding):
-                    job()
-            finally:
-                self._lane.micro_step = before
-
-        return traced
-
-    def transferred(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
+    def transferred(self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int) -> None:
         """These were one message, on every link class that it takes."""
-        args = _args(transfers) | {"micro_step": getattr(self._lane, "micro_step", 0)}
+        args = _args(transfers) | {"micro_step": micro_step}
         for track, sent_bytes in (
             (BETWEEN, sum(t.inter_bytes for t in transfers)),
             (INSIDE, sum(t.intra_bytes for t in transfers)),
@@ -202,12 +125,17 @@ class Trace:
             if sent_bytes:
                 self._add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
 
-    @contextmanager
-    def _coding(self, codec: Codec, work: str, elements: int) -> Generator[None]:
-        began = self.mark()
-        yield
-        micro_step: int = getattr(self._lane, "micro_step", 0)
-        self._add(f"{CODEC}{codec}", work, began, self.mark(), {"elements": elements, "micro_step": micro_step})
+    def watch_codecs(self, micro_step: int) -> Watch:
+        """What the kernels tell that work for a transfer of this micro-step."""
+
+        @contextmanager
+        def coding(codec: Codec, work: str, elements: int) -> Generator[None]:
+            began = self._timer.mark()
+            yield
+            args: Args = {"elements": elements, "micro_step": micro_step}
+            self._add(f"{CODEC}{codec}", work, began, self._timer.mark(), args)
+
+        return coding
 
 
 def _name(transfers: Sequence[Transfer]) -> str:

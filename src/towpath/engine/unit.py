@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from towpath.collectives.workspace import Workspace
+from towpath.engine.bound import BoundTransfer, CoalescedTransfers
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import Buffers
 from towpath.engine.layout import UnitLayout
-from towpath.engine.record import Bundle
 from towpath.engine.streams import Handle
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
@@ -39,13 +40,13 @@ class Unit:
         self.kept = plan.spec.kept
         self.trainable = [b for b in buckets if b.trainable]
         self.checksums = torch.zeros(0, dtype=torch.int64)  # of the parameters, when unshard() made them whole
-        self._wiring = wiring
+        self._queues = wiring.queues
         self._together: dict[Kind, list[Bucket]] = {}
-        self._bundles: dict[Kind, Bundle] = {}
+        self._coalesced: dict[Kind, CoalescedTransfers] = {}
         for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
             if together := [buckets[i] for i in plan.together(kind)]:
                 self._together[kind] = together
-                self._bundles[kind] = wiring.bundle(kind, [line for b in together for line in b.lines[kind]])
+                self._coalesced[kind] = wiring.coalesce(_bound(together, kind))
         self._entries = [
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for bucket in buckets
@@ -123,25 +124,26 @@ class Unit:
         for bucket in dirty:
             bucket.published = bucket.mark.version
         sending = [b for b in dirty if b.publishes]
-        return self._submit(Kind.PUBLISH, sending, lambda b: b.publish()) if sending else None
+        return self._submit(Kind.PUBLISH, sending, Bucket.publish) if sending else None
 
     def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
         absent = [b for b in self.buckets if not b.whole]
-        return self._wiring.submit(
+        begins = not self._together.get(kind)
+        return self._queues.submit(
             kind,
-            [line for b in absent for line in b.lines[kind]],
-            lambda: self._fetch(kind, absent, keep_copy),
+            _bound(absent, kind),
+            lambda workspace: self._fetch(kind, absent, keep_copy, workspace),
             after,
-            begin=None if self._together.get(kind) else lambda: absent[0].begin_gather(kind),
+            begin=(lambda workspace: absent[0].begin_gather(kind, workspace)) if begins else None,
         )
 
-    def _fetch(self, kind: Kind, absent: Sequence[Bucket], keep_copy: bool) -> None:
+    def _fetch(self, kind: Kind, absent: Sequence[Bucket], keep_copy: bool, workspace: Workspace) -> None:
         together = self._together.get(kind, [])
         if together:
-            self._bundles[kind].run([b.full for b in together], [b.source(kind) for b in together])
+            self._coalesced[kind].run([b.full for b in together], [b.source(kind) for b in together], workspace)
         for bucket in absent:
             if bucket not in together:
-                bucket.gather(kind)
+                bucket.gather(kind, workspace)
             bucket.keep(keep_copy)
 
     def collect(self, memory: Buffers | None) -> None:
@@ -159,28 +161,32 @@ class Unit:
         for bucket in travelling:
             bucket.fill_missing()
 
-        def send() -> None:
-            # Divided here, on the lane: what one thread allocates and another frees leaves holes in the heap for good.
+        def send(workspace: Workspace) -> None:
+            # Divided here, by the queue's thread: what one allocates and another frees leaves holes in the heap.
             for bucket, buffer in zip(travelling, _divide_gradients(travelling, memory), strict=True):
-                bucket.reduce(buffer)
+                bucket.reduce(buffer, workspace)
 
-        return self._wiring.submit(Kind.REDUCE, [line for b in travelling for line in b.lines[Kind.REDUCE]], send)
+        return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), send)
 
     def sync(self, world: int, after: Sequence[Handle]) -> Handle:
         """At the boundary: from the G shards to the mean over all ranks."""
         for bucket in self.trainable:
             if not bucket.reduces:
                 bucket.fill_missing()
-        return self._submit(Kind.SYNC, self.trainable, lambda b: b.sync(world), after)
+        return self._submit(Kind.SYNC, self.trainable, lambda bucket, workspace: bucket.sync(world, workspace), after)
 
     def _submit(
-        self, kind: Kind, buckets: Sequence[Bucket], work: Callable[[Bucket], None], after: Sequence[Handle] = ()
+        self,
+        kind: Kind,
+        buckets: Sequence[Bucket],
+        work: Callable[[Bucket, Workspace], None],
+        after: Sequence[Handle] = (),
     ) -> Handle:
-        def job() -> None:
+        def each(workspace: Workspace) -> None:
             for bucket in buckets:
-                work(bucket)
+                work(bucket, workspace)
 
-        return self._wiring.submit(kind, [line for b in buckets for line in b.lines[kind]], job, after)
+        return self._queues.submit(kind, _bound(buckets, kind), each, after)
 
 
 class Use:
@@ -192,6 +198,10 @@ class Use:
         self.unit, self.passed = unit, passed
         self.entered: list[int] = []  # ids of its inputs, while its forward runs
         self.inputs = self.left = 0  # how many inputs want gradients, and how many have got them in this pass
+
+
+def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:
+    return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
 def _divide(buckets: Sequence[Bucket], memory: Buffers) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ from towpath.errors import StrategyError
 from towpath.spec.formats import ENCODED, item_bytes
 from towpath.spec.journal import journal_bytes
 from towpath.spec.precision import Precision
+from towpath.spec.queues import QUEUES, WAYS
 from towpath.spec.steady import steady_tasks
 from towpath.spec.step import UNITS_IN_FLIGHT
 from towpath.spec.step_state import UnitFacts
@@ -24,20 +25,6 @@ from towpath.spec.wire import Wire
 
 # So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).
 SMALL_GATHER_BYTES = 1 << 20
-
-# Kinds that share a lane run one after the other; different lanes overlap, and have different wire buffers.
-LANES = {
-    Kind.GATHER: "gather",
-    Kind.BACKWARD_GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.SYNC: "sync",
-    Kind.USAGE: "control",
-    Kind.PUBLISH: "publish",
-}
-
-# How many of a lane's transfers may be under way at a time, each in wire buffers of its own: a gather begins to travel
-# while nodes still share out what the one before it brought.
-TURNS = {lane: 2 if lane == "gather" else 1 for lane in LANES.values()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,17 +245,17 @@ class Schedule:
         others = [p for p in self.plans if not p.spec.kept]
         ways = min(UNITS_IN_FLIGHT, len(others))
         weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
-        # Each lane has room for what the largest of its transfers needs.
+        # Each queue has room for what the largest of its transfers needs.
         wires: dict[tuple[str, str], int] = {}
         for kind in {t.kind for t in self.transfers} - {Kind.USAGE}:
             for dtype, numel in largest(plan.wire_needs(kind) for plan in self.plans).items():
-                lane = (LANES[kind], dtype)
-                wires[lane] = max(wires.get(lane, 0), numel)
+                queue = (QUEUES[kind], dtype)
+                wires[queue] = max(wires.get(queue, 0), numel)
         return {
             "weight slots": weights,
             "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
             + sum(_bytes(p.gradient_needs) for p in root),
-            "wire": sum(TURNS[lane] * numel * item_bytes(dtype) for (lane, dtype), numel in wires.items()),
+            "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
         }
 
     def __str__(self) -> str:

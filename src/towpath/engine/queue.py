@@ -1,0 +1,91 @@
+"""The queues of one model: in which order transfers go, in which wire buffers, and under which tags."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+
+from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.engine.bound import BoundTransfer
+from towpath.engine.record import Record, Waits
+from towpath.engine.streams import Handle, Job, Stream, Streams, Work
+from towpath.spec.journal import Journal
+from towpath.spec.queues import QUEUES, WAYS
+from towpath.spec.schedule import UnitPlan, largest
+from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Needs
+
+
+class Queues:
+    """Every rank must submit the same transfers in the same order."""
+
+    def __init__(self, streams: Streams, device: torch.device, record: Record, journal: Journal) -> None:
+        self._streams, self._device, self._record, self._journal = streams, device, record, journal
+        self.micro_step = 0
+        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and way
+        self._needs: dict[Kind, Needs] = {}  # of wire buffers, until there is room for them
+        self._made_before = 0
+
+    def plan(self, plans: Iterable[UnitPlan]) -> None:
+        """Transfers are those of `plans` from now on, and wire buffers as large as the largest of them needs."""
+        plans = tuple(plans)
+        kinds = [kind for kind in QUEUES if kind is not Kind.USAGE]  # travels in a tensor of its own
+        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in kinds}
+        self._made_before = self.buffers_made
+        self._buffers.clear()
+
+    def submit(
+        self,
+        kind: Kind,
+        transfers: Sequence[BoundTransfer],
+        work: Work,
+        after: Sequence[Handle] = (),
+        begin: Work | None = None,
+    ) -> Handle:
+        """Do `work`, which executes `transfers`.
+
+        `begin`: its first part, for when the transfer before needs the links no more.
+        """
+        submitted = [bound.transfer for bound in transfers]
+        self._record.submitted(submitted, self.micro_step)
+        if submitted:
+            self._journal.note(kind, submitted[0].unit)
+            self._record.peers.journal = self._journal
+        stream = self._streams[QUEUES[kind]]
+        job = Job(self._workspace(kind, stream), work, begin)
+        return stream.submit(job, after, Waits(self._record, submitted))
+
+    def _workspace(self, kind: Kind, stream: Stream) -> Workspace:
+        way, trace = stream.next_way(), self._record.trace
+        return Workspace(
+            self._buffers_for(kind, stream)[way],
+            way,
+            stream.ways,
+            self.micro_step,
+            None if trace is None else trace.watch_codecs(self.micro_step),
+        )
+
+    def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
+        """Made here, by the thread that submits: what a job allocates, another stream could be given too early."""
+        name = QUEUES[kind]
+        if name not in self._buffers:
+            self._buffers[name] = [WireBuffers(self._device, partial(stream.uses, way)) for way in range(WAYS[name])]
+        needs = self._needs.pop(kind, None)
+        if needs:
+            for buffers in self._buffers[name]:
+                buffers.reserve(needs)
+        return self._buffers[name]
+
+    def finish(self) -> None:
+        """Return once the results of all that was submitted may be used."""
+        self._streams.finish()
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(b.nbytes for each in self._buffers.values() for b in each)
+
+    @property
+    def buffers_made(self) -> int:
+        return self._made_before + sum(b.made for each in self._buffers.values() for b in each)

@@ -1,0 +1,123 @@
+"""What is counted of transfers, where times are known at once and where a device tells them later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.engine.record import Record, Waits
+from towpath.engine.timing import HostTimer, Mark
+from towpath.spec.routes import Group, Op
+from towpath.spec.strategy import Kind
+from towpath.spec.transfer import Transfer
+from towpath.spec.transitions import Move
+from towpath.spec.wire import Wire
+from towpath.topology.cluster import Topology
+
+PAIR = Move(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
+
+
+def gather(unit: str) -> Transfer:
+    return Transfer(Kind.GATHER, unit, "float32", PAIR, Wire("flat"), 8, "float32", Topology(2, 1))
+
+
+def record(timer: Any) -> Record:
+    activity = SimpleNamespace(begins=lambda _: None, ends=lambda: None, computes=lambda *_: None)
+    return Record(cast(Any, SimpleNamespace(activity=activity, raise_if_diverged=lambda: None)), timer)
+
+
+@dataclass(eq=False)
+class Event:
+    """At a second of the device's, which the host does not know before it has come."""
+
+    second: float
+
+
+class Device:
+    """Its stream has come to `now`; what the host enqueues is marked at the end of the queue, `end`."""
+
+    def __init__(self) -> None:
+        self.now = self.end = 0.0
+
+    def mark(self) -> Mark:
+        return cast(Any, Event(self.end))
+
+    def is_known(self, mark: Mark) -> bool:
+        return cast(Any, mark).second <= self.now
+
+    def seconds(self, began: Mark, ended: Mark) -> float:
+        assert self.is_known(ended), "it was read before it had come: that waits for the device"
+        return cast(Any, ended).second - cast(Any, began).second
+
+    def host_seconds(self, began: Mark, ended: Mark) -> float:
+        return 0.0
+
+    def settle(self) -> None:
+        self.now = self.end
+
+
+def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -> None:
+    device = Device()
+    counted = record(device)
+    first, second = gather("a"), gather("b")
+    for transfer in (first, second):
+        began = counted.begin([transfer])
+        device.end += 2.0
+        counted.finished([transfer], began, micro_step=0)
+    waits = Waits(counted, [second])
+    began = waits.mark()
+    device.end += 0.5
+    waits.waited(began, waits.mark())
+
+    counted.end_step()
+    assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 0, 0), (1, 0, 0)]
+    device.now = 2.0  # the first has ended meanwhile
+    counted.end_step()
+    assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 0, 0)]
+    device.settle()
+    assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 2, 0.5)]
+    assert counted.sums().exposed_seconds == {Kind.GATHER: 0.5}
+    assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 2), (1, 2)]  # once
+
+
+def test_only_what_holds_the_host_up_is_taken_off_its_seconds() -> None:
+    for timer, taken_off in ((HostTimer(), 1.5), (Device(), 0.0)):
+        counted = record(timer)
+        with counted.host:
+            before = counted.host.seconds
+            ended = 1.5 if isinstance(timer, HostTimer) else cast(Any, Event(1.5))
+            counted.waited([gather("a")], 0.0 if isinstance(timer, HostTimer) else cast(Any, Event(0.0)), ended)
+            assert counted.host.seconds == before - taken_off
+
+
+def test_several_gathers_in_one_message_share_its_seconds() -> None:
+    counted = record(HostTimer())
+    both = [gather("a"), gather("b")]
+    counted.begin(both)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostTimer, "mark", lambda _: 3.0)
+        counted.finished(both, 1.0, micro_step=0)
+    assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 1.0), (1, 1.0)]
+
+
+def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:
+    told: list[int] = []
+    buffers = WireBuffers(torch.device("cpu"), lambda made: told.append(made.numel()))
+    buffers.reserve({"float32": 8, "uint8": 0})
+    workspace = Workspace(buffers)
+    assert workspace.take(8, torch.float32).data_ptr() == workspace.take(3, torch.float32).data_ptr()
+    assert (told, buffers.made, buffers.nbytes) == ([8], 1, 32)
+    with torch.inference_mode():
+        assert not workspace.take(16, torch.float32).is_inference()
+    assert (told, buffers.nbytes) == ([8, 16], 64)
+
+
+def test_ways_have_tags_of_their_own() -> None:
+    buffers = WireBuffers(torch.device("cpu"))
+    tags = {Workspace(buffers, way, ways=2).tag(tag) for tag in range(8) for way in range(2)}
+    assert len(tags) == 16

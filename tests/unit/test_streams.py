@@ -1,0 +1,137 @@
+"""Streams made of threads: jobs in order, and what may begin before its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from threading import Event
+
+import pytest
+import torch
+
+from tests.workspace import workspace
+from towpath.collectives.workspace import Workspace
+from towpath.engine.streams import Job, Stream, Work, make_stream
+
+DEADLINE_SECONDS = 60.0
+
+
+def job(run: Work, begin: Work | None = None) -> Job:
+    return Job(workspace(), run, begin)
+
+
+@pytest.fixture
+def stream() -> Generator[Stream]:
+    made = make_stream("test", torch.device("cpu"), ways=2)
+    yield made
+    made.close()
+
+
+def test_what_waits_for_nobody_begins_when_the_job_before_it_says_so(stream: Stream) -> None:
+    """Queued before that or after: the running job need not look again."""
+    seen: list[str] = []
+    begun = Event()
+
+    def first(workspace: Workspace) -> None:
+        seen.append("first travels")
+        workspace.links_free()
+        assert begun.wait(DEADLINE_SECONDS)
+        seen.append("first is shared out")
+
+    def begin(_: Workspace) -> None:
+        seen.append("second begins")
+        begun.set()
+
+    stream.submit(job(first))
+    stream.submit(job(lambda _: seen.append("second goes on"), begin=begin))
+    stream.submit(job(lambda _: seen.append("third goes on"), begin=lambda _: seen.append("third begins"))).wait()
+    # Nobody said that the third might begin: it did when the second was through.
+    assert seen == [
+        "first travels",
+        "second begins",
+        "first is shared out",
+        "second goes on",
+        "third begins",
+        "third goes on",
+    ]
+
+
+def test_it_does_not_begin_before_what_it_comes_after(stream: Stream) -> None:
+    seen: list[str] = []
+    begun, let_go = Event(), Event()
+    other = make_stream("other", torch.device("cpu"), ways=1)
+
+    def first(workspace: Workspace) -> None:
+        workspace.links_free()  # too early: the other stream is not through
+        let_go.set()
+        assert begun.wait(DEADLINE_SECONDS)
+
+    def begin(_: Workspace) -> None:
+        seen.append("begins")
+        begun.set()
+
+    published = other.submit(job(lambda _: seen.append(f"published {let_go.wait(DEADLINE_SECONDS)}")))
+    stream.submit(job(first))
+    stream.submit(job(lambda _: seen.append("goes on"), begin=begin), [published]).wait()
+    other.close()
+    assert seen == ["published True", "begins", "goes on"]
+
+
+def test_jobs_run_one_after_the_other_though_each_has_a_thread(stream: Stream) -> None:
+    seen: list[str] = []
+    second_waits = Event()
+
+    def first(workspace: Workspace) -> None:
+        workspace.links_free()
+        assert second_waits.wait(DEADLINE_SECONDS)
+        seen.append("first")
+
+    stream.submit(job(first))
+    stream.submit(job(lambda _: seen.append("second"), begin=lambda _: second_waits.set()))
+    stream.submit(job(lambda _: seen.append("third"))).wait()
+    assert seen == ["first", "second", "third"]
+
+
+def test_a_failure_to_begin_is_that_of_the_job_it_belongs_to(stream: Stream) -> None:
+    seen: list[str] = []
+    failed = Event()
+
+    def first(workspace: Workspace) -> None:
+        workspace.links_free()
+        assert failed.wait(DEADLINE_SECONDS)
+        seen.append("first")
+
+    def failing(_: Workspace) -> None:
+        failed.set()
+        raise ConnectionError("lost")
+
+    before = stream.submit(job(first))
+    lost = stream.submit(job(lambda _: pytest.fail("it went on after it had failed to begin"), begin=failing))
+    after = stream.submit(job(lambda _: seen.append("after")))
+    before.wait()
+    with pytest.raises(ConnectionError, match="lost"):
+        lost.wait()
+    after.wait()
+    assert seen == ["first", "after"]
+
+
+def test_the_queue_goes_on_behind_a_job_whose_precondition_failed(stream: Stream) -> None:
+    """And what begins early then is the job behind the running one, not one that is over."""
+    seen: list[str] = []
+    begun = Event()
+
+    def failing(_: Workspace) -> None:
+        raise ConnectionError("lost")
+
+    def going_on(workspace: Workspace) -> None:
+        workspace.links_free()
+        assert begun.wait(DEADLINE_SECONDS)
+
+    def begin(_: Workspace) -> None:
+        seen.append("begins")
+        begun.set()
+
+    lost = stream.submit(job(failing))
+    stream.submit(job(lambda _: None), [lost])
+    stream.submit(job(going_on))
+    stream.submit(job(lambda _: seen.append("goes on"), begin=begin)).wait()
+    assert seen == ["begins", "goes on"]
