@@ -56,7 +56,7 @@ check: $(READY)
 # written to tests/results: commit it, and the line of README.md that the tests then ask for.
 parity: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -v -m "not soak" -o console_output_style=count \
-		--record-to tests/results/parity.json tests/ranks tests/lab
+		--record-to tests/results/parity.json tests/ranks tests/order tests/lab
 
 soak: $(READY)
 	$(BIN)/python -m pytest -n 0 -m soak --record-to tests/results/soak.json tests/ranks

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from towpath.engine.record import Line
+from towpath.engine.bound import BoundTransfer
 from towpath.spec.actions import Compare, Deliver, Seal, Show
 from towpath.spec.steady import steady_step
 
 
 def without_transfers(step: Callable[[], None]) -> None:
     """A step that computes with whatever the buffers hold."""
-    run, Line.run = Line.run, lambda self, region, shard: None
+    run, BoundTransfer.run = BoundTransfer.run, lambda self, region, shard, workspace: None
     try:
         step()
     finally:
-        Line.run = run
+        BoundTransfer.run = run
 
 
 def communicate(model: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 # By what the end of a run says of their processor seconds.
 LONGEST = ("test_every_model", "test_parity", "test_train", "test_engine_promises", "test_resume", "test_checkpoint")
-FOLDERS = ("ranks", "lab", "unit", "gpu")
+FOLDERS = ("ranks", "order", "lab", "unit", "gpu")
 
 
 def longest_first(items: Sequence[pytest.Item]) -> list[pytest.Item]:

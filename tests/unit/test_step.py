@@ -386,6 +386,22 @@ def test_a_transfer_waits_for_nothing_but_what_it_needs() -> None:
     assert not seen[Kind.REDUCE] and not seen[Kind.PUBLISH]
 
 
+def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None:
+    """It reads the shards that the optimizer writes to."""
+    watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 5))], random.Random(1))
+    watched.step()
+    said: list[Action] = []
+    watched.note(said)
+    root, passes = watched.forward_of_the_model([3, 4])  # 1 and 2 are left out: what follows the root is another now
+    watched.carry_out(watched.machine.backward_begins(root))
+    for passed in reversed(passes):
+        watched.backward(passed)
+    watched.end_backward()
+    gathered = {a.task for a in said if isinstance(a, Submit) and a.task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)}
+    assert {task.unit for task in gathered} >= {1}
+    assert gathered <= {a.task for a in said if isinstance(a, Wait)}
+
+
 def test_gradients_of_older_weights_are_refused() -> None:
     watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
     passed = watched.forward(1, graph=True)

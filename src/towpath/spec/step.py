@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towpath.errors import StepError
-from towpath.spec.actions import Action, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
+from towpath.spec.actions import Action, Compare, Deliver, Slot, Wait
+from towpath.spec.gathers import Gathers
 from towpath.spec.reductions import Reductions
 from towpath.spec.step_state import Gradients, Pass, Slots, Successors, UnitFacts, UnitState, Weights, WriteMark
 from towpath.spec.strategy import Kind
@@ -27,28 +28,24 @@ class StepMachine:
 
     def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[WriteMark] | None = None) -> None:
         assert facts and facts[0].root and not any(f.root for f in facts[1:])
-        self._writes = (marks[0].of if marks else None) or WriteMark()
-        self._published = self._writes.version
-        marks = marks or [WriteMark(self._writes) for _ in facts]
+        writes = (marks[0].of if marks else None) or WriteMark()
+        marks = marks or [WriteMark(writes) for _ in facts]
         self._units = [UnitState(index, f, mark) for index, (f, mark) in enumerate(zip(facts, marks, strict=True))]
         self._root, others = self._units[0], self._units[1:]
+        self._actions: list[Action] = []
         ways = min(UNITS_IN_FLIGHT, len(others))
-        gathered = [u.index for u in others if u.facts.gathers]
-        self.weight_slots = Slots(gathered, ways if gathered else 0)
-        for number, unit in enumerate(others):
-            if unit.facts.gathers:  # neighbours in forward order never share one
-                unit.slot = self.weight_slots.neighbour(number)
-        if self._root.facts.gathers:
-            self._root.slot = self.weight_slots.reserve(0)
+        self._gathers = Gathers(self._units, ways, writes, self._actions)
         self._reductions = Reductions(self._units, ways)
-        self._successors = Successors()
         self.in_backward = False  # a backward pass of the model is under way
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
-        self._actions: list[Action] = []
         self.boundary = True  # the next backward pass ends a step of the optimizer
         self.more_passes = False  # after it further ones come before anything is reduced, as in a pipeline
 
     # What the hands may ask -----------------------------------------------------------------------------------------
+
+    @property
+    def weight_slots(self) -> Slots:
+        return self._gathers.slots
 
     @property
     def gradient_slots(self) -> Slots:
@@ -89,19 +86,19 @@ class StepMachine:
 
     def publish(self) -> list[Action]:
         """Before units are made whole: what was written is sent to every rank's shards."""
-        self._publish()
+        self._gathers.publish()
         return self._answer()
 
     def forward_begins(self, index: int, *, comes_back: bool, recomputing: bool = False) -> list[Action]:
         """`comes_back`: a backward pass may follow. `recomputing`: inside a backward pass."""
         unit = self._units[index]
         if not recomputing:
-            self._publish()
+            self._gathers.publish()
             unit.forwards += comes_back
             if unit is self._root:
                 self._pass_of_the_model_begins()
-        self._use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
-        self._show(unit, True)
+        self._gathers.use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
+        self._gathers.show(unit, True)
         return self._answer()
 
     def graph_made(self, index: int) -> Pass:
@@ -118,13 +115,15 @@ class StepMachine:
     def forward_ends(self, index: int, *, graph_follows: bool, recomputing: bool = False) -> list[Action]:
         unit = self._units[index]
         unit.inside -= 1
-        self._show(unit, unit.pinned or unit.running or unit.inside > 0)
+        self._gathers.show(unit, unit.pinned or unit.running or unit.inside > 0)
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not recomputing and not (unit.facts.root and graph_follows) and not unit.inside:
-            self._rest(unit)
-            last = self._successors.of(Kind.GATHER, index) is None and unit.forwards % unit.facts.modules == 0
+            self._gathers.leave_evictable(unit)
+            last = self._gathers.successors.of(Kind.GATHER, index) is None and unit.forwards % unit.facts.modules == 0
             if graph_follows and last:
                 self._expect_backward()
+        if unit is self._root and not graph_follows and not recomputing:
+            self._gathers.end_prefetches()
         return self._answer()
 
     # Events: backward -----------------------------------------------------------------------------------------------
@@ -142,8 +141,8 @@ class StepMachine:
             )
         passed.running, passed.done = True, False
         unit.running_passes += 1
-        self._use(unit, Kind.BACKWARD_GATHER)
-        self._show(unit, True)  # for what is recomputed inside the unit
+        self._gathers.use(unit, Kind.BACKWARD_GATHER)
+        self._gathers.show(unit, True)  # for what is recomputed inside the unit
         return self._answer()
 
     def input_gradients_done(self, passed: Pass) -> list[Action]:
@@ -152,7 +151,7 @@ class StepMachine:
         unit.running_passes -= passed.running
         passed.running, passed.done = False, True
         if not unit.running and not unit.inside:
-            self._rest(unit)
+            self._gathers.leave_evictable(unit)
         return self._answer()
 
     def weight_gradients_done(self, passed: Pass) -> list[Action]:
@@ -182,6 +181,7 @@ class StepMachine:
             return self._answer()
         for unit in self._units:
             self._finish(unit)
+        self._gathers.end_prefetches()
         if self.boundary:
             self._actions += [Compare(), *map(Wait, self._reductions.syncs), Deliver()]
         return self._answer()
@@ -196,7 +196,7 @@ class StepMachine:
 
     def backward_pass_failed(self) -> list[Action]:
         """Nothing of it is delivered, and what ranks that ran different units would prefetch is forgotten."""
-        self._successors = Successors()
+        self._gathers.successors = Successors()
         self._end_passes()
         return self._answer()
 
@@ -205,6 +205,7 @@ class StepMachine:
         self._actions += self._reductions.abandon()
         self.micro_step_ended()
         self._end_passes()
+        self._gathers.end_prefetches()
         return self._answer()
 
     # Events: what the user does -------------------------------------------------------------------------------------
@@ -215,147 +216,35 @@ class StepMachine:
 
     def pin(self, index: int) -> list[Action]:
         """Whole until `unpin`, in memory of its own. After `publish`."""
-        unit = self._units[index]
-        if unit.slot is not None:
-            if any(not passed.done for passed in unit.passes):
-                raise StepError(
-                    f"{unit.facts} has a forward pass whose backward pass has not run: its weights cannot be moved "
-                    "now. Call backward() first, or delete the loss."
-                )
-            self._release(unit)
-            unit.home, unit.slot = unit.slot, Slot((index,))
-            self._actions.append(Place(index, unit.slot))
-        unit.weights = Weights.PINNED
-        self._gather(unit, Kind.GATHER, keep_copy=False)
-        self._wait(unit)
-        self._show(unit, True)
+        self._gathers.pin(self._units[index])
         return self._answer()
 
     def unpin(self, index: int) -> list[Action]:
-        unit = self._units[index]
-        unit.weights = Weights.SHARDED
-        self._release(unit)
-        if unit.home is not None:
-            unit.slot, unit.home = unit.home, None
-            self._actions.append(Place(index, unit.slot))
+        self._gathers.unpin(self._units[index])
         return self._answer()
 
-    # Weights --------------------------------------------------------------------------------------------------------
-
-    def _publish(self) -> None:
-        if self._published == self._writes.version:
-            return
-        self._published = self._writes.version
-        for unit in self._units:
-            if unit.published != unit.version and unit.facts.publishes:
-                unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
-            unit.published = unit.version
-
-    def _use(self, unit: UnitState, kind: Kind, keep_copy: bool = False) -> None:
-        """Whole for what computes next; meanwhile the unit that came next the last time is prefetched."""
-        if not unit.pinned:
-            unit.weights = Weights.IN_USE
-        self._gather(unit, kind, keep_copy)
-        following = self._successors.runs(kind, unit.index)
-        if following is not None:
-            self._prefetch(self._units[following], kind, keep_copy)
-        self._wait(unit)
-
-    def _wait(self, unit: UnitState) -> None:
-        if unit.ready is not None:
-            self._actions.append(Wait(unit.ready))
-        self._seal(unit, False)
-
-    def _gather(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
-        if unit.holds == unit.version:
-            return
-        self._take_slot(unit)
-        unit.holds = unit.version
-        if unit.slot is None:
-            unit.ready = unit.publication
-            return
-        if kind is Kind.BACKWARD_GATHER and unit.facts.copies and unit.copied != unit.version:
-            kind = Kind.GATHER  # the copy is of older weights: this forward pass kept none
-        if keep_copy:
-            unit.copied = unit.version
-        # What was gathered in vain may still arrive: where this arrives, or in the copy that this one reads.
-        after = [t for t in (unit.publication, unit.ready, unit.slot.task) if t is not None]
-        unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), keep_copy))
-        unit.slot.task = unit.ready
-
-    def _prefetch(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
-        """If there is room."""
-        if unit.slot is None or unit.pinned or unit.holds == unit.version:
-            return
-        if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
-            self._release(user)
-        if unit.slot.user is None:
-            self._gather(unit, kind, keep_copy)
-            unit.weights = Weights.PREFETCHED
-
-    def _take_slot(self, unit: UnitState) -> None:
-        """Another unit's, if nothing computes with that; else a new one of this unit's own."""
-        if unit.slot is None:
-            return
-        user = self._user(unit.slot)
-        if user is not None and user is not unit:
-            if user.idle or (user.running and user.gradients is Gradients.COMPLETE):
-                self._release(user)
-            elif any(not passed.done for passed in unit.passes):
-                raise StepError(
-                    f"{unit.facts} must be whole for its backward pass while {user.facts}, whose memory it shares, is "
-                    "still in use: the units ran in an order never seen before. Pass units= to shard() so that units "
-                    "which run at the same time form one."
-                )
-            else:
-                unit.slot = self.weight_slots.add(unit.index)
-                self._actions.append(Place(unit.index, unit.slot))
-        unit.slot.user = unit.index
-
-    def _user(self, slot: Slot) -> UnitState | None:
-        return None if slot.user is None else self._units[slot.user]
-
-    def _rest(self, unit: UnitState) -> None:
-        """Nothing computes with its weights now; they stay as long as nobody wants the slot."""
-        self._show(unit, unit.pinned)
-        if not unit.pinned:
-            unit.weights = Weights.EVICTABLE
-
-    def _release(self, unit: UnitState) -> None:
-        """Another unit may have the slot; but not while a call into it is under way (a training_step)."""
-        held = unit.pinned or unit.inside > 0
-        self._show(unit, held)
-        if held:
-            return
-        unit.weights = Weights.SHARDED
-        if unit.slot is not None:
-            self._seal(unit, True)
-            if unit.slot.user == unit.index:
-                unit.slot.user = None
-            unit.holds = -1
+    # Passes of the model --------------------------------------------------------------------------------------------
 
     def _finish(self, unit: UnitState) -> None:
         """No more gradients of it will come: it is reduced as soon as those before it in the order are."""
-        self._release(unit)
+        self._gathers.release(unit)
         self._actions += self._reductions.finish(unit, self.boundary) if self.in_backward else []
 
     def _expect_backward(self) -> None:
         """The last unit is through: the first that backward needs is prefetched, while the root computes its end."""
-        if (first := self._successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
+        if (first := self._gathers.successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
             if unit.idle:
-                self._release(unit)
-            self._prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
-
-    # Passes of the model --------------------------------------------------------------------------------------------
+                self._gathers.release(unit)
+            self._gathers.prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
 
     def _pass_of_the_model_begins(self) -> None:
         """What the one before used, or prefetched in vain, is let go."""
-        self._successors.pass_begins()
+        self._gathers.successors.pass_begins()
         for unit in self._units:
             prefetched = unit.weights is Weights.PREFETCHED and not self.in_backward
             if unit.weights is Weights.EVICTABLE or prefetched:
-                self._release(unit)
+                self._gathers.release(unit)
 
     def _backward_of_the_model_begins(self) -> None:
         if not self.in_backward:
@@ -367,7 +256,7 @@ class StepMachine:
             for passed in unit.passes if unit.running else ():
                 passed.running, passed.done = False, passed.done or passed.running
             unit.running_passes = 0
-            self._release(unit)
+            self._gathers.release(unit)
 
     def _check_graph(self, unit: UnitState) -> None:
         """Under create_graph=True, what a backward pass computes with is read again when its graph is walked."""
@@ -380,20 +269,7 @@ class StepMachine:
 
     # Answers --------------------------------------------------------------------------------------------------------
 
-    def _submit(self, task: Task) -> Task:
-        self._actions.append(Submit(task))
-        return task
-
-    def _show(self, unit: UnitState, whole: bool) -> None:
-        if whole != unit.shown:
-            unit.shown = whole
-            self._actions.append(Show(unit.index, whole))
-
-    def _seal(self, unit: UnitState, sealed: bool) -> None:
-        if sealed != unit.sealed:
-            unit.sealed = sealed
-            self._actions.append(Seal(unit.index, sealed))
-
     def _answer(self) -> list[Action]:
-        actions, self._actions = self._actions, []
+        actions = self._actions.copy()
+        self._actions.clear()
         return actions

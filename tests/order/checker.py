@@ -1,0 +1,386 @@
+"""Finds what a GPU could do in another order than a CPU did: an engine's own run, by the rules of CUDA's streams.
+
+The engine runs on real gloo ranks, on one thread. Only its streams are others (`LogicalStream`): a job runs when it is
+submitted, and all it reads and writes is noted as of a logical stream. Nothing orders two streams but
+
+    submit     the stream waits for what the submitting one has computed so far, and for the handles in `after`
+    a wait     the stream that waits comes after the job
+    the host   what is enqueued after the host has read a value comes after that value
+    a message  comes after what was computed before it was posted; what waits for it comes after it
+
+Two accesses to the same bytes, one of them a write, which no chain of these orders, are a race: on a GPU either could
+come first. So is memory that is dropped while a stream may still use it which is neither the one that made it, since
+the allocator gives it away there, nor was told of (`Stream.uses`, which is `Tensor.record_stream`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import towpath.codecs.packing
+import towpath.collectives.encoded
+from towpath.codecs.kernels.dispatch import Kernels
+from towpath.collectives import messages
+from towpath.engine import streams
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.streams import Handle, Job, Stream, Streams, Waiting
+
+COMPUTATION = "computation"
+
+Clock = dict[str, int]  # by stream: up to which of its accesses
+
+
+class RaceError(AssertionError):
+    """Two accesses in no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    stream: str
+    time: int
+    start: int
+    end: int
+    writes: bool
+    task: str
+
+    def __str__(self) -> str:
+        return f"{self.task} {'writes' if self.writes else 'reads'} bytes {self.start} to {self.end} on {self.stream!r}"
+
+
+@dataclass(slots=True)
+class Memory:
+    """Of one storage, as long as it lives. `made_on`: the stream that the allocator keeps it for."""
+
+    reference: StorageWeakRef
+    made_on: str
+    accesses: list[Access] = field(default_factory=list)
+    told_of: set[str] = field(default_factory=set)
+
+
+# What of the arguments the backends' operations write and read, by position.
+_COMMUNICATION: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "send": ((), (0,)),
+    "recv_": ((0,), ()),
+    "broadcast_": ((0,), (0,)),
+    "allreduce_": ((0,), (0,)),
+    "allgather_": ((0,), (1,)),
+    "_allgather_base_": ((0,), (1,)),
+    "reduce_scatter_": ((0,), (1,)),
+    "_reduce_scatter_base_": ((0,), (1,)),
+    "gather_": ((0,), (1,)),
+    "scatter_": ((0,), (1,)),
+    "alltoall_base_": ((0,), (1,)),
+    "barrier": ((), ()),
+}
+_HOST_READS = re.compile(r"aten\.(_local_scalar_dense|is_nonzero|equal|item)\b")
+_NO_DATA = re.compile(r"aten\.(empty|new_empty|empty_like|empty_strided|new_empty_strided|set_|resize_)\b")
+
+
+class Checker(TorchDispatchMode):
+    """Inside `with checker:`, every operation on this thread is noted; at the first race it raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clocks: dict[str, Clock] = {COMPUTATION: {}}
+        self._host: Clock = {}
+        self._current, self._task = COMPUTATION, ""
+        self._memory: dict[int, Memory] = {}
+        self._shared: dict[int, Memory] = {}  # used by streams that did not make them
+        self.communications: list[str] = []  # the process groups that sent, in the order of the host
+        self.operations = 0
+
+    # Streams --------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def on(self, stream: str, task: str, after: Sequence[Clock] = ()) -> Generator[None]:
+        """What runs inside runs on that stream, after what this one has done so far."""
+        clock = self._clocks.setdefault(stream, {})
+        for known in (self._clocks[self._current], *after):
+            _join(clock, known)
+        before = self._current, self._task
+        self._current, self._task = stream, task
+        try:
+            yield
+        finally:
+            self._current, self._task = before
+
+    def done(self, stream: str) -> Clock:
+        """What has been done on a stream so far."""
+        return dict(self._clocks[stream])
+
+    def wait(self, clock: Clock) -> None:
+        """The current stream goes on only after that."""
+        _join(self._clocks[self._current], clock)
+
+    def tell(self, stream: str, tensor: torch.Tensor) -> None:
+        self._memory_of(tensor).told_of.add(stream)
+
+    # What is read and written ---------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, ShardTensor) for t in types):
+            return NotImplemented  # what it does with its slice comes here in turn
+        self._look_for_dropped()
+        out = func(*args, **(kwargs or {}))
+        self.operations += 1
+        name = str(func)
+        if name.startswith("c10d."):
+            self._communicated(name.split(".")[1], args)
+        elif not _NO_DATA.match(name):
+            self._computed(func, args, kwargs or {}, out, name)
+        elif isinstance(out, torch.Tensor):
+            self._memory_of(out)
+        return out
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, out: Any, name: str) -> None:
+        read, written = list[torch.Tensor](), list[torch.Tensor]()
+        named = [*zip(func._schema.arguments, args, strict=False)]
+        named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
+        for argument, value in named:
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            (written if writes else read).extend(_tensors(value))
+        made = [t for t in _tensors(out) if not any(_alias(t, other) for other in (*read, *written))]
+        if not written and not made:
+            if _HOST_READS.match(name):
+                self.access(read, [], name)
+                _join(self._host, self._clocks[self._current])
+            return  # a view
+        self.access(read, [*written, *made], name)
+
+    def _communicated(self, name: str, args: Any) -> None:
+        written, read = _COMMUNICATION[name]
+        if self._current != COMPUTATION and not self._current.startswith(
+            "control"
+        ):  # ranks agree over gloo, on the host
+            self.communications.append(_group_of(args))
+        self.access([t for i in read for t in _tensors(args[i])], [t for i in written for t in _tensors(args[i])], name)
+
+    def access(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str) -> None:
+        clock = self._clocks[self._current]
+        _join(clock, self._host)
+        clock[self._current] = time = clock.get(self._current, 0) + 1
+        task = f"{self._task} ({what})" if self._task else what
+        for tensors, writes in ((read, False), (written, True)):
+            for tensor in tensors:
+                if tensor.numel():
+                    start, end = _bytes(tensor)
+                    self._note(self._memory_of(tensor), Access(self._current, time, start, end, writes, task), clock)
+
+    def _note(self, memory: Memory, access: Access, clock: Clock) -> None:
+        kept: list[Access] = []
+        for other in memory.accesses:
+            if other.end <= access.start or access.end <= other.start:
+                kept.append(other)
+                continue
+            known = other.time <= clock.get(other.stream, 0)
+            if not known and (other.writes or access.writes) and other.time != access.time:
+                raise RaceError(f"in no order:\n  {other}\n  {access}")
+            within = access.start <= other.start and other.end <= access.end
+            # What comes after this access comes after those before it, too.
+            if not (known and within and (access.writes or (not other.writes and other.stream == access.stream))):
+                kept.append(other)
+        memory.accesses = [*kept, access]
+        if access.stream != memory.made_on:
+            self._shared[memory.reference.cdata] = memory
+
+    def _memory_of(self, tensor: torch.Tensor) -> Memory:
+        storage = tensor.untyped_storage()
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            # While the reference is held, no other storage gets its number.
+            memory = self._memory[storage._cdata] = Memory(StorageWeakRef(storage), self._current)
+        return memory
+
+    def _look_for_dropped(self) -> None:
+        """Memory that is dropped is given to what its stream does next."""
+        for number, memory in list(self._shared.items()):
+            if not memory.reference.expired():
+                continue
+            del self._shared[number]
+            clock = self._clocks.get(memory.made_on, {})
+            for access in memory.accesses:
+                if access.time > max(clock.get(access.stream, 0), self._host.get(access.stream, 0)):
+                    if access.stream not in memory.told_of and access.stream != memory.made_on:
+                        raise RaceError(
+                            f"dropped, and free for {memory.made_on!r}, before it was waited for:\n  {access}"
+                        )
+
+    def native(self, kernels: Kernels) -> Kernels:
+        """Kernels that get addresses: what they read and write is declared here."""
+
+        def encode(codec: Any, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+            kernels.encode(codec, x, out, seed)
+            self.access([x], [out], "encode")
+
+        def decode(codec: Any, message: torch.Tensor, out: torch.Tensor) -> None:
+            kernels.decode(codec, message, out)
+            self.access([message], [out], "decode")
+
+        def decode_sum(codec: Any, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+            kernels.decode_sum(codec, rows, out)
+            self.access(rows, [out], "decode+sum")
+
+        def decode_sum_encode(
+            codec: Any, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
+        ) -> None:
+            kernels.decode_sum_encode(codec, rows, elements, out, seed)
+            self.access(rows, [out], "decode+sum+encode")
+
+        return Kernels(kernels.name, encode, decode, decode_sum, decode_sum_encode)
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for stream, time in other.items():
+        if time > clock.get(stream, 0):
+            clock[stream] = time
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """From the first to the last in its storage."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
+
+
+def _group_of(args: Any) -> str:
+    for value in args:
+        if isinstance(value, torch.ScriptObject):
+            try:
+                group: dist.ProcessGroup = dist.ProcessGroup.unbox(value)
+            except RuntimeError:
+                continue  # a reduction's operation
+            return f"{group.group_name} {dist.get_process_group_ranks(group)}"
+    return "a process group"
+
+
+# --- streams of the engine -------------------------------------------------------------------------------------------
+
+
+class LogicalStream(Stream):
+    def __init__(self, name: str, ways: int, checker: Checker) -> None:
+        super().__init__(ways)
+        self._name, self._checker = name, checker
+
+    def _stream(self, way: int) -> str:
+        return f"{self._name} {way}"
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+        stream = self._stream(job.workspace.way)
+        transfers = getattr(waiting, "_transfers", ())
+        handles = [handle for handle in after if isinstance(handle, LogicalHandle)]
+        assert len(handles) == len(after)
+        with (
+            torch.no_grad(),
+            self._checker.on(
+                stream, str(transfers[0]) if transfers else self._name, [handle.clock for handle in handles]
+            ),
+        ):
+            job.run(job.workspace)
+        return LogicalHandle(self._checker, self._checker.done(stream))
+
+    def finish(self) -> None:
+        for way in range(self.ways):
+            with self._checker.on(self._stream(way), ""):
+                pass
+            self._checker.wait(self._checker.done(self._stream(way)))
+
+    def uses(self, way: int, buffer: torch.Tensor) -> None:
+        self._checker.tell(self._stream(way), buffer)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogicalHandle(Handle):
+    checker: Checker
+    clock: Clock
+
+    def wait(self) -> None:
+        self.checker.wait(self.clock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Under way until it is waited for."""
+
+    work: dist.Work
+    checker: Checker
+    clock: Clock
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.checker.wait(self.clock)
+
+
+@contextmanager
+def checking() -> Generator[Checker]:
+    """Models that are sharded inside run on logical streams, and are checked. Every rank must do so alike."""
+    checker = Checker()
+    made = Streams(torch.device("cpu"))
+    launched = messages._launched
+
+    def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
+        stream = f"messages of {group.group_name}"
+        with checker.on(stream, checker._task):
+            works = launched(posted, group, tag)
+        return [_Message(work, checker, checker.done(stream)) for work in works]
+
+    def patched(module: Any, name: str, value: Any) -> Callable[[], None]:
+        before = getattr(module, name)
+        setattr(module, name, value)
+        return lambda: setattr(module, name, before)
+
+    def native(module: Any) -> Callable[[], None]:
+        original = module.kernels_for
+        return patched(module, "kernels_for", lambda device: checker.native(original(device)))
+
+    undo = [
+        patched(streams, "make_stream", lambda name, device, ways: LogicalStream(name, ways, checker)),
+        patched(Streams, "of", staticmethod(lambda groups, device: made)),
+        patched(messages, "_launched", launch),
+        native(towpath.codecs.packing),
+        native(towpath.collectives.encoded),
+    ]
+    try:
+        with checker:
+            yield checker
+    finally:
+        for back in undo:
+            back()
+
+
+def check_communications(mine: Sequence[str]) -> None:
+    """Two ranks use the process groups that both are in in one order: those of NCCL would else wait for each other."""
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, list(mine))
+    rank = dist.get_rank()
+    for other, theirs in enumerate(everyones):
+        shared = [[c for c in each if {rank, other} <= _ranks(c)] for each in (mine, theirs)]
+        if shared[0] != shared[1]:
+            number = next((i for i, (a, b) in enumerate(zip(*shared, strict=False)) if a != b), min(map(len, shared)))
+            a, b = (each[number] if number < len(each) else "nothing more" for each in shared)
+            raise RaceError(f"rank {rank} sends by {a} where rank {other} sends by {b}: NCCL could wait for ever")
+
+
+def _ranks(communication: str) -> set[int]:
+    return set(map(int, re.findall(r"\d+", communication.partition("[")[2])))

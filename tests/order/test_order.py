@@ -1,0 +1,299 @@
+"""The engine keeps its order on a GPU, too: no two accesses to the same bytes that no stream, event or host orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import towpath
+from tests.order.checker import Checker, LogicalStream, RaceError, check_communications, checking
+from tests.ranks.models import MODELS, TiedGPT
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn, strategy_of
+from tests.workspace import workspace
+from towpath.checkpoint import State, load, save
+from towpath.collectives.workspace import Workspace
+from towpath.engine.executor import Engine
+from towpath.engine.streams import Job
+from towpath.spec.actions import Task, Wait
+from towpath.spec.strategy import Kind
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+LABELS = (
+    *("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "mics:2x2", "paro-iig", "paro-nig", "paro-ngg"),
+    *("zero3@ring", "zero3@hierarchical", "zero3@ho-ring", "zero3@two-hop", "zero3@one-hop", "paro-iig@ring"),
+    *("zero++", "qwz", "qgz", "mics gradients=int4:64 feedback=both", "zero3 weights=e4m3 gradients=int8:64+hadamard"),
+    *("zero3@hierarchical weights=int8", "paro-iig weights=int8 gradients=int8", "ddp gradients=bf16"),
+)
+
+
+# --- the checker itself ----------------------------------------------------------------------------------------------
+
+
+def two_streams(checker: Checker) -> tuple[LogicalStream, LogicalStream]:
+    return LogicalStream("a", 1, checker), LogicalStream("b", 1, checker)
+
+
+def job(work: Callable[[], Any]) -> Job:
+    def run(_: Workspace) -> None:
+        work()
+
+    return Job(workspace(), run)
+
+
+def test_two_writes_without_an_edge_are_a_race_that_names_both() -> None:
+    with Checker() as checker:
+        one, other = two_streams(checker)
+        x = torch.zeros(8)
+        one.submit(job(lambda: x[:4].fill_(1)))
+        other.submit(job(lambda: x[4:].fill_(1)))  # other bytes
+        with pytest.raises(RaceError, match=r"aten.fill_.Scalar\) writes bytes 0 to 16 on 'a 0'\n.* 12 to 16 on 'b 0'"):
+            other.submit(job(lambda: x[3:4].fill_(2)))
+
+
+def test_what_is_submitted_after_a_handle_or_waited_for_is_in_order() -> None:
+    with Checker() as checker:
+        one, other = two_streams(checker)
+        x = torch.zeros(8)
+        first = one.submit(job(lambda: x.fill_(1)))
+        second = other.submit(job(lambda: x.add_(1)), [first])
+        with pytest.raises(RaceError):
+            x.sum()
+        second.wait()
+        x.sum()
+        one.submit(job(lambda: x.zero_()))  # behind what was computed before
+
+
+def test_a_read_meets_a_later_write_and_reads_do_not_meet() -> None:
+    with Checker() as checker:
+        one, other = two_streams(checker)
+        x = torch.zeros(8)
+        one.submit(job(lambda: x.sum()))
+        other.submit(job(lambda: x.sum()))
+        with pytest.raises(RaceError):
+            x.fill_(1)
+
+
+def test_what_the_host_has_read_is_over() -> None:
+    with Checker() as checker:
+        one, other = two_streams(checker)
+        x = torch.zeros(1)
+        one.submit(job(lambda: x.fill_(1).item()))
+        other.submit(job(lambda: x.fill_(2)))
+
+
+def test_memory_that_is_dropped_while_another_stream_uses_it_is_a_race_unless_the_allocator_was_told() -> None:
+    for told in (True, False):
+        with Checker() as checker:
+            one, _ = two_streams(checker)
+            x = torch.zeros(8)
+            if told:
+                one.uses(0, x)
+            one.submit(job(x.sum))
+            del x
+            with nullcontext() if told else pytest.raises(RaceError, match="dropped, and free for 'computation'"):
+                torch.zeros(8)
+
+
+# --- the engine ------------------------------------------------------------------------------------------------------
+
+
+class Deep(TiedGPT):
+    """More units than slots."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=4)
+
+
+class Checkpointed(Deep):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for i, block in enumerate(self.blocks):
+            x = checkpoint(block, x, use_reentrant=False) if i in (1, 2) else block(x)
+        return self.head(self.norm(x))
+
+
+class Reordered(Deep):
+    """Its blocks run in another order every time."""
+
+    orders = ((0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 0, 1))
+    turn = 0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1]))
+        for number in self.orders[self.turn % len(self.orders)]:
+            x = self.blocks[number](x)
+        self.turn += 1
+        return self.head(self.norm(x))
+
+
+def train(model: Any, optimizer: Any, steps: int = 2, micro_steps: int = 2) -> None:
+    entry = MODELS["gpt"]
+    for step in range(steps):
+        for micro in range(micro_steps):
+            with nullcontext() if micro == micro_steps - 1 else model.no_sync():
+                batch = entry.micro_batch(dist.get_rank(), micro, step, torch.float32)
+                entry.loss(model, *batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded(label: str, build: Callable[[], nn.Module] = Deep, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = towpath.shard(build(), strategy_of(label, SHAPE), topology=SHAPE, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+@in_turn(LABELS, 5)
+def test_every_strategy_keeps_its_order(world: Worlds, label: str) -> None:
+    assert min(world(4).run(_train_and_drop, label)) > 1000  # operations
+
+
+def _train_and_drop(label: str) -> int:
+    """The second model takes the memory of the first, which is dropped with transfers under way."""
+    with checking() as checker:
+        for _ in range(2):
+            model, optimizer = sharded(label)
+            train(model, optimizer)
+            del model, optimizer
+        check_communications(checker.communications)
+    return checker.operations
+
+
+@pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
+@pytest.mark.parametrize("build", [Checkpointed, Reordered], ids=lambda build: build.__name__)
+@in_turn(("zero3", "hpz", "paro-iig", "zero++", "ddp"), 1)
+def test_checkpointed_parts_and_changed_orders_keep_theirs(
+    world: Worlds, build: Callable[[], nn.Module], bf16: bool, label: str
+) -> None:
+    world(4).run(_train, label, build, bf16)
+
+
+def _train(label: str, build: Callable[[], nn.Module], bf16: bool) -> None:
+    precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32) if bf16 else towpath.Precision()
+    with checking() as checker:
+        train(*sharded(label, build, precision=precision), steps=3, micro_steps=1)
+        check_communications(checker.communications)
+
+
+@in_turn(("zero3", "mics", "paro-iig", "zero++"), 2)
+def test_what_users_do_between_steps_keeps_its_order(world: Worlds, label: str, tmp_path: Path) -> None:
+    world(4).run(_between_steps, label, tmp_path)
+
+
+def _between_steps(label: str, folder: Path) -> None:
+    with checking() as checker:
+        model, optimizer = sharded(label)
+        train(model, optimizer)
+        with towpath.full_parameters(model), torch.no_grad():
+            for p in model.parameters():
+                p.mul_(0.5)
+        train(model, optimizer, steps=1)
+        assert save(folder, 3, State(model, optimizer)).ok
+        train(model, optimizer, steps=1)
+        assert load(folder, State(model, optimizer)) is not None
+        with torch.no_grad():
+            MODELS["gpt"].loss(model, *MODELS["gpt"].micro_batch(0, 0, 0, torch.float32))
+        train(model, optimizer, steps=1)
+        check_communications(checker.communications)
+
+
+@in_turn(("zero3", "hpz", "paro-iig", "zero2"), 2)
+def test_a_pass_that_fails_leaves_no_race(world: Worlds, label: str) -> None:
+    world(4).run(_fail, label)
+
+
+def _fail(label: str) -> None:
+    with checking():
+        model, optimizer = sharded(label)
+        train(model, optimizer)
+        block = model.blocks[2]
+
+        def refuse(*_: Any) -> None:
+            raise ConnectionError("on purpose")
+
+        for register in (block.register_forward_pre_hook, block.register_full_backward_pre_hook):
+            hook = register(refuse)
+            with pytest.raises(ConnectionError):
+                train(model, optimizer, steps=1, micro_steps=1)
+            hook.remove()
+            train(model, optimizer, steps=1)
+
+
+# --- every edge is needed --------------------------------------------------------------------------------------------
+
+
+def _after(kind: Kind, before: Kind) -> Callable[[Task, Task], bool]:
+    return lambda task, other: task.kind is kind and other.kind is before
+
+
+EDGES: dict[str, tuple[str, type[nn.Module], Callable[[Task, Task], bool]]] = {
+    "a gather after the publication of what it brings": ("paro-iig", Deep, _after(Kind.GATHER, Kind.PUBLISH)),
+    "a gather after what was gathered into its slot": ("zero3", Reordered, _after(Kind.GATHER, Kind.GATHER)),
+    "a sync after the reduction before it": ("mics:2x2", Deep, _after(Kind.SYNC, Kind.REDUCE)),
+}
+WAITS = {
+    "the computation waits for a gather": ("zero3", Kind.GATHER),
+    "the computation waits for a backward gather": ("zero3", Kind.BACKWARD_GATHER),
+    "gradients wait until those before them have left their slot": ("zero3", Kind.REDUCE),
+    "the boundary waits for its syncs": ("mics", Kind.SYNC),
+}
+
+
+@pytest.mark.parametrize("edge", EDGES)
+def test_without_an_edge_there_is_a_race(world: Worlds, edge: str) -> None:
+    for told in world(4).run(_without_edge, edge):
+        assert "in no order" in told, edge
+
+
+def _without_edge(edge: str) -> str:
+    label, build, dropped = EDGES[edge]
+    submit = Engine._submit
+
+    def without(self: Engine, task: Task) -> Any:
+        task.after = tuple(t for t in task.after if not dropped(task, t))
+        return submit(self, task)
+
+    return _told(label, build, "_submit", without)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_without_a_wait_there_is_a_race(world: Worlds, wait: str) -> None:
+    for told in world(4).run(_without_wait, wait):
+        assert "in no order" in told, wait
+
+
+def _without_wait(wait: str) -> str:
+    label, kind = WAITS[wait]
+    carry_out = Engine._carry_out
+
+    def without(self: Engine, action: Any) -> None:
+        if not (isinstance(action, Wait) and action.task.kind is kind):
+            carry_out(self, action)
+
+    return _told(label, Deep, "_carry_out", without)
+
+
+def _told(label: str, build: Callable[[], nn.Module], name: str, value: Any) -> str:
+    """Every rank finds it at the same operation, so that none waits for another."""
+    original = getattr(Engine, name)
+    setattr(Engine, name, value)
+    try:
+        with checking():
+            train(*sharded(label, build), steps=4, micro_steps=1)
+    except RaceError as error:
+        return str(error)
+    finally:
+        setattr(Engine, name, original)
+    return "no race"
