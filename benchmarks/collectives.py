@@ -24,8 +24,8 @@ from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members
 from towpath.collectives.select import bind
 from towpath.collectives.workspace import WireBuffers, Workspace
-from towpath.spec import routes
-from towpath.spec.routes import Group, Op
+from towpath.core import routes
+from towpath.core.routes import Group, Op
 
 SMALL_KILOBYTES, SMALL = 256, 16
 QUICK_KILOBYTES = 256

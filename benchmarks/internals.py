@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from towpath.core.actions import Compare, Deliver, Seal, Show
+from towpath.core.steady import steady_step
 from towpath.engine.bound import BoundTransfer
-from towpath.spec.actions import Compare, Deliver, Seal, Show
-from towpath.spec.steady import steady_step
 
 
 def without_transfers(step: Callable[[], None]) -> None:

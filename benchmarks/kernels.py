@@ -26,7 +26,7 @@ from harness.figures import Check, medians
 from harness.suite import Settings, Suite
 from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.dispatch import Kernels, kernels_for
-from towpath.spec.formats import Codec
+from towpath.core.formats import Codec
 
 MEGABYTES = {"cpu": 16, "cuda": 512}
 QUICK_MEGABYTES = 1

@@ -28,8 +28,8 @@ from harness.figures import Check
 from harness.suite import Settings, Suite
 from internals import unit_elements
 from towpath import lab
-from towpath.train import models
 from towpath.train.config import ModelConfig
+from towpath.train.models import from_config
 
 SHAPE = towpath.Topology(2, 2)
 MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
@@ -71,7 +71,7 @@ CASES = [Case("loaded", True), Case("drawn", False)]
 
 def write(file: Path, model: ModelConfig) -> None:
     """Some values for every parameter, a piece at a time."""
-    built = models.build(model, VOCABULARY)
+    built = from_config.build(model, VOCABULARY)
     header: dict[str, Any] = {}
     end = 0
     for name, parameter in built.model.named_parameters():
@@ -91,7 +91,7 @@ def write(file: Path, model: ModelConfig) -> None:
 def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """What every rank does."""
     torch.set_num_threads(1)
-    towpath.shard(models.build(TINY, 256).model, "zero3", topology=SHAPE)
+    towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
     built, model, peak, kept = watched(lambda: build_and_shard(config))
     if built.values is not None:
         check(model, built.values)
@@ -104,8 +104,8 @@ def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def build_and_shard(config: ModelConfig) -> tuple[models.Built, Any]:
-    built = models.build(config, VOCABULARY)
+def build_and_shard(config: ModelConfig) -> tuple[from_config.Built, Any]:
+    built = from_config.build(config, VOCABULARY)
     return built, towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
 
 
@@ -114,7 +114,7 @@ def check(model: Any, values: Callable[[str, int, int], torch.Tensor]) -> None:
         assert torch.equal(parameter.to_local(), values(name, *parameter.span.bounds())), name
 
 
-def watched(work: Callable[[], tuple[models.Built, Any]]) -> tuple[models.Built, Any, int, int]:
+def watched(work: Callable[[], tuple[from_config.Built, Any]]) -> tuple[from_config.Built, Any, int, int]:
     """What `work` made, the peak of RssAnon meanwhile and its level afterwards, both above the level before."""
     before = rss_anon()
     peak = before

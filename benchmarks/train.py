@@ -25,9 +25,9 @@ from harness.worker import timed
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined
 from towpath.train.loop import Training
-from towpath.train.models import next_token_loss
+from towpath.train.models.from_config import next_token_loss
+from towpath.train.observe.watch import Watch
 from towpath.train.run import begin
-from towpath.train.watch import Watch
 
 SHAPE = towpath.Topology(2, 2)
 INTER = "200mbit"

@@ -3,7 +3,7 @@
     python docs/draw_routes.py            # writes docs/routes-gather.svg and docs/routes-ho-ring.svg
     python docs/draw_routes.py --table    # prints the tables, as they stand in docs/routes.md
 
-Nothing here is drawn by hand: `towpath.spec.routes.sends` says who sends what to whom, and in which step.
+Nothing here is drawn by hand: `towpath.core.routes.sends` says who sends what to whom, and in which step.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 
 import towpath
 from towpath import Topology, Wire
-from towpath.spec.routes import ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
-from towpath.spec.strategy import WIRED, Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Move
+from towpath.core.routes import ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
+from towpath.core.strategy import WIRED, Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "collectives.jsonl"

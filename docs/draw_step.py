@@ -10,7 +10,7 @@ from pathlib import Path
 
 from towpath import lab
 from towpath.train import demo
-from towpath.train.plots import Outcome, draw_timelines, svg
+from towpath.train.observe.plots import Outcome, draw_timelines, svg
 
 
 def main() -> None:

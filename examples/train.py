@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import towpath
 from towpath.train.config import DataConfig
-from towpath.train.data import open_tokens
-from towpath.train.gpt import GPT, Shape
+from towpath.train.data.windows import open_tokens
+from towpath.train.models.gpt import GPT, Shape
 
 MICRO_STEPS, BATCH, LENGTH = 2, 4, 128
 

@@ -8,7 +8,7 @@ from types import ModuleType
 import torch
 
 from towpath.codecs.kernels import reference
-from towpath.spec.formats import Codec
+from towpath.core.formats import Codec
 
 INTEGERS = [
     name + block + option + stochastic

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from towpath.api import Stats, full_parameters, schedule, shard, stats
+    from towpath.core.placement import Placement
+    from towpath.core.precision import Precision
+    from towpath.core.presets import strategies, strategy
+    from towpath.core.schedule import Schedule
+    from towpath.core.strategy import Strategy
+    from towpath.core.wire import Wire
     from towpath.engine.hooks import register_forward_method
     from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
-    from towpath.spec.placement import Placement
-    from towpath.spec.precision import Precision
-    from towpath.spec.presets import strategies, strategy
-    from towpath.spec.schedule import Schedule
-    from towpath.spec.strategy import Strategy
-    from towpath.spec.wire import Wire
     from towpath.topology.cluster import Extent, Topology
 
 __version__ = "0.1.0"
@@ -48,17 +48,17 @@ __all__ = [
 
 _HOMES = {
     "Extent": "topology.cluster",
-    "Placement": "spec.placement",
-    "Precision": "spec.precision",
-    "Schedule": "spec.schedule",
+    "Placement": "core.placement",
+    "Precision": "core.precision",
+    "Schedule": "core.schedule",
     "ShardTensor": "engine.shard_tensor",
-    "Strategy": "spec.strategy",
+    "Strategy": "core.strategy",
     "Topology": "topology.cluster",
     "TowpathError": "errors",
-    "Wire": "spec.wire",
+    "Wire": "core.wire",
     "register_forward_method": "engine.hooks",
-    "strategies": "spec.presets",
-    "strategy": "spec.presets",
+    "strategies": "core.presets",
+    "strategy": "core.presets",
 }
 
 

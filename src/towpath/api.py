@@ -13,24 +13,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.core import presets
+from towpath.core.precision import Precision
+from towpath.core.schedule import Schedule
+from towpath.core.schedule import schedule as derive_schedule
+from towpath.core.strategy import Strategy
+from towpath.core.transfer import Transfer
+from towpath.core.units import units_from_numels
 from towpath.engine.build import Order, agree, build, check_exchangeable, check_values, optimizers_of
 from towpath.engine.executor import Engine
 from towpath.engine.initialise import Values
-from towpath.engine.joining import Batch, joined
 from towpath.engine.layout import UnitChoice, describe, lay_out
+from towpath.engine.module_classes import become
 from towpath.engine.record import Record, TransferStats
-from towpath.engine.roles import become
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.trace import Interval, Trace
+from towpath.engine.uneven_data import Batch, joined
 from towpath.engine.whole import reshard, unshard
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError, TowpathError
-from towpath.spec import presets
-from towpath.spec.precision import Precision
-from towpath.spec.schedule import Schedule
-from towpath.spec.schedule import schedule as derive_schedule
-from towpath.spec.strategy import Strategy
-from towpath.spec.transfer import Transfer
-from towpath.spec.units import units_from_numels
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_topology
 

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from tests.workspace import workspace
 from towpath.collectives.collective import Members
 from towpath.collectives.select import select
+from towpath.core.routes import ROUTES, Group, Op
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.wire import Wire
 from towpath.lab import Lab, link_counters
-from towpath.spec.routes import ROUTES, Group, Op
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Move
-from towpath.spec.wire import Wire
 from towpath.topology.cluster import Topology
 
 SHAPE = Topology(2, 4)

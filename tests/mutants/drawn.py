@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.mutants.trial import ROOT, Outcome, commit, tried
 
-FOLDERS = ("spec", "engine", "collectives", "codecs")
+FOLDERS = ("core", "engine", "collectives", "codecs")
 SEED, COUNT = 22, 60
 RESULT = ROOT / "tests" / "mutants-drawn.md"
 KEPT = Path(__file__).with_name("drawn.jsonl")

@@ -209,11 +209,9 @@ class Checker(TorchDispatchMode):
             del self._shared[number]
             clock = self._clocks.get(memory.made_on, {})
             for access in memory.accesses:
-                if access.time > max(clock.get(access.stream, 0), self._host.get(access.stream, 0)):
-                    if access.stream not in memory.told_of and access.stream != memory.made_on:
-                        raise RaceError(
-                            f"dropped, and free for {memory.made_on!r}, before it was waited for:\n  {access}"
-                        )
+                over = access.time <= max(clock.get(access.stream, 0), self._host.get(access.stream, 0))
+                if not over and access.stream not in (*memory.told_of, memory.made_on):
+                    raise RaceError(f"dropped, and free for {memory.made_on!r}, before it was waited for:\n  {access}")
 
     def native(self, kernels: Kernels) -> Kernels:
         """Kernels that get addresses: what they read and write is declared here."""

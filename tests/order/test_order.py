@@ -21,10 +21,10 @@ from tests.ranks.strategies import in_turn, strategy_of
 from tests.workspace import workspace
 from towpath.checkpoint import State, load, save
 from towpath.collectives.workspace import Workspace
+from towpath.core.actions import Task, Wait
+from towpath.core.strategy import Kind
 from towpath.engine.executor import Engine
 from towpath.engine.streams import Job
-from towpath.spec.actions import Task, Wait
-from towpath.spec.strategy import Kind
 
 Worlds = Callable[[int], World]
 

@@ -168,7 +168,7 @@ def _serve(
     import torch
     import torch.distributed as dist
 
-    from towpath.spec import routes
+    from towpath.core import routes
 
     warnings_are_errors()
     torch.set_num_threads(1)

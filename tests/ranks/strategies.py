@@ -12,7 +12,7 @@ import pytest
 
 import towpath
 from towpath import Extent, Topology
-from towpath.spec.routes import ROUTES
+from towpath.core.routes import ROUTES
 
 # Presets with codecs: what they train is near what one process trains, not equal to it (tests/ranks/test_codecs.py).
 ROUNDING = ("zero++", "qwz", "qgz")

@@ -25,8 +25,9 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
 from towpath import Topology, checkpoint
-from towpath.checkpoint import files, storage
-from towpath.checkpoint.snapshot import Snapshot
+from towpath.checkpoint.dcp import storage
+from towpath.checkpoint.disk import files
+from towpath.checkpoint.memory.snapshot import Snapshot
 from towpath.errors import CheckpointError
 
 Worlds = Callable[[int], World]

@@ -20,12 +20,12 @@ from tests.workspace import workspace
 from towpath.codecs.kernels import reference
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.select import bind
-from towpath.spec.formats import Codec
-from towpath.spec.routes import Group, Op, Piece, hops_of, piece_bounds
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Move
-from towpath.spec.wire import FEEDBACK, Wire
+from towpath.core.formats import Codec
+from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.wire import FEEDBACK, Wire
 from towpath.topology.cluster import Topology
 
 Worlds = Callable[[int], World]

@@ -21,11 +21,11 @@ from tests.ranks.models import MODELS, GPTBlock
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath.codecs.kernels import reference
-from towpath.spec import routes
-from towpath.spec.formats import Codec
-from towpath.spec.routes import Op, hops_of
-from towpath.spec.schedule import BucketPlan
-from towpath.spec.strategy import GRADIENTS, Kind
+from towpath.core import routes
+from towpath.core.formats import Codec
+from towpath.core.routes import Op, hops_of
+from towpath.core.schedule import BucketPlan
+from towpath.core.strategy import GRADIENTS, Kind
 from towpath.topology.cluster import Extent, Topology
 
 Worlds = Callable[[int], World]

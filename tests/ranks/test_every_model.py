@@ -39,8 +39,8 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin, distance
 from towpath import Topology, errors
-from towpath.spec.strategy import Kind
-from towpath.spec.units import BucketSpec
+from towpath.core.strategy import Kind
+from towpath.core.units import BucketSpec
 
 Worlds = Callable[[int], World]
 

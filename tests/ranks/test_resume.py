@@ -27,14 +27,15 @@ import torch.distributed as dist
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
-from towpath.checkpoint import files, storage
+from towpath.checkpoint.dcp import storage
+from towpath.checkpoint.disk import files
 from towpath.errors import TowpathError, TrainError
 from towpath.train import run, saves
 from towpath.train.config import Config, DataConfig
-from towpath.train.corpus import find
-from towpath.train.data import Windows
+from towpath.train.data.corpus import find
+from towpath.train.data.prepare import Plan, prepare
+from towpath.train.data.windows import Windows
 from towpath.train.loop import Step, Training
-from towpath.train.prepare import Plan, prepare
 
 Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]

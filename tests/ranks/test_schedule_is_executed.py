@@ -16,8 +16,8 @@ from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom, strategy_of
 from towpath.collectives import messages
-from towpath.spec.routes import ROUTES, Grid, Op, parts_of, sends
-from towpath.spec.strategy import Kind
+from towpath.core.routes import ROUTES, Grid, Op, parts_of, sends
+from towpath.core.strategy import Kind
 
 Worlds = Callable[[int], World]
 

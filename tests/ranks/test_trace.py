@@ -22,7 +22,7 @@ from tests.ranks.strategies import strategy_of
 from towpath.api import intervals_of_ranks, record_of, tracing
 from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
-from towpath.train import perfetto
+from towpath.train.observe import perfetto
 
 Worlds = Callable[[int], World]
 

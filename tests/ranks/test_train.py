@@ -24,12 +24,14 @@ from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import ROUNDING, seldom
 from towpath import strategies
 from towpath.errors import TowpathError, TrainError
-from towpath.train import corpus, loop, models, run
+from towpath.train import loop, run
 from towpath.train.config import Config, DataConfig
+from towpath.train.data import corpus
+from towpath.train.data.prepare import Plan, prepare
 from towpath.train.job import joined
 from towpath.train.loop import Training
-from towpath.train.metrics import JsonLines
-from towpath.train.prepare import Plan, prepare
+from towpath.train.models import from_config
+from towpath.train.observe.metrics import JsonLines
 from towpath.train.run import begin, train
 
 Worlds = Callable[[int], World]
@@ -210,7 +212,7 @@ def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     train = config.train
     with joined() as job, contextlib.redirect_stderr(io.StringIO()):
         training = begin(config, job)
-    built: Any = models.build(config.model, 256).model
+    built: Any = from_config.build(config.model, 256).model
     plain = type(built)(built.shape)
     with torch.no_grad():
         for name, values in _weights(training).items():
@@ -251,11 +253,11 @@ def test_compiled_blocks_train_alike(
 
 
 def _compiled(config: Config) -> Any:
-    asked: list[models.Built] = []
+    asked: list[from_config.Built] = []
 
-    def compile_blocks(built: models.Built) -> None:
+    def compile_blocks(built: from_config.Built) -> None:
         asked.append(built)
-        models.compile_blocks(built, backend="aot_eager")  # without a compiler for the machine's own code
+        from_config.compile_blocks(built, backend="aot_eager")  # without a compiler for the machine's own code
 
     before, run.compile_blocks = run.compile_blocks, compile_blocks
     try:

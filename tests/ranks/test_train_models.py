@@ -23,8 +23,8 @@ from tests.ranks.models import VOCABULARY, gpt2_config, llama_config
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
-from towpath.train import models
 from towpath.train.config import ModelConfig
+from towpath.train.models import from_config
 
 Worlds = Callable[[int], World]
 
@@ -99,7 +99,7 @@ def test_thirty_steps_are_those_of_plain_pytorch(
 
 def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[float], float]:
     """The mean losses of ours and of one process, and how far apart their parameters are in the end."""
-    built = models.build(config, VOCABULARY)
+    built = from_config.build(config, VOCABULARY)
     torch.manual_seed(3)
     sharded: Any = towpath.shard(built.model.double(), strategy_of(label, SHAPE))
     plain = _plain_twin(config, {name: p.full_tensor().detach() for name, p in sharded.named_parameters()})
@@ -107,7 +107,7 @@ def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[floa
     losses: list[float] = []
     expected: list[float] = []
     for step in range(STEPS):
-        loss = models.next_token_loss(sharded, *_batch(dist.get_rank(), step))
+        loss = from_config.next_token_loss(sharded, *_batch(dist.get_rank(), step))
         loss.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
@@ -132,7 +132,7 @@ def _plain_twin(config: ModelConfig, values: dict[str, Tensor]) -> nn.Module:
 
         plain: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.hf))
     else:
-        plain = type(models.build(config, VOCABULARY).model)(models.build(config, VOCABULARY).model.shape)
+        plain = type(from_config.build(config, VOCABULARY).model)(from_config.build(config, VOCABULARY).model.shape)
     plain.double()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -152,7 +152,7 @@ def _spreads(folder: str) -> dict[str, tuple[float, float]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(dist.get_rank())
-    sharded: Any = towpath.shard(models.build(ModelConfig(hf=folder), VOCABULARY).model, "zero3", topology=SHAPE)
+    sharded: Any = towpath.shard(from_config.build(ModelConfig(hf=folder), VOCABULARY).model, "zero3", topology=SHAPE)
     plain: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for name, buffer in plain.named_buffers():
         assert torch.equal(sharded.get_buffer(name), buffer), name
@@ -175,12 +175,12 @@ def test_checkpointing_changes_no_gradient(world: Worlds, folders: dict[str, Pat
 def _checkpointed_alike(config: ModelConfig) -> bool:
     gradients: list[list[Tensor]] = []
     for checkpointed in (False, True):
-        built = models.build(config, VOCABULARY)
+        built = from_config.build(config, VOCABULARY)
         if checkpointed:
-            models.checkpoint_blocks(built)
+            from_config.checkpoint_blocks(built)
         torch.manual_seed(3)
         model: Any = towpath.shard(built.model, "zero3", topology=SHAPE)
-        models.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
+        from_config.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -194,16 +194,16 @@ def test_compiled_blocks_share_one_graph_and_train_alike(world: Worlds, order: s
 
 
 def _compiled_alike(order: str) -> tuple[int, float]:
-    ways: dict[str, Callable[[models.Built], None]] = {
-        "compiled": lambda built: models.compile_blocks(built, backend="aot_eager", fullgraph=True),
-        "checkpointed": models.checkpoint_blocks,
+    ways: dict[str, Callable[[from_config.Built], None]] = {
+        "compiled": lambda built: from_config.compile_blocks(built, backend="aot_eager", fullgraph=True),
+        "checkpointed": from_config.checkpoint_blocks,
     }
     config = ModelConfig(**_as_ours() | {"depth": 10})
     gradients: list[list[Tensor]] = []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for names in ((), order.split(", ")):
-        built = models.build(config, VOCABULARY)
+        built = from_config.build(config, VOCABULARY)
         for name in names:
             ways[name](built)
         torch.manual_seed(3)
@@ -211,7 +211,7 @@ def _compiled_alike(order: str) -> tuple[int, float]:
         with warnings.catch_warnings():
             # It looks at the .grad of a block's input, and hides the warning in a way that does not work for errors.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            models.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
+            from_config.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
@@ -250,13 +250,13 @@ def test_what_is_sharded_is_what_the_files_hold(
 def _compare_with_files(config: ModelConfig, label: str, params: torch.dtype | None) -> list[str]:
     from transformers import AutoModelForCausalLM
 
-    built = models.build(config, VOCABULARY)
+    built = from_config.build(config, VOCABULARY)
     precision = towpath.Precision(params=params)
     model: Any = towpath.shard(built.model, strategy_of(label, SHAPE), precision=precision, values=built.values)
     stored: Any = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
     (inputs, _), computes = _batch(dist.get_rank(), 0), params or torch.float32
     with torch.no_grad():
-        found, expected = models.logits_of(model, inputs), stored.to(computes)(inputs).logits
+        found, expected = from_config.logits_of(model, inputs), stored.to(computes)(inputs).logits
     # The norms' weights are rounded alike; but the rotary table of a model that was cast as a whole is not ours.
     close = torch.equal(found, expected) if params is None else (found - expected).abs().max().item() < 0.1
     stored = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
@@ -274,12 +274,12 @@ def test_ours_loads_what_transformers_saved_and_computes_the_same(world: Worlds,
 def _ours_against_llama(folder: str) -> float:
     from transformers import AutoModelForCausalLM
 
-    built = models.build(ModelConfig(**_as_ours(), weights=folder), VOCABULARY)
+    built = from_config.build(ModelConfig(**_as_ours(), weights=folder), VOCABULARY)
     model = towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, rms_norm_eps=1e-5)
     inputs, _ = _batch(dist.get_rank(), 0)
     with torch.no_grad():
-        return (models.logits_of(model, inputs) - models.logits_of(theirs, inputs)).abs().max().item()
+        return (from_config.logits_of(model, inputs) - from_config.logits_of(theirs, inputs)).abs().max().item()
 
 
 def _as_ours() -> dict[str, Any]:
@@ -293,7 +293,7 @@ LARGE = {"width": 512, "depth": 12, "heads": 8}  # 40 million parameters
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = models.build(ModelConfig(**LARGE), 1024)
+    built = from_config.build(ModelConfig(**LARGE), 1024)
     file = tmp_path_factory.mktemp("large") / "model.safetensors"
     save_file({built.names[name]: torch.zeros(p.shape) for name, p in built.model.named_parameters()}, file)
     return file
@@ -309,7 +309,9 @@ def test_to_start_a_rank_needs_its_share_and_one_unit(large: Path, how: str) -> 
 
 def _peak_of_a_start(weights: str) -> tuple[int, int, int]:
     """The peak of RssAnon above its level before, this rank's share of the model, and the largest unit, in bytes."""
-    towpath.shard(models.build(OURS, VOCABULARY).model, "zero3", topology=SHAPE)  # what torch imports late is there now
+    towpath.shard(
+        from_config.build(OURS, VOCABULARY).model, "zero3", topology=SHAPE
+    )  # what torch imports late is there now
     before = peak = _rss_anon()
     over = threading.Event()
 
@@ -321,7 +323,7 @@ def _peak_of_a_start(weights: str) -> tuple[int, int, int]:
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        built = models.build(ModelConfig(**LARGE, weights=weights), 1024)
+        built = from_config.build(ModelConfig(**LARGE, weights=weights), 1024)
         model: Any = towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
     finally:
         over.set()

@@ -9,13 +9,13 @@ import pytest
 
 import towpath
 from tests.ranks.models import MODELS
-from towpath.spec import routes
-from towpath.spec.formats import Codec
-from towpath.spec.routes import Op, Piece, piece_bounds
-from towpath.spec.schedule import BucketPlan, Schedule
-from towpath.spec.schedule import schedule as schedule_of
-from towpath.spec.transfer import Transfer
-from towpath.spec.units import BucketSpec, UnitSpec
+from towpath.core import routes
+from towpath.core.formats import Codec
+from towpath.core.routes import Op, Piece, piece_bounds
+from towpath.core.schedule import BucketPlan, Schedule
+from towpath.core.schedule import schedule as schedule_of
+from towpath.core.transfer import Transfer
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.topology.cluster import Extent, Topology
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(4, 2), Topology(3, 1)]

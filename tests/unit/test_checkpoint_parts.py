@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from towpath.checkpoint import files, folders
-from towpath.checkpoint.crc import combine
-from towpath.checkpoint.manifest import File, Manifest, Stored, StoredBox
-from towpath.checkpoint.plain import from_json, tensors_in, to_json
-from towpath.checkpoint.rng import rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.disk import files, folders
+from towpath.checkpoint.disk.crc import combine
+from towpath.checkpoint.disk.manifest import File, Manifest, Stored, StoredBox
+from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
+from towpath.checkpoint.memory.rng import rng_state, seed_anew, set_rng_state
 from towpath.engine.boxes import boxes_of
 from towpath.errors import CheckpointError
 

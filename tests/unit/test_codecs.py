@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import messages, same
 from towpath.codecs.kernels.reference import decode, decode_sum, decode_sum_encode, encode, rotated, uniform
+from towpath.core.formats import CODECS, ROTATED, SCALE_BYTES, WHOLE, Codec
 from towpath.errors import StrategyError
-from towpath.spec.formats import CODECS, ROTATED, SCALE_BYTES, WHOLE, Codec
 
 # Of float32, each half the last bit: a quotient's or a scale's, and that of a scale times a code.
 TWO_ROUNDINGS = 2.0**-23

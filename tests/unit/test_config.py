@@ -10,10 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from towpath.core.precision import Precision
+from towpath.core.presets import strategies
+from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError
-from towpath.spec.precision import Precision
-from towpath.spec.presets import strategies
-from towpath.spec.strategy import Strategy
 from towpath.topology.cluster import Extent, Topology
 from towpath.train import run
 from towpath.train.config import Config, StrategyConfig, TrainConfig

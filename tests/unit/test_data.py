@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.corpus import Files
-from towpath.train.data import Tokens, Windows, open_tokens
-from towpath.train.prepare import Plan, prepare
-from towpath.train.shuffle import shuffled
+from towpath.train.data.corpus import Files
+from towpath.train.data.prepare import Plan, prepare
+from towpath.train.data.shuffle import shuffled
+from towpath.train.data.windows import Tokens, Windows, open_tokens
 
 LENGTH = 8
 examples = settings(max_examples=50, deadline=None)
@@ -214,7 +214,7 @@ def test_what_is_long_unused_leaves_the_cache(tmp_path: Path, cache: Path, monke
         (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 50)
     open_tokens(DataConfig(text=(str(tmp_path / "first.txt"),)), LENGTH)
     (cache / ".killed.partial-1").mkdir()
-    monkeypatch.setattr("towpath.train.data._KEPT_SECONDS", -1)
+    monkeypatch.setattr("towpath.train.data.windows._KEPT_SECONDS", -1)
     open_tokens(DataConfig(text=(str(tmp_path / "second.txt"),)), LENGTH)
     (left,) = cache.iterdir()
     assert (left / "tokens-00000.bin").read_bytes().startswith(b"second")

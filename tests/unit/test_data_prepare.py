@@ -15,11 +15,12 @@ import pytest
 
 from towpath.cli.main import _run
 from towpath.errors import ConfigError
-from towpath.train import corpus, pieces, tokens
 from towpath.train.config import DataConfig
-from towpath.train.corpus import Files
-from towpath.train.data import open_tokens
-from towpath.train.prepare import Plan, prepare
+from towpath.train.data import corpus, tokens
+from towpath.train.data import text_pieces as pieces
+from towpath.train.data.corpus import Files
+from towpath.train.data.prepare import Plan, prepare
+from towpath.train.data.windows import open_tokens
 
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
@@ -258,18 +259,18 @@ def test_an_error_in_a_worker_is_the_commands(tmp_path: Path, capsys: pytest.Cap
 # Its tokenizer takes the first piece, and is busy with the second for as long as one likes.
 STUCK = """
 import threading
-import towpath.train.corpus, towpath.train.tokens
+import towpath.train.data.corpus, towpath.train.data.tokens
 from towpath.cli.main import main
 
-class Stuck(towpath.train.tokens.Bytes):
+class Stuck(towpath.train.data.tokens.Bytes):
     def encode_batch(self, texts):
         if texts[0].startswith(b"second"):
             print("busy", flush=True)
             threading.Event().wait()
         return super().encode_batch(texts)
 
-towpath.train.corpus.PIECE_BYTES = 8
-towpath.train.tokens.load = lambda name: Stuck()
+towpath.train.data.corpus.PIECE_BYTES = 8
+towpath.train.data.tokens.load = lambda name: Stuck()
 main()
 """
 

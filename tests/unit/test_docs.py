@@ -12,7 +12,7 @@ import pytest
 from docs import draw_routes
 from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
 
-from towpath.spec.routes import Op
+from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(2, 4), Topology(2, 8)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import towpath
+from towpath.core.formats import Codec
+from towpath.core.routes import Op
+from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.errors import StrategyError
-from towpath.spec.formats import Codec
-from towpath.spec.routes import Op
-from towpath.spec.strategy import WIRED, Kind, Strategy
 from towpath.topology.cluster import Extent, Topology
 
 TWO = Topology(2, 2)

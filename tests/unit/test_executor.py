@@ -8,10 +8,10 @@ import pytest
 from torch import nn
 
 import towpath
+from towpath.core.actions import Task, Wait
+from towpath.core.strategy import Kind
 from towpath.engine.streams import Handle
 from towpath.errors import StepError
-from towpath.spec.actions import Task, Wait
-from towpath.spec.strategy import Kind
 
 
 class Failing(Handle):

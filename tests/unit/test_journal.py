@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towpath
+from towpath.core.journal import Journal, Page, difference, journal_bytes, scopes
+from towpath.core.strategy import Kind
 from towpath.errors import StepError
-from towpath.spec.journal import Journal, Page, difference, journal_bytes, scopes
-from towpath.spec.strategy import Kind
 
 SHAPE = towpath.Topology(2, 2)
 KINDS = [Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH]

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
-from towpath.train import corpus, json_lines
 from towpath.train.config import DataConfig
-from towpath.train.corpus import Files
-from towpath.train.data import open_tokens
-from towpath.train.prepare import Plan, prepare
+from towpath.train.data import corpus, json_lines
+from towpath.train.data.corpus import Files
+from towpath.train.data.prepare import Plan, prepare
+from towpath.train.data.windows import open_tokens
 
 ROWS = [{"id": i, "text": f"document {i}: ünïcode 文字\nin {'three' * (i % 7)}\r\nlines"} for i in range(300)]
 

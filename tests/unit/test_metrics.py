@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from towpath.errors import ConfigError
-from towpath.train.flops import peak, stated_flops
-from towpath.train.memory import memory_bytes
-from towpath.train.metrics import EvaluationRow, JsonLines, StepRow, TensorBoard, WeightsAndBiases
+from towpath.train.observe.flops import peak, stated_flops
+from towpath.train.observe.memory import memory_bytes
+from towpath.train.observe.metrics import EvaluationRow, JsonLines, StepRow, TensorBoard, WeightsAndBiases
 
 
 def row_of(step: int, loss: float = 2.5, mfu: float | None = None) -> StepRow:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.codec_cases import CODECS, DTYPES, LENGTHS, LONG, check, check_8_bit_floats, messages, same
 from towpath.codecs.kernels import dispatch, reference
-from towpath.spec.formats import Codec
+from towpath.core.formats import Codec
 
 native = pytest.importorskip(
     "towpath.codecs.kernels.native", reason="the C++ extension was not built", exc_type=ImportError

@@ -18,7 +18,7 @@ from tests.unit.test_metrics import row_of
 from towpath import checkpoint
 from towpath.cli.main import _delivered
 from towpath.cli.output import Output
-from towpath.train.progress import Progress
+from towpath.train.observe.progress import Progress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 TINY = [

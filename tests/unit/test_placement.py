@@ -3,8 +3,8 @@
 import pytest
 
 import towpath
+from towpath.core.placement import legal_extents
 from towpath.errors import PlacementError, TopologyError
-from towpath.spec.placement import legal_extents
 from towpath.topology.cluster import Extent, Topology
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 import towpath
 from tests.unit.test_metrics import row_of
 from towpath.api import Stats
+from towpath.core.strategy import Kind
 from towpath.engine.record import Sums, TransferStats
-from towpath.spec.strategy import Kind
-from towpath.train.progress import Progress, duration, size
-from towpath.train.summary import Spent, summary, times
+from towpath.train.observe.progress import Progress, duration, size
+from towpath.train.observe.summary import Spent, summary, times
 
 
 def _console(terminal: bool) -> Console:

@@ -17,8 +17,8 @@ def test_planning_needs_nothing_but_python() -> None:
     """A schedule for 256 ranks, in a process in which neither torch nor numpy is ever imported."""
     program = """
 import sys, towpath
-from towpath.spec.schedule import schedule
-from towpath.spec.units import units_from_numels
+from towpath.core.schedule import schedule
+from towpath.core.units import units_from_numels
 made = schedule(towpath.strategy("hpz", towpath.Topology(32, 8)), units_from_numels([10**8] * 2), 2)
 assert made.inter_bytes > 0
 assert not {"torch", "numpy"} & set(sys.modules), "torch or numpy was imported"

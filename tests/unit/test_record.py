@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.core.routes import Group, Op
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.wire import Wire
 from towpath.engine.record import Record, Waits
 from towpath.engine.timing import HostTimer, Mark
-from towpath.spec.routes import Group, Op
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Move
-from towpath.spec.wire import Wire
 from towpath.topology.cluster import Topology
 
 PAIR = Move(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))

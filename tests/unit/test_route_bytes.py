@@ -10,14 +10,14 @@ import pytest
 
 import towpath
 from tests.unit.test_routes import group_of
-from towpath.spec.formats import Codec, item_bytes
-from towpath.spec.routes import ROUTES, Op, Send, encoded_slice, piece_bounds, sends
-from towpath.spec.schedule import schedule
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Move
-from towpath.spec.units import BucketSpec, UnitSpec
-from towpath.spec.wire import Wire
+from towpath.core.formats import Codec, item_bytes
+from towpath.core.routes import ROUTES, Op, Send, encoded_slice, piece_bounds, sends
+from towpath.core.schedule import schedule
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.wire import Wire
 from towpath.topology.cluster import Extent, Topology
 
 MOST = 64
@@ -64,7 +64,7 @@ def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) ->
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_the_closed_form_is_the_sum_of_the_messages(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("towpath.spec.routes.SMALLEST_PART_BYTES", 256)
+    monkeypatch.setattr("towpath.core.routes.SMALLEST_PART_BYTES", 256)
     seen: Counter[tuple[object, ...]] = Counter()
     turn = list(ROUTES).index(route)
     # All messages of many ranks are very many: of the larger grids every route meets a third, and another one each.

@@ -9,7 +9,7 @@ import pytest
 
 import towpath
 from tests.cases import each
-from towpath.spec.routes import (
+from towpath.core.routes import (
     ROUTES,
     Grid,
     Group,
@@ -22,10 +22,10 @@ from towpath.spec.routes import (
     travelled,
     wire_elements,
 )
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Move
-from towpath.spec.wire import Wire
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.wire import Wire
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 4), (3, 1), (2, 2), (2, 3), (3, 3), (4, 2), (2, 4), (2, 6))]
@@ -127,7 +127,7 @@ def test_pieces_cover_a_region_of_any_length(
     op: Op, route: str, order: str, shape: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the bytes of a transfer are those of its messages, counted one by one."""
-    monkeypatch.setattr("towpath.spec.routes.SMALLEST_PART_BYTES", 64)
+    monkeypatch.setattr("towpath.core.routes.SMALLEST_PART_BYTES", 64)
     group, node = group_of(shape, order), shape.node_of
     for elements in (0, 1, 5, 720, 1009):
         plan = plan_of(op, route, shape, order, 4 * ceil(elements / shape.world))

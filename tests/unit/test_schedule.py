@@ -5,9 +5,9 @@ from math import prod
 import pytest
 
 import towpath
+from towpath.core.strategy import Kind
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StrategyError
-from towpath.spec.strategy import Kind
-from towpath.spec.units import BucketSpec, UnitSpec
 
 ELEMENTS = 3 * 2**20  # divisible by every cut used here: no padding
 BYTES = 4 * ELEMENTS
@@ -77,7 +77,7 @@ def test_mixed_precision_travels_in_its_own_dtypes() -> None:
 
 
 def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None:
-    from towpath.spec.schedule import schedule
+    from towpath.core.schedule import schedule
 
     frozen = UnitSpec("a", (BucketSpec((5000,), "float32", trainable=False), BucketSpec((100,), "float32")))
     made = schedule(towpath.strategy("paro-iig", towpath.Topology(2, 2)), (frozen,), 2)

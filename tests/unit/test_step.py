@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from towpath.core.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
+from towpath.core.queues import QUEUES
+from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
+from towpath.core.step_state import Pass, UnitFacts
+from towpath.core.strategy import Kind
 from towpath.errors import StepError
-from towpath.spec.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
-from towpath.spec.queues import QUEUES
-from towpath.spec.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.spec.step_state import Pass, UnitFacts
-from towpath.spec.strategy import Kind
 
 Weights = tuple[int, int]  # of which unit, and of which version
 

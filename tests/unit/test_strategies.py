@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import towpath
+from towpath.core.strategy import WIRED, Strategy
 from towpath.errors import PlacementError, StrategyError, TopologyError
-from towpath.spec.strategy import WIRED, Strategy
 
 TOPOLOGY = towpath.Topology(3, 2)
 NONE, NODE, ALL = towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 3)

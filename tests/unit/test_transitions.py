@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from towpath.spec.placement import Placement, legal_extents
-from towpath.spec.routes import ROUTES, Op, sends
-from towpath.spec.transitions import Cut, Move, transitions
+from towpath.core.placement import Placement, legal_extents
+from towpath.core.routes import ROUTES, Op, sends
+from towpath.core.transitions import Cut, Move, transitions
 from towpath.topology.cluster import Topology
 
 TOPOLOGIES = [Topology(2, 2), Topology(2, 3), Topology(4, 2), Topology(3, 1), Topology(2, 4), Topology(1, 4)]
@@ -94,7 +94,7 @@ def test_each_cut_lies_inside_the_one_before(topology: Topology, placement: Plac
 def test_transitions_below_a_spanning_extent_stay_in_their_column() -> None:
     """MiCS and PaRO rest on it: what follows a node-local reduction crosses only between like local ranks."""
     topology = Topology(4, 2)
-    from towpath.spec.presets import strategy
+    from towpath.core.presets import strategy
 
     for name in ("paro-igg", "paro-iig", "paro-nig"):
         sync_and_publish = [*strategy(name, topology).moves.sync]

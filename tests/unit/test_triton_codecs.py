@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests import codec_cases
-from towpath.spec.formats import Codec
+from towpath.core.formats import Codec
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 

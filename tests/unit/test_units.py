@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from towpath.spec.units import SMALL_UNIT, together
+from towpath.core.units import SMALL_UNIT, together
 
 
 @pytest.mark.parametrize(

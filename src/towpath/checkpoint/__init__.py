@@ -9,12 +9,12 @@ A checkpoint is a folder `step-000120` of safetensors files and a manifest in JS
 May import: engine, lab, and everything below.
 """
 
-from towpath.checkpoint.checks import Verdict, latest, verify
+from towpath.checkpoint.disk.checks import Verdict, latest, verify
+from towpath.checkpoint.disk.manifest import Manifest, read_manifest
 from towpath.checkpoint.export import export, import_safetensors
 from towpath.checkpoint.load import Loaded, load
-from towpath.checkpoint.manifest import Manifest, read_manifest
+from towpath.checkpoint.memory.state import State
 from towpath.checkpoint.save import Outcome, Saver, Saving, save
-from towpath.checkpoint.state import State
 
 __all__ = [
     "Loaded",

@@ -20,12 +20,12 @@ from typing import Any, cast
 
 import torch
 
-from towpath.checkpoint import files, folders
-from towpath.checkpoint.boxed import whole_tensor
-from towpath.checkpoint.headers import INDEX, check_names, read_header, read_index
-from towpath.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
-from towpath.checkpoint.stored import File, Stored, StoredBox
+from towpath.checkpoint.disk import files, folders
+from towpath.checkpoint.disk.headers import INDEX, check_names, read_header, read_index
+from towpath.checkpoint.disk.manifest import Manifest, read_manifest, write_manifest
+from towpath.checkpoint.disk.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
+from towpath.checkpoint.disk.stored import File, Stored, StoredBox
+from towpath.checkpoint.disk.whole_tensors import whole_tensor
 from towpath.errors import CheckpointError
 
 _PREFIX = "model."

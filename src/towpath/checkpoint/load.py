@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from towpath.checkpoint import folders, run
-from towpath.checkpoint.checks import check_ranges
-from towpath.checkpoint.council import Council
-from towpath.checkpoint.manifest import Manifest, read_manifest
-from towpath.checkpoint.safe_open import DamagedError
-from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import FolderReader
+from towpath.checkpoint.agreement import Council
+from towpath.checkpoint.dcp import calls as run
+from towpath.checkpoint.dcp.storage import FolderReader
+from towpath.checkpoint.disk import folders
+from towpath.checkpoint.disk.checks import check_ranges
+from towpath.checkpoint.disk.manifest import Manifest, read_manifest
+from towpath.checkpoint.disk.safe_open import DamagedError
+from towpath.checkpoint.memory.state import State
 from towpath.errors import CheckpointError, TowpathError
 
 _LOG = logging.getLogger("towpath.checkpoint")

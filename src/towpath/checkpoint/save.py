@@ -18,12 +18,13 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from towpath.checkpoint import folders, run
-from towpath.checkpoint.council import Council
-from towpath.checkpoint.planning import JsonSavePlanner
-from towpath.checkpoint.snapshot import Pool, Snapshot
-from towpath.checkpoint.state import State
-from towpath.checkpoint.storage import FolderWriter
+from towpath.checkpoint.agreement import Council
+from towpath.checkpoint.dcp import calls as run
+from towpath.checkpoint.dcp.planning import JsonSavePlanner
+from towpath.checkpoint.dcp.storage import FolderWriter
+from towpath.checkpoint.disk import folders
+from towpath.checkpoint.memory.snapshot import Pool, Snapshot
+from towpath.checkpoint.memory.state import State
 from towpath.errors import CheckpointError
 
 _LOG = logging.getLogger("towpath.checkpoint")

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.errors import CheckpointError
-from towpath.train.bar import counting_bar
-from towpath.train.progress import size
+from towpath.train.observe.bar import counting_bar
+from towpath.train.observe.progress import size
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
 
@@ -96,7 +96,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     Exit code: 0; 2 if it cannot be read.
     """
     from towpath.checkpoint import latest, read_manifest
-    from towpath.checkpoint.safe_open import visible
+    from towpath.checkpoint.disk.safe_open import visible
 
     found = _checkpoints(folder)
     path = found[0] if found == [folder] else latest(folder) or found[0]
@@ -124,7 +124,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The newest first."""
-    from towpath.checkpoint import folders
+    from towpath.checkpoint.disk import folders
 
     found = [folder] if folders.is_checkpoint(folder) and folder.is_dir() else folders.checkpoints(folders.home(folder))
     if not found:

@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.errors import ConfigError
-from towpath.train import corpus
-from towpath.train.bar import progress_bar
 from towpath.train.config import DataConfig
-from towpath.train.prepare import SHARD_TOKENS, Outcome, Plan, prepare
-from towpath.train.progress import size
-from towpath.train.shards import Manifest
+from towpath.train.data import corpus
+from towpath.train.data.prepare import SHARD_TOKENS, Outcome, Plan, prepare
+from towpath.train.data.shards import Manifest
+from towpath.train.observe.bar import progress_bar
+from towpath.train.observe.progress import size
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
 

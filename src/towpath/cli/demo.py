@@ -30,7 +30,7 @@ def demo(
     plots, which a browser opens without a network.
     """
     from towpath.train import demo as story
-    from towpath.train.report import HEADINGS, cells, write_report
+    from towpath.train.observe.report import HEADINGS, cells, write_report
 
     if not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}.")

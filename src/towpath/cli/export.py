@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from towpath.errors import CheckpointError
-from towpath.train.bar import counting_bar
-from towpath.train.progress import size
+from towpath.train.observe.bar import counting_bar
+from towpath.train.observe.progress import size
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was written, for machines.")]
 Config = Annotated[
@@ -37,7 +37,7 @@ def export(
     Exit code: 0; 2 if the checkpoint or the folder will not do.
     """
     from towpath import checkpoint as checkpoints
-    from towpath.checkpoint import folders
+    from towpath.checkpoint.disk import folders
 
     source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
     if source is None:
@@ -79,8 +79,8 @@ def import_(
 def _config(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
+    from towpath.checkpoint.disk.safe_open import named_file
     from towpath.checkpoint.export import read_config
-    from towpath.checkpoint.safe_open import named_file
 
     return read_config(named_file(path))
 

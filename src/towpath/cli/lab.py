@@ -16,7 +16,7 @@ from towpath.lab import Lab, Rate, Result
 from towpath.lab.launch import check_script
 from towpath.lab.run import describe
 from towpath.topology.cluster import Topology
-from towpath.train.progress import size
+from towpath.train.observe.progress import size
 
 app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
 

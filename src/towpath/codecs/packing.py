@@ -16,7 +16,7 @@ import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.watched import Watch, watched
-from towpath.spec.formats import NARROW, Codec, dtype_name
+from towpath.core.formats import NARROW, Codec, dtype_name
 
 
 class Workspace(Protocol):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from towpath.codecs.kernels.dispatch import Kernels
-from towpath.spec.formats import Codec
+from towpath.core.formats import Codec
 
 # Called with the codec, what it does, and with how many elements; around the work.
 Watch = Callable[[Codec, str, int], AbstractContextManager[None]]

@@ -25,7 +25,7 @@ from towpath.codecs.packing import Draws, Encoded, Packing, Plain
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.messages import Message, Posted, post
 from towpath.collectives.workspace import Workspace
-from towpath.spec.routes import AllToAll, Piece, hops_of, piece_bounds
+from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from towpath.collectives.flat import all_gather_single
 from towpath.collectives.select import bind
 from towpath.collectives.verified import check_fit
 from towpath.collectives.workspace import Workspace
+from towpath.core.routes import Op, travelled
 from towpath.errors import StepError
-from towpath.spec.routes import Op, travelled
 
 
 @final

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from towpath.codecs.packing import Draws
 from towpath.collectives.workspace import Workspace
-from towpath.spec.formats import Codec
-from towpath.spec.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
-from towpath.spec.transfer import Transfer
+from towpath.core.formats import Codec
+from towpath.core.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
+from towpath.core.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from towpath.codecs.packing import Draws
 from towpath.codecs.watched import watched
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.workspace import Workspace
-from towpath.spec.formats import Codec
-from towpath.spec.routes import encoded_slice
+from towpath.core.formats import Codec
+from towpath.core.routes import encoded_slice
 
 
 @final

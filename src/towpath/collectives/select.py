@@ -10,12 +10,12 @@ from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.encoded import EncodedAllGather, encoded_binding
 from towpath.collectives.flat import FlatAllGather, FlatAllReduce, FlatMaximum, FlatReduceScatter
-from towpath.collectives.in_turn import ReduceThenGather
+from towpath.collectives.point_to_point import Walk
+from towpath.collectives.reduce_then_gather import ReduceThenGather
 from towpath.collectives.verified import Verified
-from towpath.collectives.walk import Walk
-from towpath.spec.routes import Op, hops_of, travelled
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
+from towpath.core.routes import Op, hops_of, travelled
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
 
 _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.ALL_REDUCE: FlatAllReduce}
 

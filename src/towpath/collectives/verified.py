@@ -1,7 +1,7 @@
 """Checks, before anything travels, that a collective is given what it was made for.
 
 That all ranks made the same collectives is agreed on by `shard()`; that they run them in the same order is compared at
-every boundary (`spec/journal.py`).
+every boundary (`core/journal.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.workspace import Workspace
+from towpath.core.routes import Op
 from towpath.errors import StepError
-from towpath.spec.routes import Op
 
 
 @final

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import final
 
+from towpath.core.journal import Journal, Page, difference, told_to
+from towpath.core.transfer import Transfer
 from towpath.errors import StepError
-from towpath.spec.journal import Journal, Page, difference, told_to
-from towpath.spec.transfer import Transfer
 from towpath.topology.groups import Groups
 from towpath.topology.noticeboard import Noticeboard
 

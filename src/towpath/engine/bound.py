@@ -11,9 +11,9 @@ import torch
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Collective, Members
 from towpath.collectives.workspace import Workspace
+from towpath.core.transfer import Transfer
 from towpath.engine.record import Record
 from towpath.errors import StepError
-from towpath.spec.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

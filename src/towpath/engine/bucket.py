@@ -20,6 +20,12 @@ import torch
 from torch import nn
 
 from towpath.collectives.workspace import Workspace
+from towpath.core.routes import Op
+from towpath.core.schedule import BucketPlan
+from towpath.core.step_state import WriteMark
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Cut
 from towpath.engine.bound import BoundTransfer
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
@@ -30,12 +36,6 @@ from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.span import Span
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
-from towpath.spec.routes import Op
-from towpath.spec.schedule import BucketPlan
-from towpath.spec.step_state import WriteMark
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
-from towpath.spec.transitions import Cut
 
 
 class Bucket:

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from towpath.spec.actions import Slot
-from towpath.spec.formats import item_bytes
-from towpath.spec.schedule import largest
-from towpath.spec.step_state import Slots
-from towpath.spec.transfer import Needs
+from towpath.core.actions import Slot
+from towpath.core.formats import item_bytes
+from towpath.core.schedule import largest
+from towpath.core.step_state import Slots
+from towpath.core.transfer import Needs
 
 Buffers = dict[str, torch.Tensor]  # by dtype
 

@@ -16,6 +16,11 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
+from towpath.core.journal import Journal
+from towpath.core.precision import Precision
+from towpath.core.schedule import UnitPlan, plan_unit
+from towpath.core.step_state import WriteMark
+from towpath.core.strategy import Kind, Strategy
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
@@ -26,11 +31,6 @@ from towpath.engine.partial import Peers
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
-from towpath.spec.journal import Journal
-from towpath.spec.precision import Precision
-from towpath.spec.schedule import UnitPlan, plan_unit
-from towpath.spec.step_state import WriteMark
-from towpath.spec.strategy import Kind, Strategy
 from towpath.topology.groups import Groups
 
 

@@ -1,7 +1,7 @@
 """What the step machine asks for, done: transfers submitted, weights shown, gradients taken in and delivered.
 
 `hooks.py` tells the engine when a unit's forward or backward begins or ends; the engine tells the step machine
-(`spec/step.py`), which decides, and carries out what it answers.
+(`core/step.py`), which decides, and carries out what it answers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import torch
 from torch.optim import Optimizer
 
 from towpath.collectives.workspace import Workspace
+from towpath.core.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Submit, Task, Wait
+from towpath.core.precision import Precision
+from towpath.core.schedule import plan_unit, usage_transfers
+from towpath.core.step import StepMachine
+from towpath.core.step_state import WriteMark
+from towpath.core.strategy import Kind, Strategy
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
-from towpath.engine.passes import EndOfBackward, FailedPasses
+from towpath.engine.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.record import eager, on_host
 from towpath.engine.shard_tensor import in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
-from towpath.spec.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Submit, Task, Wait
-from towpath.spec.precision import Precision
-from towpath.spec.schedule import plan_unit, usage_transfers
-from towpath.spec.step import StepMachine
-from towpath.spec.step_state import WriteMark
-from towpath.spec.strategy import Kind, Strategy
 
 
 class Engine:

@@ -17,8 +17,8 @@ from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.initialise import torch_dtype
 from towpath.engine.layout import kept_modules
+from towpath.engine.module_classes import become, keep_dtype
 from towpath.engine.record import eager
-from towpath.engine.roles import become, keep_dtype
 from towpath.engine.unit import Unit, Use
 from towpath.errors import ShardError
 

@@ -14,11 +14,11 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from towpath.core.schedule import BucketPlan
+from towpath.core.transitions import Cut
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import local_part, parallel_of
 from towpath.errors import ShardError, TowpathError
-from towpath.spec.schedule import BucketPlan
-from towpath.spec.transitions import Cut
 from towpath.topology.groups import Groups
 
 # The elements [start, end) of a tensor, by its name, in row-major order; KeyError for a name it does not know.

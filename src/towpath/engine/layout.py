@@ -9,11 +9,11 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from towpath.core.formats import FLOATING, dtype_name
+from towpath.core.precision import Precision
+from towpath.core.units import BucketSpec, UnitSpec, together
 from towpath.engine.parallel import Parallel, local_part, parallel_of
 from towpath.errors import ShardError
-from towpath.spec.formats import FLOATING, dtype_name
-from towpath.spec.precision import Precision
-from towpath.spec.units import BucketSpec, UnitSpec, together
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
 

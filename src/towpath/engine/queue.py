@@ -8,14 +8,14 @@ from functools import partial
 import torch
 
 from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.core.journal import Journal
+from towpath.core.queues import QUEUES, WAYS
+from towpath.core.schedule import UnitPlan, largest
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Needs
 from towpath.engine.bound import BoundTransfer
 from towpath.engine.record import Record, Waits
 from towpath.engine.streams import Handle, Job, Stream, Streams, Work
-from towpath.spec.journal import Journal
-from towpath.spec.queues import QUEUES, WAYS
-from towpath.spec.schedule import UnitPlan, largest
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Needs
 
 
 class Queues:

@@ -12,11 +12,11 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
 
 import torch
 
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
 from towpath.engine.activity import Peers
 from towpath.engine.timing import Mark, Timer
 from towpath.engine.trace import Trace
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from towpath.collectives.flat import all_gather_single
+from towpath.core.step_state import WriteMark
 from towpath.engine.boxes import Box, boxes_of
 from towpath.engine.partial import NO_TORCH_FUNCTION
 from towpath.engine.span import Span
 from towpath.errors import ShardTensorError
-from towpath.spec.step_state import WriteMark
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -154,7 +154,7 @@ class ShardTensor(torch.Tensor):
     # What torch.distributed.checkpoint asks of a tensor class: this rank's slice, as boxes of its shape ---------------
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        from towpath.engine.chunks import write_items  # loads what only checkpoints need
+        from towpath.engine.dcp_chunks import write_items  # loads what only checkpoints need
 
         return write_items(fqn, self.local, self.shape, self.boxes())
 
@@ -162,7 +162,7 @@ class ShardTensor(torch.Tensor):
         """Asked for before this tensor is loaded, on every rank: also on those that hold none of it."""
         if self.mark is not None:
             self.mark.written()
-        from towpath.engine.chunks import chunks_of
+        from towpath.engine.dcp_chunks import chunks_of
 
         return chunks_of(self.boxes())
 

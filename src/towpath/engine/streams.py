@@ -24,9 +24,9 @@ from typing import Protocol, final
 import torch
 
 from towpath.collectives.workspace import Workspace
+from towpath.core.queues import WAYS
 from towpath.engine.activity import Peers
 from towpath.engine.timing import Mark
-from towpath.spec.queues import WAYS
 from towpath.topology.groups import Groups
 
 Work = Callable[[Workspace], None]

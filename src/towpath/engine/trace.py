@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from towpath.codecs.watched import Watch
+from towpath.core.formats import Codec
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
 from towpath.engine.timing import Mark, Timer
-from towpath.spec.formats import Codec
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
 
 COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
 _REST: tuple[str, str] = ("rest of the step", "")

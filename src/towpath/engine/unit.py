@@ -1,6 +1,6 @@
 """One unit on one rank: the modules it belongs to, the memory of its whole weights, and the transfers it submits.
 
-What of this is done when, the step machine decides (`spec/step.py`); `executor.py` carries it out.
+What of this is done when, the step machine decides (`core/step.py`); `executor.py` carries it out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 from towpath.collectives.workspace import Workspace
+from towpath.core.schedule import UnitPlan
+from towpath.core.step_state import Pass, WriteMark
+from towpath.core.strategy import Kind
 from towpath.engine.bound import BoundTransfer, CoalescedTransfers
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import Buffers
@@ -18,9 +21,6 @@ from towpath.engine.layout import UnitLayout
 from towpath.engine.streams import Handle
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
-from towpath.spec.schedule import UnitPlan
-from towpath.spec.step_state import Pass, WriteMark
-from towpath.spec.strategy import Kind
 
 
 class Unit:

@@ -9,16 +9,16 @@ import torch
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members
 from towpath.collectives.select import select
+from towpath.core.journal import Journal
+from towpath.core.queues import QUEUES
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
 from towpath.engine.activity import Peers
 from towpath.engine.bound import BoundTransfer, CoalescedTransfers
 from towpath.engine.queue import Queues
 from towpath.engine.record import Record
 from towpath.engine.streams import Streams
 from towpath.engine.timing import timer_for
-from towpath.spec.journal import Journal
-from towpath.spec.queues import QUEUES
-from towpath.spec.strategy import Kind
-from towpath.spec.transfer import Transfer
 from towpath.topology.groups import Groups
 
 

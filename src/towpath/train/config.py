@@ -16,10 +16,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
+from towpath.core import presets
+from towpath.core.strategy import Strategy
+from towpath.core.toml import written
 from towpath.errors import ConfigError
-from towpath.spec import presets
-from towpath.spec.strategy import Strategy
-from towpath.spec.toml import written
 from towpath.topology.cluster import Extent, Topology
 
 

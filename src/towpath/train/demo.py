@@ -23,7 +23,7 @@ from towpath.topology.groups import as_rank
 from towpath.train.config import Config, DataConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined
 from towpath.train.loop import Training
-from towpath.train.plots import Outcome
+from towpath.train.observe.plots import Outcome
 from towpath.train.run import begin
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)

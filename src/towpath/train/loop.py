@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from towpath.api import record_of
+from towpath.core.strategy import Strategy
 from towpath.errors import TrainError
-from towpath.spec.strategy import Strategy
 from towpath.train.config import TrainConfig
-from towpath.train.data import Windows
+from towpath.train.data.windows import Windows
 from towpath.train.job import Job
-from towpath.train.models import Built, next_token_loss
+from towpath.train.models.from_config import Built, next_token_loss
 
 # So many steps in a row without a finite gradient, and skipping them does not help.
 _SKIPPED_AT_MOST = 10

@@ -11,18 +11,18 @@ import torch
 from torch import nn
 
 from towpath.api import shard
+from towpath.core.precision import Precision
 from towpath.engine.initialise import Values
 from towpath.errors import ConfigError
-from towpath.spec.precision import Precision
-from towpath.train.bar import progress_bar
 from towpath.train.config import DTYPES, Config, TrainConfig
-from towpath.train.data import Tokens, open_tokens
+from towpath.train.data.windows import Tokens, open_tokens
 from towpath.train.job import Job, joined
 from towpath.train.loop import Training, adamw
-from towpath.train.models import Built, build, checkpoint_blocks, compile_blocks
+from towpath.train.models.from_config import Built, build, checkpoint_blocks, compile_blocks
+from towpath.train.observe.bar import progress_bar
+from towpath.train.observe.watch import Watch, check_log
 from towpath.train.saves import Saves, goes_on
 from towpath.train.stopping import stopping
-from towpath.train.watch import Watch, check_log
 
 
 def train(config: Config) -> None:

@@ -10,8 +10,8 @@ from time import monotonic
 from types import TracebackType
 
 from towpath import checkpoint
-from towpath.checkpoint import folders
-from towpath.checkpoint.manifest import NAME as MANIFEST
+from towpath.checkpoint.disk import folders
+from towpath.checkpoint.disk.manifest import NAME as MANIFEST
 from towpath.errors import ConfigError, TrainError
 from towpath.train.config import Config
 from towpath.train.job import Job

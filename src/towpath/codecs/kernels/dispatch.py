@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from towpath.codecs.kernels import reference
-from towpath.spec.formats import Codec
+from towpath.core.formats import Codec
 
 _log = logging.getLogger("towpath")
 _choosing = Lock()  # of threads that ask at once, one logs

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from towpath.codecs.kernels import _native
-from towpath.spec.formats import Codec, dtype_name
+from towpath.core.formats import Codec, dtype_name
 
 # Levels of processor that the extension was compiled for and that this one runs, best first.
 LEVELS = tuple(_native.levels())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from towpath.spec.formats import ROTATED, SCALE_BYTES, Codec
+from towpath.core.formats import ROTATED, SCALE_BYTES, Codec
 
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
 _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

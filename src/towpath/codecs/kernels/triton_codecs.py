@@ -29,7 +29,7 @@ import torch
 import triton
 import triton.language as tl
 
-from towpath.spec.formats import SCALE_BYTES, Codec
+from towpath.core.formats import SCALE_BYTES, Codec
 
 _TILE = 2048
 _SCALE_BYTES = tl.constexpr(SCALE_BYTES)

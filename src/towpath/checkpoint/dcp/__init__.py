@@ -1,0 +1,1 @@
+"""Between Towpath and torch.distributed.checkpoint."""

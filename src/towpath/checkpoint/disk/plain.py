@@ -1,0 +1,80 @@
+"""What is no tensor, as JSON, and back as it was: tuples stay tuples, and keys that are no strings stay what they are.
+
+Never as a pickle: a checkpoint runs nobody's code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+
+from towpath.checkpoint.disk.safe_open import shown
+from towpath.errors import CheckpointError
+
+Json = Any
+
+_TUPLE, _ITEMS, _TENSOR, _BYTES = "(tuple)", "(items)", "(tensor)", "(bytes)"
+_TAGS = (_TUPLE, _ITEMS, _TENSOR, _BYTES)
+
+
+def to_json(value: Any, path: str, keep: Callable[[str, torch.Tensor], None]) -> Json:
+    """`value` without its tensors: each is handed to `keep` under its path, by which it is found again."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor):
+        keep(path, value)
+        return {_TENSOR: path}
+    if isinstance(value, bytes):
+        return {_BYTES: value.hex()}
+    if isinstance(value, (list, tuple)):
+        items = [to_json(v, f"{path}.{i}", keep) for i, v in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, Mapping):
+        pairs = [(k, to_json(v, f"{path}.{k}", keep)) for k, v in value.items()]
+        if all(isinstance(k, str) for k, _ in pairs) and not any(k in _TAGS for k, _ in pairs):
+            return dict(pairs)
+        return {_ITEMS: [[to_json(k, f"{path} (key)", keep), v] for k, v in pairs]}
+    if hasattr(value, "item") and hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0:
+        return value.item()  # a NumPy scalar
+    raise CheckpointError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: expected tensors, None, numbers, "
+        "strings, bytes, and lists, tuples and dicts of them. Let its state_dict() return such."
+    )
+
+
+def from_json(value: Json, tensors: Callable[[str], Any]) -> Any:
+    """ValueError or TypeError where `to_json` cannot have made it."""
+    if isinstance(value, list):
+        return [from_json(v, tensors) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1:
+        [(tag, inside)] = value.items()
+        if tag == _TENSOR:
+            return tensors(inside)
+        if tag == _BYTES:
+            return bytes.fromhex(inside)
+        if tag == _TUPLE:
+            return tuple(from_json(v, tensors) for v in _list(inside))
+        if tag == _ITEMS:
+            pairs = [_list(pair, 2) for pair in _list(inside)]
+            found = {from_json(k, tensors): from_json(v, tensors) for k, v in pairs}
+            if len(found) != len(pairs):
+                raise ValueError("a key stands twice")
+            return found
+    return {k: from_json(v, tensors) for k, v in value.items()}
+
+
+def _list(value: Json, length: int | None = None) -> list[Json]:
+    if not isinstance(value, list) or (length is not None and len(cast(list[Json], value)) != length):
+        raise ValueError(f"expected a list{'' if length is None else f' of {length}'}, got {shown(value)}")
+    return cast(list[Json], value)
+
+
+def tensors_in(value: Json) -> list[str]:
+    """The paths of the tensors that belong into `value`."""
+    found: list[str] = []
+    from_json(value, lambda path: found.append(path) or object())
+    return found

@@ -1,0 +1,1 @@
+"""What a checkpoint holds, in memory: model, optimizer, random numbers."""

@@ -1,0 +1,175 @@
+"""Optimizer states by the names of their parameters, so that they fit an optimizer that lists these otherwise.
+
+    groups    per group: the names of its parameters, and its options (lr, betas, …)
+    states    per parameter: which of its states are as large as itself (exp_avg), and the others (step)
+
+PyTorch's own `get_optimizer_state_dict` makes states by a step with lr = 0 where there are none yet; here they are made
+by their shapes, on the parameters' slices, and nothing is stepped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from towpath.checkpoint.disk.files import TORCH_DTYPES, empty
+from towpath.checkpoint.disk.manifest import Manifest
+from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
+from towpath.checkpoint.disk.safe_open import DamagedError, shown
+from towpath.checkpoint.memory.names import Named
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.errors import CheckpointError
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new optimizer's own choice
+
+
+def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors, and all that is none."""
+    tensors: dict[str, torch.Tensor] = {}
+    names = {id(p): name for name, p in model.parameters.items()}
+    groups: list[dict[str, Any]] = []
+    states: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        options = {k: v for k, v in group.items() if k != "params"}
+        mine = [_name(names, p, number) for p in group["params"]]
+        groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors.__setitem__)})
+        for name, parameter in zip(mine, group["params"], strict=True):
+            if parameter in optimizer.state:
+                states[name] = _state(name, parameter, optimizer.state[parameter], tensors)
+    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "states": states}
+
+
+def _name(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
+    if id(parameter) not in names:
+        raise CheckpointError(
+            f"group {group} of the optimizer has one of shape {tuple(parameter.shape)} that is not the model's: "
+            "pass the optimizer of this model."
+        )
+    return names[id(parameter)]
+
+
+def _state(name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+    like = [key for key, value in state.items() if _is_like(key, value, parameter)]
+    tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
+    rest = {key: value for key, value in state.items() if key not in like}
+    return {"like": like, "rest": to_json(rest, f"optimizer.{name}", tensors.__setitem__)}
+
+
+def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Whether it has one element for each of the parameter's. (`step` is a number, also for a scalar parameter.)"""
+    if isinstance(parameter, ShardTensor):
+        return isinstance(value, ShardTensor)
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+
+
+class Loading:
+    """`targets` are to be filled, then `finish()`."""
+
+    def __init__(self, optimizer: Optimizer, model: Named, manifest: Manifest) -> None:
+        self._optimizer, self._manifest = optimizer, manifest
+        self._saved: dict[str, Any] = manifest.values["optimizer"]
+        if self._saved["kind"] != type(optimizer).__name__:
+            raise CheckpointError(
+                f"the checkpoint has the states of {self._saved['kind']}, and the optimizer is "
+                f"{type(optimizer).__name__}. Make a {self._saved['kind']}, or load without an optimizer."
+            )
+        self.targets: dict[str, torch.Tensor] = {}
+        self._twins: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
+        aliases: dict[str, str] = manifest.values.get("model", {"aliases": {}})["aliases"]
+        self._names: dict[int, str] = {}
+        for name, parameter in model.parameters.items():
+            known = [name, *(a for a, first in model.aliases.items() if first == name)]
+            known += [aliases[n] for n in known if n in aliases]
+            self._names[id(parameter)] = next((n for n in known if n in self._saved["states"]), name)
+        for group, parameter in self._parameters():
+            saved = self._saved["states"].get(self._names[id(parameter)])
+            for key in saved["like"] if saved is not None else ():
+                self._take_like(parameter, key)
+            for path in tensors_in(saved["rest"]) if saved is not None else ():
+                self._take(path, parameter if group.get("fused") or group.get("capturable") else None)
+        for saved in self._saved["groups"]:
+            for path in tensors_in(saved["options"]):
+                self._take(path, None)
+
+    def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter
+
+    def _take_like(self, parameter: nn.Parameter, key: str) -> None:
+        path = f"optimizer.{self._names[id(parameter)]}.{key}"
+        if path in self.targets:
+            self._twins.append((parameter, key, path))
+            return
+        dtype = TORCH_DTYPES[self._manifest.tensors[path].dtype]
+        there = self._optimizer.state[parameter].get(key) if parameter in self._optimizer.state else None
+        if isinstance(there, torch.Tensor) and there.dtype == dtype:
+            self.targets[path] = there
+        else:
+            self.targets[path] = torch.empty_like(parameter.detach(), dtype=dtype)
+
+    def _take(self, path: str, beside: torch.Tensor | None) -> None:
+        stored = self._manifest.tensors[path]
+        device = beside.device if beside is not None else "cpu"
+        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path, device)
+
+    def finish(self, targets: dict[str, torch.Tensor]) -> list[str]:
+        """Give the optimizer its states and its groups their options."""
+        state = self._optimizer.state
+        for _, parameter in self._parameters():
+            name = self._names[id(parameter)]
+            saved = self._saved["states"].get(name)
+            state.pop(parameter, None)
+            if saved is not None:
+                rest = from_json(saved["rest"], targets.__getitem__)
+                like = {key: targets[f"optimizer.{name}.{key}"] for key in saved["like"]}
+                state[parameter] = {**rest, **like}
+        for parameter, key, path in self._twins:
+            source = targets[path]
+            whole = source.full_tensor() if isinstance(source, ShardTensor) else source
+            state[parameter][key] = torch.empty_like(parameter.detach(), dtype=source.dtype).copy_(whole)
+        return [note for number in range(len(self._optimizer.param_groups)) for note in self._options(number, targets)]
+
+    def _options(self, number: int, targets: dict[str, torch.Tensor]) -> Iterator[str]:
+        """Options on which the saved groups of all its parameters agree are taken over."""
+        group = self._optimizer.param_groups[number]
+        homes = {name: saved["options"] for saved in self._saved["groups"] for name in saved["names"]}
+        sources = [homes[n] for n in (self._names[id(p)] for p in group["params"]) if n in homes]
+        for key in dict.fromkeys(key for source in sources for key in source if key not in _HOW):
+            if any(source.get(key) != sources[0].get(key) for source in sources):
+                yield (
+                    f"{key} of the optimizer's group {number} stays {group.get(key)}: its parameters were in groups "
+                    "that differ in it"
+                )
+                continue
+            value, here = from_json(sources[0][key], targets.__getitem__), group.get(key)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if not _is_option_like(value, here):
+                raise DamagedError(
+                    f"{key} of the optimizer's group is {shown(value)} in the checkpoint, and {shown(here)} here."
+                )
+            if isinstance(here, torch.Tensor):
+                here.copy_(torch.as_tensor(value))
+            else:
+                group[key] = value
+
+
+def _is_option_like(value: Any, here: Any) -> bool:
+    """Whether an optimizer that has `here` can have `value`: numbers for numbers. What is None may be anything."""
+    if here is None or value is None:
+        return True
+    if isinstance(here, torch.Tensor):
+        return _is_number(value) if here.numel() == 1 else isinstance(value, torch.Tensor) and value.shape == here.shape
+    if isinstance(here, tuple):  # betas, say
+        fits = isinstance(value, tuple) and len(value) == len(here)
+        return fits and all(map(_is_option_like, value, here))
+    return _is_number(value) if _is_number(here) else isinstance(value, type(here))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

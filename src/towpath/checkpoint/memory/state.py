@@ -1,0 +1,384 @@
+"""What a checkpoint holds of a training run: model, optimizer, whatever else has a state, every rank's random numbers.
+
+    model.NAME                parameters (the masters, in their own dtype) and persistent buffers
+    optimizer.NAME.STATE      per parameter, by the parameter's name
+    EXTRA.PATH                the tensors in the state of an extra
+    rank.R.rng.…, rank.R.codec.…   what is each rank's own
+
+What is no tensor stands in the manifest, under `model`, `optimizer`, the extras' names, `engine`, `rng` and `config`.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from towpath.checkpoint.dcp.planning import Pieces
+from towpath.checkpoint.disk.files import TORCH_DTYPES, empty
+from towpath.checkpoint.disk.manifest import Manifest
+from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
+from towpath.checkpoint.disk.safe_open import DamagedError
+from towpath.checkpoint.memory import optimizer as optimizers
+from towpath.checkpoint.memory.names import Named, named
+from towpath.checkpoint.memory.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
+from towpath.engine.boxes import boxes_of
+from towpath.engine.codec_state import carried, carry_on, fingerprint, forget
+from towpath.engine.executor import Engine
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.errors import CheckpointError, TowpathError
+from towpath.topology.groups import Groups
+
+_TAKEN = ("model", "optimizer", "rank", "engine", "rng")
+_SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
+_NAMED_DIFFERENCES = 4
+
+
+class HasState(Protocol):
+    """torch.distributed.checkpoint's `Stateful`."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+class Saves(Protocol):
+    def settle(self) -> None: ...
+
+
+class State:
+    """`State(model, optimizer, schedule=scheduler, data=loader)`: anything with state_dict() and load_state_dict().
+
+    The extras' states must be alike on every rank (rank 0's are written). `config`: what a Hugging Face export writes
+    as config.json; `names`: what it calls the tensors, where that differs from the model's own names.
+    The model may be sharded or not; with several ranks, an unsharded one must be alike on all.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+        **extras: HasState,
+    ) -> None:
+        taken = [name for name in extras if name in _TAKEN]
+        if taken:
+            raise CheckpointError(
+                f"{taken[0]!r} is a name of Towpath's own in a checkpoint; call this state otherwise."
+            )
+        self.model, self.optimizer, self.extras = model, optimizer, extras
+        self.config, self.names = config, dict(names or {})
+        engine: Any = getattr(model, "towpath_engine", None)
+        self.engine: Engine | None = engine
+        self.savers: weakref.WeakSet[Saves] = weakref.WeakSet()
+        if self.engine is not None:
+            self.engine.before_rewrite.append(weakref.WeakMethod(self.settle))
+        self.groups = engine.wiring.groups if isinstance(engine, Engine) else Groups()
+        self.rank, self.world = self.groups.rank, self.groups.world
+        split = (n for n, p in model.named_parameters() if isinstance(p, ShardTensor) and p.span.parallel is not None)
+        for name in split:
+            raise CheckpointError(
+                f"{name} is split over a tensor-parallel mesh, which checkpoints do not know yet. Save "
+                "full_tensor() of every parameter."
+            )
+
+    @property
+    def nodes(self) -> list[int]:
+        """Which node each rank lives on. Without a topology every rank reads for itself."""
+        if self.engine is None:
+            return list(range(self.world))
+        return [self.engine.strategy.topology.node_of(rank) for rank in range(self.world)]
+
+    @property
+    def strategy(self) -> str | None:
+        return self.engine.strategy.to_toml() if self.engine is not None else None
+
+    @property
+    def writes(self) -> int:
+        """Rises with every write to a sharded model's parameters."""
+        return self.engine.writes if self.engine is not None else 0
+
+    def settle(self) -> None:
+        """Whatever is being saved must have been copied: it is about to be written to."""
+        for saver in list(self.savers):
+            saver.settle()
+
+    # Saving ---------------------------------------------------------------------------------------------------------
+
+    def collect(self) -> dict[str, Any]:
+        """What this rank writes: pieces of tensors, as they lie now, and on rank 0 all that is no tensor."""
+        model = self._named()
+        found: dict[str, Any] = {}
+        for tensors in (self._model_tensors(model), self._rank_tensors()):
+            found.update(self._mine(tensors))
+        values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": {"seed": torch.initial_seed()}}
+        if self.engine is not None:
+            values["engine"] = {"step": self.engine.step, "fingerprint": fingerprint(self.engine)}
+        if self.optimizer is not None:
+            tensors, values["optimizer"] = optimizers.collect(self.optimizer, model)
+            found.update(self._mine(tensors))
+        for name, extra in self.extras.items():
+            tensors = dict[str, torch.Tensor]()
+            values[name] = to_json(extra.state_dict(), name, tensors.__setitem__)
+            found.update(self._mine(tensors))
+        if self.config is not None:
+            values["config"] = _as_json(self.config)
+        if self.names:
+            values["names"] = self.names
+        return {**found, **values} if self.rank == 0 else found
+
+    def _named(self) -> Named:
+        if self.engine is not None and self.engine.is_unsharded:
+            raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
+        return named(self.model)
+
+    def _model_tensors(self, model: Named) -> dict[str, torch.Tensor]:
+        return {f"model.{name}": tensor for name, tensor in (*model.parameters.items(), *model.buffers.items())}
+
+    def _rank_tensors(self) -> dict[str, torch.Tensor]:
+        codec = carried(self.engine) if self.engine is not None else {}
+        return {
+            **{f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()},
+            **{f"rank.{self.rank}.codec.{name}": tensor for name, tensor in codec.items()},
+        }
+
+    def _mine(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Pieces]]:
+        """What is alike on all ranks is rank 0's to write; what several hold of a ShardTensor they share out."""
+        for number, (name, tensor) in enumerate(tensors.items()):
+            if isinstance(tensor, ShardTensor):
+                boxes = dict(_share(tensor, number))
+            elif self.rank == 0 or name.startswith(f"rank.{self.rank}."):
+                boxes = {(0,) * tensor.dim(): tensor.detach()}
+            else:
+                continue
+            if boxes:
+                steady = isinstance(tensor, ShardTensor) and self.optimizer is not None
+                yield name, Pieces(tensor.dtype, tensor.shape, boxes, steady)
+
+    # Loading --------------------------------------------------------------------------------------------------------
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse a checkpoint of another model."""
+        model, aliases = self._named(), _aliases(manifest)
+        wanted = {n: tuple(t.shape) for n, t in (*model.parameters.items(), *model.buffers.items())}
+        held = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
+        known = {_resolve(name, held, model, aliases) for name in wanted} | set(model.aliases)
+        found: list[str] = []
+        for name, shape in wanted.items():
+            there = held.get(_resolve(name, held, model, aliases))
+            if there is None:
+                found.append(f"{name} {_shape(shape)} is not in it")
+            elif there != shape:
+                found.append(f"{name} is {_shape(there)} in it and {_shape(shape)} in the model")
+        found += [
+            f"it has {name} {_shape(shape)}, the model has not" for name, shape in held.items() if name not in known
+        ]
+        if found:
+            more = f"; and {len(found) - _NAMED_DIFFERENCES} more" if len(found) > _NAMED_DIFFERENCES else ""
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. Build the model "
+                "that was saved, or load another checkpoint."
+            )
+
+    def restoring(self, manifest: Manifest) -> Restoring:
+        return Restoring(self, manifest, self._named())
+
+
+class Restoring:
+    """One checkpoint on its way into a state: `targets` are to be filled first, then `finish()`."""
+
+    def __init__(self, state: State, manifest: Manifest, model: Named) -> None:
+        self._state, self._manifest, self._model = state, manifest, model
+        self._carries = False
+        self.targets: dict[str, torch.Tensor] = {}
+        self.notes: list[str] = []
+        self._twins: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._same_world = manifest.world == state.world
+        self._loading = (
+            optimizers.Loading(state.optimizer, model, manifest)
+            if state.optimizer is not None and "optimizer" in manifest.values
+            else None
+        )
+        self._take_model()
+        self._take_engine()
+        if self._loading is not None:
+            self.targets.update(self._loading.targets)
+        if self._same_world:
+            self._take_rng(f"rank.{state.rank}.rng.")
+        for name in state.extras:
+            for path in tensors_in(manifest.values.get(name)):
+                self._take_fresh(path)
+        self._check_targets()
+
+    def _take_model(self) -> None:
+        aliases = _aliases(self._manifest)
+        held = {n.removeprefix("model.") for n in self._manifest.tensors if n.startswith("model.")}
+        rounded: set[str] = set()
+        for name, tensor in (*self._model.parameters.items(), *self._model.buffers.items()):
+            key = f"model.{_resolve(name, held, self._model, aliases)}"
+            if key in self.targets:  # tied in the checkpoint, and not in this model
+                self._twins.append((name, tensor, self.targets[key]))
+                continue
+            self.targets[key] = tensor.detach()
+            here, there = str(tensor.dtype).removeprefix("torch."), self._manifest.tensors[key].dtype
+            if TORCH_DTYPES[there] != tensor.dtype:
+                rounded.add(f"saved as {there}, loaded as {here}")
+        for alias, first in self._model.aliases.items():
+            if alias in held and first in held:  # tied in this model, and not in the checkpoint
+                twin = torch.empty_like(self._model.parameters[first].detach())
+                self.targets[f"model.{alias}"] = twin
+        self.notes += [f"parameters were {what}" for what in sorted(rounded)]
+
+    def _take_engine(self) -> None:
+        engine, saved = self._state.engine, self._manifest.values.get("engine")
+        if engine is None:
+            return
+        engine.go_to(saved["step"] if saved is not None else self._manifest.step)
+        prefix = f"rank.{self._state.rank}.codec."
+        kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
+        same = saved is not None and self._same_world and saved["fingerprint"] == fingerprint(engine)
+        if same and kept == set(carried(engine)):
+            self._carries = True
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in carried(engine).items()})
+            return
+        forget(engine)
+        if any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors):
+            self.notes.append("codec feedback starts at zero: what was carried belongs to another strategy or cluster")
+
+    def _take_rng(self, prefix: str) -> None:
+        found = {n.removeprefix(prefix): t for n, t in self._manifest.tensors.items() if n.startswith(prefix)}
+        if found:
+            check_rng_shapes({name: (stored.dtype, stored.shape) for name, stored in found.items()})
+        for name in found:
+            self._take_fresh(f"{prefix}{name}")
+
+    def _take_fresh(self, path: str) -> None:
+        stored = self._manifest.tensors[path]
+        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path)
+
+    def _check_targets(self) -> None:
+        """Each tensor is there, of its target's shape, and its dtype can be cast without losing what it is."""
+        for name, target in self.targets.items():
+            stored = self._manifest.tensors.get(name)
+            if stored is None:
+                raise DamagedError(f"{name} is missing, which other parts of the checkpoint name.")
+            if stored.shape != tuple(target.shape):
+                raise DamagedError(f"{name} is {_shape(stored.shape)} in it; expected {_shape(tuple(target.shape))}.")
+            if not torch.can_cast(TORCH_DTYPES[stored.dtype], target.dtype):
+                here = str(target.dtype).removeprefix("torch.")
+                raise CheckpointError(f"{name} is {stored.dtype} in the checkpoint, which cannot be cast to {here}.")
+
+    def check(self) -> None:
+        """After the targets were filled: refuse what is two things in the checkpoint and one in the model."""
+        for alias, first in self._model.aliases.items():
+            twin = self.targets.get(f"model.{alias}")
+            if twin is None:
+                continue
+            here, there = (
+                t.to_local() if isinstance(t, ShardTensor) else t for t in (self._model.parameters[first], twin)
+            )
+            if not torch.equal(here, there):
+                raise CheckpointError(
+                    f"{alias} and {first} are one parameter in the model, and differ in the checkpoint. Build the "
+                    "model that was saved, with the two untied."
+                )
+
+    def finish(self) -> list[str]:
+        """Let everything that is no tensor follow; what there is to say about it."""
+        state, values = self._state, self._manifest.values
+        with torch.no_grad():
+            for _, tensor, source in self._twins:
+                _copy(tensor, source)
+        if state.engine is not None and self._carries:
+            prefix = f"rank.{state.rank}.codec."
+            carry_on(state.engine, {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)})
+        if self._loading is not None:
+            self.notes += self._loading.finish(self.targets)
+        elif state.optimizer is not None:
+            self.notes.append("the checkpoint has no optimizer: its states start afresh")
+        for name, extra in state.extras.items():
+            if name in values:
+                _give(name, extra, from_json(values[name], self.targets.__getitem__))
+            else:
+                self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")
+        self._random_numbers()
+        return self.notes
+
+    def _random_numbers(self) -> None:
+        prefix = f"rank.{self._state.rank}.rng."
+        saved = {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
+        if saved:
+            set_rng_state(saved)
+        elif "rng" in self._manifest.values:
+            seed_anew(self._manifest.values["rng"]["seed"], self._manifest.step, self._state.rank)
+            self.notes.append(
+                f"random numbers begin anew, from the saved seed: {self._manifest.world} ranks wrote the checkpoint, "
+                f"and now there are {self._state.world}"
+            )
+
+
+def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """This rank's part of the slice that it and others hold, in boxes."""
+    span, local = tensor.span, tensor.to_local().detach()
+    first, last = span.bounds()
+    place, count = span.holders.index(span.peers.rank), len(span.holders)
+    if tensor.numel() == 0:
+        if span.peers.rank == 0:
+            yield (0,) * tensor.dim(), local.view(tensor.shape)
+        return
+    tensor.boxes()  # refuses what is split over a tensor-parallel mesh
+    if last - first >= _SPLIT_ELEMENTS:
+        start, end = (first + (last - first) * i // count for i in (place, place + 1))
+    else:
+        start, end = (first, last) if number % count == place else (first, first)
+    for box in boxes_of(tensor.shape, start, end):
+        yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
+
+
+def _give(name: str, extra: HasState, state: Any) -> None:
+    try:
+        extra.load_state_dict(state)
+    except TowpathError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise DamagedError(f"{name!r} ({type(extra).__name__}) does not take its state ({problem}).") from error
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Two parameters of one shape, whose slices need not match element by element."""
+    if isinstance(source, ShardTensor):
+        target.copy_(source.full_tensor())
+    else:
+        target.copy_(source)
+
+
+def _aliases(manifest: Manifest) -> dict[str, str]:
+    return cast(dict[str, Any], manifest.values.get("model", {"aliases": {}}))["aliases"]
+
+
+def _resolve(name: str, held: Mapping[str, Any] | set[str], model: Named, aliases: Mapping[str, str]) -> str:
+    """Under which name the checkpoint has the tensor that the model calls `name`."""
+    if name in held:
+        return name
+    others = [alias for alias, first in model.aliases.items() if first == name]
+    known = [aliases.get(n, n) for n in (name, *others)]
+    return next((n for n in known if n in held), name)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _as_json(config: Mapping[str, Any]) -> Any:
+    """As its config.json would have it: JSON knows no tuples, and no keys but strings."""
+    try:
+        return json.loads(json.dumps(config))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config: expected what JSON can hold, as to_dict() gives it ({error}).") from error

@@ -1,0 +1,183 @@
+"""The strategies that have a name: each a function from a topology (and options) to a value."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import combinations_with_replacement
+from typing import Any
+
+from towpath.core.placement import Placement
+from towpath.core.routes import ALL_TO_ALL, Grid
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
+from towpath.core.transitions import Move
+from towpath.core.wire import Wire
+from towpath.errors import StrategyError
+from towpath.topology.cluster import Extent, Topology
+
+NONE = Extent(1)
+
+# Where the links inside a node are the faster ones, no lossless route takes less time (benchmarks/collectives.py).
+BEST_ROUTE = "ho-ring"
+
+
+def _ddp(topology: Topology) -> Placement:
+    return Placement(NONE, NONE, NONE)
+
+
+def _zero1(topology: Topology) -> Placement:
+    return Placement(NONE, NONE, topology.whole)
+
+
+def _zero2(topology: Topology) -> Placement:
+    return Placement(NONE, topology.whole, topology.whole)
+
+
+def _zero3(topology: Topology) -> Placement:
+    return Placement(topology.whole, topology.whole, topology.whole)
+
+
+def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
+    """Everything sharded in a partition group (default: the node), replicated across groups."""
+    group = group or Extent(topology.ranks_per_node)
+    return Placement(group, group, group)
+
+
+def _hpz(topology: Topology, *, group: Extent | None = None) -> Placement:
+    """zero3, and a copy for the backward pass in each group (default: the node; ZeRO++, section 3.2)."""
+    return Placement(topology.whole, topology.whole, topology.whole, group or Extent(topology.ranks_per_node))
+
+
+def _lins(
+    topology: Topology,
+    *,
+    params: Extent = NONE,
+    grads: Extent = NONE,
+    optimizer: Extent | None = None,
+    backward_params: Extent | None = None,
+) -> Placement:
+    """Any extents; the default is the paper's for a 7B model: only the optimizer states, within the node."""
+    return Placement(params, grads, optimizer or Extent(topology.ranks_per_node), backward_params)
+
+
+def _paro(code: str) -> Callable[[Topology], Placement]:
+    """PaRO: P, G and OS each not sharded (n), in the node (i) or globally (g)."""
+
+    def place(topology: Topology) -> Placement:
+        extent = {"n": NONE, "i": Extent(topology.ranks_per_node), "g": topology.whole}
+        return Placement(*(extent[letter] for letter in code))
+
+    return place
+
+
+_PLACERS: dict[str, Callable[..., Placement]] = {
+    "ddp": _ddp,
+    "zero1": _zero1,
+    "zero2": _zero2,
+    "zero3": _zero3,
+    "mics": _mics,
+    "hpz": _hpz,
+    "qwz": _zero3,
+    "qgz": _zero3,
+    "zero++": _hpz,
+    "lins": _lins,
+    **{f"paro-{p}{g}{o}": _paro(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
+}
+
+
+_PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
+
+# The codecs of ZeRO++: of weights (qwZ, section 3.1), and of gradients (qgZ, section 3.3).
+_CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
+_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_until")
+
+
+def strategies() -> tuple[str, ...]:
+    """Every preset's name."""
+    return tuple(sorted(_PLACERS))
+
+
+def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
+    """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
+
+    Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
+    qwz, qgz and zero++ have theirs), `feedback=` the hops at which what gradients lose is kept ('first', 'second',
+    'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route,
+    but for the encoded gradients of qgz and zero++ (by default ddp, zero1 to zero3 and hpz are flat, the others take
+    the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
+    take a `Wire` each; `mics`, `hpz` and `zero++` take `group=Extent`, `lins` the four
+    extents.
+    """
+    placer = _placer(name)
+    _check_known(name, placer, options)
+    wires = {kind.value: options.pop(kind.value) for kind in WIRED if kind.value in options}
+    route: str | None = options.pop("route", None)
+    encoded = _encoded(name, route, options)
+    topology = topology or Topology.detect()
+    made = Strategy(topology, placer(topology, **options), name)
+    chosen = {kind.value: Wire(route) for kind in WIRED} if route is not None else _default_wires(made)
+    for kind, wire in encoded.items():
+        if not _crosses(getattr(made.moves, kind.value), topology):
+            continue
+        taken = chosen.get(kind.value, Wire()).route
+        if kind in WEIGHTS:
+            chosen[kind.value] = replace(wire, route=taken if route or taken != "flat" else BEST_ROUTE)
+        else:
+            chosen[kind.value] = replace(wire, route=taken if taken in ALL_TO_ALL else "two-hop")
+    return replace(made, **(chosen | wires))
+
+
+def _placer(name: str) -> Callable[..., Placement]:
+    if name not in _PLACERS:
+        close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]
+        raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
+    return _PLACERS[name]
+
+
+def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
+    extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
+    known = [*extents, *_CODEC_OPTIONS, "route", *(kind.value for kind in WIRED)]
+    if unknown := set(options) - set(known):
+        raise StrategyError(
+            f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
+        )
+
+
+def _encoded(name: str, route: str | None, options: dict[str, Any]) -> dict[Kind, Wire]:
+    """Of the options (which it takes out) and the preset's own codecs: a wire for each kind that has a codec."""
+    named = "gradients" in options
+    weights, gradients = _CODECS.get(name, ("none", "none"))
+    weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
+    feedback, until = options.pop("feedback", "none"), options.pop("gradients_until", 0)
+    if gradients == "none" and (feedback != "none" or until):
+        raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
+    wires: dict[Kind, Wire] = {}
+    if weights != "none":
+        wires |= dict.fromkeys(WEIGHTS, Wire("flat", weights))
+    if gradients != "none":
+        wires |= dict.fromkeys(GRADIENTS, Wire("two-hop", gradients, feedback, until))
+        if route is not None and named and route not in ALL_TO_ALL:
+            raise StrategyError(
+                f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
+                f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."
+            )
+    return wires
+
+
+def _crosses(moves: tuple[Move, ...], topology: Topology) -> bool:
+    return any(len(set(map(topology.node_of, g.ranks))) > 1 for move in moves for g in move.groups)
+
+
+def _default_wires(made: Strategy) -> dict[str, Wire]:
+    """The best route for every kind that crosses nodes with several members in each. The plain strategies (ddp, zero1
+    to zero3, and hpz, which is measured against zero3) stay what everybody knows them as."""
+    if made.name in _PLAIN:
+        return {}
+    topology = made.topology
+
+    def gains(moves: tuple[Move, ...]) -> bool:
+        return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
+
+    return {k.value: Wire(BEST_ROUTE) for k in WIRED if gains(getattr(made.moves, k.value))}

@@ -1,0 +1,299 @@
+"""One optimizer step as a list of transfers: what moves, when, over which ranks, how, and how many bytes.
+
+The step machine (`step.py`) says when they go; a schedule is the machine run over one steady step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from towpath.core.formats import ENCODED, item_bytes
+from towpath.core.journal import journal_bytes
+from towpath.core.precision import Precision
+from towpath.core.queues import QUEUES, WAYS
+from towpath.core.steady import steady_tasks
+from towpath.core.step import UNITS_IN_FLIGHT
+from towpath.core.step_state import UnitFacts
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.transfer import Needs, Transfer
+from towpath.core.transitions import Cut, Move, everyone
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.wire import Wire
+from towpath.errors import StrategyError
+
+# So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).
+SMALL_GATHER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in."""
+
+    spec: BucketSpec
+    numel: int
+    own_dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    accumulate_dtype: str
+    params: Cut
+    grads: Cut
+    optimizer: Cut
+    backward_copy: Cut | None
+    transfers: dict[Kind, tuple[Transfer, ...]]
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself."""
+        encoded = any(t.wire.encoding for t in self.transfers[Kind.PUBLISH])
+        return encoded or self.compute_dtype != self.own_dtype
+
+    @property
+    def grad_is_view(self) -> bool:
+        """Whether `.grad` can be a view of the G shard."""
+        return self.accumulate_dtype == self.own_dtype
+
+    def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
+        """By what a sum is divided before and after `kind` (reduce, and then sync), so that it ends as the mean.
+
+        Once, at the end; but a sum in float16 by about the root of its terms each time, so that it neither overflows
+        on its way nor loses what is small before.
+        """
+        terms = self.grads.count if kind is Kind.REDUCE else world // self.grads.count
+        if self.reduce_dtype == "float16":
+            before = 1 << terms.bit_length() // 2
+            return before, terms / before
+        return 1, 1.0 if kind is Kind.REDUCE else float(world)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
+        compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
+        master = self.numel // self.optimizer.count * own
+        return {
+            "params": self.numel // self.params.count * compute,
+            "master": master if self.has_master else 0,
+            "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
+            "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
+            "grad": master if self.spec.trainable and not self.grad_is_view else 0,
+            "feedback": sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPlan:
+    spec: UnitSpec
+    buckets: tuple[BucketPlan, ...]
+
+    def transfers(self, kind: Kind) -> Iterator[Transfer]:
+        for bucket in self.buckets:
+            yield from bucket.transfers[kind]
+
+    def together(self, kind: Kind) -> tuple[int, ...]:
+        """The buckets whose gathers travel as one message: none, or at least two."""
+        if kind not in (Kind.GATHER, Kind.BACKWARD_GATHER):
+            return ()
+        small = [
+            index
+            for index, bucket in enumerate(self.buckets)
+            for t in bucket.transfers[kind]
+            if t.wire.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES
+        ]
+        return tuple(small) if len(small) > 1 else ()
+
+    def wire_needs(self, kind: Kind) -> Needs:
+        """What one rank needs to send and receive in, beside the regions."""
+        packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
+        return largest([{"uint8": packed}, *(t.wire_needs for t in self.transfers(kind))])
+
+    def facts(self, modules: int = 1) -> UnitFacts:
+        """What the step machine has to know; `modules`: how many have their forwards in this unit."""
+        trainable = [b for b in self.buckets if b.spec.trainable]
+        return UnitFacts(
+            self.spec.name,
+            root=self.spec.kept,
+            gathers=bool(self.weight_needs),
+            copies=any(b.backward_copy for b in self.buckets),
+            trains=bool(trainable),
+            reduces=bool(self.gradient_needs),
+            publishes=any(b.has_master or b.transfers[Kind.PUBLISH] for b in self.buckets),
+            modules=modules,
+        )
+
+    @property
+    def weight_needs(self) -> Needs:
+        """What the unit's whole weights take up while they are gathered; nothing where they are always whole."""
+        return _sum_by_dtype((b.compute_dtype, b.numel) for b in self.buckets if b.transfers[Kind.GATHER])
+
+    @property
+    def gradient_needs(self) -> Needs:
+        """What a micro-step's gradients take up until they are reduced; nothing where they are summed in place."""
+        return _sum_by_dtype((b.reduce_dtype, b.numel) for b in self.buckets if b.transfers[Kind.REDUCE])
+
+
+def _sum_by_dtype(sizes: Iterable[tuple[str, int]]) -> Needs:
+    needs: Needs = {}
+    for dtype, numel in sizes:
+        needs[dtype] = needs.get(dtype, 0) + numel
+    return needs
+
+
+def largest(needs: Iterable[Needs]) -> Needs:
+    """What is enough for each of them, one at a time."""
+    enough: Needs = {}
+    for need in needs:
+        for dtype, numel in need.items():
+            enough[dtype] = max(numel, enough.get(dtype, 0))
+    return enough
+
+
+def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitPlan:
+    return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision) for bucket in unit.buckets))
+
+
+def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
+    moves, own = strategy.moves, bucket.dtype
+    precision = Precision() if bucket.exact else precision
+    compute, reduce, summed = precision.dtypes(own)
+    bucket = bucket.in_blocks(strategy.codecs(bucket.trainable), moves.optimizer.count)
+    numel = bucket.padded(moves.optimizer.count)
+    # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
+    copies = moves.backward_params.count < moves.params.count
+    worth = copies and not unit.kept
+    copy = moves.backward_params if worth else None
+    backward_gather = moves.backward_gather if worth else moves.gather
+
+    exact = strategy.sync.encoding is not None and summed in ENCODED
+
+    def travel(kind: Kind, moves: tuple[Move, ...], dtype: str, like: Kind | None = None) -> tuple[Transfer, ...]:
+        asked = strategy.wire(like or kind)
+        codec, wire = asked.encoding, asked.within(bucket.alignment)
+        if codec is not None and moves and dtype not in ENCODED:
+            raise StrategyError(
+                f"{strategy.name}: {kind.value} in {codec} of {unit.name or 'root'} [{bucket.name}]: its elements are "
+                f"{dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without codecs."
+            )
+        return tuple(
+            Transfer(kind, unit.name, bucket.name, m, wire, numel // m.regions, dtype, strategy.topology) for m in moves
+        )
+
+    return BucketPlan(
+        bucket,
+        numel,
+        own,
+        compute,
+        reduce,
+        summed,
+        moves.params,
+        moves.grads,
+        moves.optimizer,
+        copy,
+        {
+            Kind.GATHER: travel(Kind.GATHER, moves.gather, compute),
+            # Without a copy it is the forward pass's gather again, and must bring the same weights.
+            Kind.BACKWARD_GATHER: travel(
+                Kind.BACKWARD_GATHER, backward_gather, compute, None if worth or not copies else Kind.GATHER
+            ),
+            Kind.REDUCE: travel(Kind.REDUCE, moves.reduce if bucket.trainable else (), reduce),
+            # A codec takes the sum as it is; else it is rounded to what travels, once.
+            Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), summed if exact else reduce),
+            Kind.PUBLISH: travel(Kind.PUBLISH, moves.publish, compute),
+        },
+    )
+
+
+def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
+    """Combined at the boundary: one byte a parameter, whether any rank used it (an unused one keeps `.grad` None);
+    and digests of what each rank has submitted (`core/journal.py`)."""
+    moves = everyone(strategy.topology) if parameters else ()
+    count = parameters + journal_bytes(strategy)
+    return tuple(Transfer(Kind.USAGE, "", "", m, Wire(), count, "uint8", strategy.topology) for m in moves)
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Every transfer of one optimizer step, in the order in which the engine submits them."""
+
+    strategy: Strategy
+    micro_steps: int
+    plans: tuple[UnitPlan, ...]
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def inter_bytes(self) -> int:
+        return sum(t.inter_bytes for t in self.transfers)
+
+    @property
+    def intra_bytes(self) -> int:
+        return sum(t.intra_bytes for t in self.transfers)
+
+    def cable_bytes(self, node: int) -> int:
+        """What `node` sends over its cable in one step."""
+        return sum(t.cable_bytes(node) for t in self.transfers)
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What one rank keeps between steps, by kind, before the optimizer's own states."""
+        total: Counter[str] = Counter()
+        for plan in self.plans:
+            for bucket in plan.buckets:
+                total.update(bucket.memory_bytes())
+        return dict(total)
+
+    def buffer_bytes(self) -> dict[str, int]:
+        """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
+        root = [p for p in self.plans if p.spec.kept]
+        others = [p for p in self.plans if not p.spec.kept]
+        ways = min(UNITS_IN_FLIGHT, len(others))
+        weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
+        # Each queue has room for what the largest of its transfers needs.
+        wires: dict[tuple[str, str], int] = {}
+        for kind in {t.kind for t in self.transfers} - {Kind.USAGE}:
+            for dtype, numel in largest(plan.wire_needs(kind) for plan in self.plans).items():
+                queue = (QUEUES[kind], dtype)
+                wires[queue] = max(wires.get(queue, 0), numel)
+        return {
+            "weight slots": weights,
+            "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
+            + sum(_bytes(p.gradient_needs) for p in root),
+            "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
+        }
+
+    def __str__(self) -> str:
+        """One line per kind of transfer."""
+        lines = [f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"]
+        lines.append(f"  {'kind':<16} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}")
+        for kind in Kind:
+            mine = [t for t in self.transfers if t.kind is kind]
+            if mine:
+                intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)
+                lines.append(f"  {kind.value:<16} {len(mine):>6} {intra:>16,} {inter:>16,}")
+        total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
+        return "\n".join([*lines, f"  {'total':<16} {total}"])
+
+
+def _bytes(needs: Needs) -> int:
+    return sum(numel * item_bytes(dtype) for dtype, numel in needs.items())
+
+
+def schedule(
+    strategy: Strategy, units: tuple[UnitSpec, ...], micro_steps: int, precision: Precision | None = None
+) -> Schedule:
+    """The transfers of one optimizer step of `micro_steps` micro-steps, in steady state."""
+    if type(micro_steps) is not int or micro_steps < 1:
+        raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
+    plans = tuple(plan_unit(strategy, unit, precision or Precision()) for unit in units)
+    return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps)))
+
+
+def _laid_out(strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int) -> Iterator[Transfer]:
+    """What the step machine submits, once it knows the order of the units."""
+    root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
+    plans = (*root, *(p for p in plans if not p.spec.kept))
+    for micro_step, task in steady_tasks([plan.facts() for plan in plans], micro_steps):
+        for bucket in plans[task.unit].buckets:
+            if task.kind is not Kind.PUBLISH or bucket.spec.trainable:  # what nobody writes is never published again
+                for transfer in bucket.transfers[task.kind]:
+                    yield replace(transfer, micro_step=micro_step)
+    parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
+    for transfer in usage_transfers(strategy, parameters):
+        yield replace(transfer, micro_step=micro_steps - 1)

@@ -1,0 +1,275 @@
+"""The step machine: what is done in a training step on one rank, in which memory, and after what. It moves no data.
+
+Its methods are events: what the engine's hooks see, and what the user does between. They answer with actions
+(`actions.py`), to be carried out in their order, by the engine; `steady.py` replays them for a step like every other.
+
+A forward makes a unit's weights whole, in a slot that units take turns in, and prefetches the unit that came next the
+last time. A backward does the same from the backward copy; when the last of a unit's gradients is there they are
+reduced. At a boundary they are synchronised as well; what the optimizer then writes is published before a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from towpath.core.actions import Action, Compare, Deliver, Slot, Wait
+from towpath.core.gathers import Gathers
+from towpath.core.reductions import Reductions
+from towpath.core.step_state import Gradients, Pass, Slots, Successors, UnitFacts, UnitState, Weights, WriteMark
+from towpath.core.strategy import Kind
+from towpath.errors import StepError
+
+# How many units may be whole at once, beside the root: the one that computes, and the one that is prefetched meanwhile.
+UNITS_IN_FLIGHT = 2
+
+
+class StepMachine:
+    """`marks`: what counts the writes to each unit's parameters; without them the machine is told (`written`)."""
+
+    def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[WriteMark] | None = None) -> None:
+        assert facts and facts[0].root and not any(f.root for f in facts[1:])
+        writes = (marks[0].of if marks else None) or WriteMark()
+        marks = marks or [WriteMark(writes) for _ in facts]
+        self._units = [UnitState(index, f, mark) for index, (f, mark) in enumerate(zip(facts, marks, strict=True))]
+        self._root, others = self._units[0], self._units[1:]
+        self._actions: list[Action] = []
+        ways = min(UNITS_IN_FLIGHT, len(others))
+        self._gathers = Gathers(self._units, ways, writes, self._actions)
+        self._reductions = Reductions(self._units, ways)
+        self.in_backward = False  # a backward pass of the model is under way
+        self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
+        self.boundary = True  # the next backward pass ends a step of the optimizer
+        self.more_passes = False  # after it further ones come before anything is reduced, as in a pipeline
+
+    # What the hands may ask -----------------------------------------------------------------------------------------
+
+    @property
+    def weight_slots(self) -> Slots:
+        return self._gathers.slots
+
+    @property
+    def gradient_slots(self) -> Slots:
+        return self._reductions.slots
+
+    def slot_of(self, index: int) -> Slot | None:
+        """Where the unit's whole weights live; none where they always are whole."""
+        return self._units[index].slot
+
+    def is_whole(self, index: int) -> bool:
+        """Whether its weights are whole and fresh, or on their way."""
+        return self._units[index].holds == self._units[index].version
+
+    def is_pinned(self, index: int) -> bool:
+        return self._units[index].pinned
+
+    def is_collecting(self, index: int) -> bool:
+        """Whether gradients of it have arrived in this backward pass, and are not reduced yet."""
+        return self._units[index].gradients in (Gradients.COLLECTING, Gradients.COMPLETE)
+
+    def is_reduced(self, index: int) -> bool:
+        """Whether its gradients of this backward pass are."""
+        return self._units[index].gradients is Gradients.REDUCED
+
+    def runs_backward(self, index: int) -> bool:
+        return self._units[index].running
+
+    def is_entered(self, index: int) -> bool:
+        """Whether a call into it is under way, or its backward pass: what is called now finds it whole."""
+        unit = self._units[index]
+        return (unit.shown and not unit.pinned) or unit.inside > 0
+
+    # Events: forward ------------------------------------------------------------------------------------------------
+
+    def entered(self, index: int) -> None:
+        """A call into the unit: of one of its modules, or of a method. Before `forward_begins`."""
+        self._units[index].inside += 1
+
+    def publish(self) -> list[Action]:
+        """Before units are made whole: what was written is sent to every rank's shards."""
+        self._gathers.publish()
+        return self._answer()
+
+    def forward_begins(self, index: int, *, comes_back: bool, recomputing: bool = False) -> list[Action]:
+        """`comes_back`: a backward pass may follow. `recomputing`: inside a backward pass."""
+        unit = self._units[index]
+        if not recomputing:
+            self._gathers.publish()
+            unit.forwards += comes_back
+            if unit is self._root:
+                self._pass_of_the_model_begins()
+        self._gathers.use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
+        self._gathers.show(unit, True)
+        return self._answer()
+
+    def graph_made(self, index: int) -> Pass:
+        """The forward that began last makes a graph: what its backward pass is spoken of by."""
+        unit = self._units[index]
+        made = Pass(index, unit.version)
+        unit.passes.add(made)
+        return made
+
+    def graph_dropped(self, passed: Pass) -> None:
+        """It made none after all."""
+        self._units[passed.unit].passes.discard(passed)
+
+    def forward_ends(self, index: int, *, graph_follows: bool, recomputing: bool = False) -> list[Action]:
+        unit = self._units[index]
+        unit.inside -= 1
+        self._gathers.show(unit, unit.pinned or unit.running or unit.inside > 0)
+        # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
+        if not recomputing and not (unit.facts.root and graph_follows) and not unit.inside:
+            self._gathers.leave_evictable(unit)
+            last = self._gathers.successors.of(Kind.GATHER, index) is None and unit.forwards % unit.facts.modules == 0
+            if graph_follows and last:
+                self._expect_backward()
+        if unit is self._root and not graph_follows and not recomputing:
+            self._gathers.end_prefetches()
+        return self._answer()
+
+    # Events: backward -----------------------------------------------------------------------------------------------
+
+    def backward_begins(self, passed: Pass, *, graph: bool = False) -> list[Action]:
+        """The first gradient reaches an output of that pass. `graph`: the walk makes a graph in turn (create_graph)."""
+        unit = self._units[passed.unit]
+        if graph:
+            self._check_graph(unit)
+        self._backward_of_the_model_begins()
+        if passed.version != unit.version:
+            raise StepError(
+                f"{unit.facts}: its parameters were written between this forward pass and its backward pass, whose "
+                "gradients would be of other weights. Step the optimizer after backward()."
+            )
+        passed.running, passed.done = True, False
+        unit.running_passes += 1
+        self._gathers.use(unit, Kind.BACKWARD_GATHER)
+        self._gathers.show(unit, True)  # for what is recomputed inside the unit
+        return self._answer()
+
+    def input_gradients_done(self, passed: Pass) -> list[Action]:
+        """The gradients of its inputs are there: nothing reads the weights any more."""
+        unit = self._units[passed.unit]
+        unit.running_passes -= passed.running
+        passed.running, passed.done = False, True
+        if not unit.running and not unit.inside:
+            self._gathers.leave_evictable(unit)
+        return self._answer()
+
+    def weight_gradients_done(self, passed: Pass) -> list[Action]:
+        """And those of its weights: the last event of its backward pass, at once or later."""
+        unit = self._units[passed.unit]
+        unit.backwards += 1
+        # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.
+        if unit.backwards >= unit.forwards and not self._graphs and not self.more_passes:
+            self._finish(unit)
+        return self._answer()
+
+    def gradient_arrives(self, index: int) -> list[Action]:
+        """The first of the unit's parameters has one, in this backward pass."""
+        self._backward_of_the_model_begins()
+        self._actions += self._reductions.collect(self._units[index])
+        return self._answer()
+
+    def gradients_complete(self, index: int) -> None:
+        """Each of its parameters has one: its slot may be taken. Where its inputs want none, nothing else tells."""
+        self._units[index].gradients = Gradients.COMPLETE
+
+    def backward_pass_ended(self) -> list[Action]:
+        """autograd has walked a whole graph."""
+        self._end_passes()
+        if self.more_passes:
+            self.in_backward = False
+            return self._answer()
+        for unit in self._units:
+            self._finish(unit)
+        self._gathers.end_prefetches()
+        if self.boundary:
+            self._actions += [Compare(), *map(Wait, self._reductions.syncs), Deliver()]
+        return self._answer()
+
+    def micro_step_ended(self) -> None:
+        """What was asked for at the end of the backward pass is done."""
+        self.in_backward = False
+        self._graphs = max(self._graphs - 1, 0)
+        self._reductions.restart()
+        for unit in self._units:
+            unit.forwards = unit.backwards = 0
+
+    def backward_pass_failed(self) -> list[Action]:
+        """Nothing of it is delivered, and what ranks that ran different units would prefetch is forgotten."""
+        self._gathers.successors = Successors()
+        self._end_passes()
+        return self._answer()
+
+    def abandoned(self) -> list[Action]:
+        """What was accumulated since the last boundary is dropped."""
+        self._actions += self._reductions.abandon()
+        self.micro_step_ended()
+        self._end_passes()
+        self._gathers.end_prefetches()
+        return self._answer()
+
+    # Events: what the user does -------------------------------------------------------------------------------------
+
+    def written(self, index: int) -> None:
+        """To parameters of the unit."""
+        self._units[index].mark.written()
+
+    def pin(self, index: int) -> list[Action]:
+        """Whole until `unpin`, in memory of its own. After `publish`."""
+        self._gathers.pin(self._units[index])
+        return self._answer()
+
+    def unpin(self, index: int) -> list[Action]:
+        self._gathers.unpin(self._units[index])
+        return self._answer()
+
+    # Passes of the model --------------------------------------------------------------------------------------------
+
+    def _finish(self, unit: UnitState) -> None:
+        """No more gradients of it will come: it is reduced as soon as those before it in the order are."""
+        self._gathers.release(unit)
+        self._actions += self._reductions.finish(unit, self.boundary) if self.in_backward else []
+
+    def _expect_backward(self) -> None:
+        """The last unit is through: the first that backward needs is prefetched, while the root computes its end."""
+        if (first := self._gathers.successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
+            unit = self._units[first]
+            if unit.idle:
+                self._gathers.release(unit)
+            self._gathers.prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
+
+    def _pass_of_the_model_begins(self) -> None:
+        """What the one before used, or prefetched in vain, is let go."""
+        self._gathers.successors.pass_begins()
+        for unit in self._units:
+            prefetched = unit.weights is Weights.PREFETCHED and not self.in_backward
+            if unit.weights is Weights.EVICTABLE or prefetched:
+                self._gathers.release(unit)
+
+    def _backward_of_the_model_begins(self) -> None:
+        if not self.in_backward:
+            self.in_backward = True
+            self._pass_of_the_model_begins()
+
+    def _end_passes(self) -> None:
+        for unit in self._units:
+            for passed in unit.passes if unit.running else ():
+                passed.running, passed.done = False, passed.done or passed.running
+            unit.running_passes = 0
+            self._gathers.release(unit)
+
+    def _check_graph(self, unit: UnitState) -> None:
+        """Under create_graph=True, what a backward pass computes with is read again when its graph is walked."""
+        if unit.slot is not None and not unit.pinned:
+            raise StepError(
+                f"{unit.facts}: a graph made with create_graph=True reads the weights again after they are released. "
+                "Run forward, autograd.grad(...) and backward() inside `with towpath.full_parameters(model):`."
+            )
+        self._graphs = 2  # this one and the next
+
+    # Answers --------------------------------------------------------------------------------------------------------
+
+    def _answer(self) -> list[Action]:
+        actions = self._actions.copy()
+        self._actions.clear()
+        return actions

@@ -1,0 +1,186 @@
+"""What the step machine knows: of a unit by its strategy, and of its weights and gradients at a moment."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from towpath.core.actions import Slot, Task
+from towpath.core.strategy import Kind
+
+
+class WriteMark:
+    """Counts the writes to the parameters of one bucket, or of all of a unit or a model, whose mark `of` is."""
+
+    __slots__ = ("of", "version")
+
+    def __init__(self, of: WriteMark | None = None) -> None:
+        self.version = 0
+        self.of = of
+
+    def written(self) -> None:
+        self.version += 1
+        if self.of is not None:
+            self.of.written()
+
+
+class Weights(Enum):
+    """Where a unit's weights stand.
+
+    SHARDED ──prefetch──▶ PREFETCHED ──a pass begins──▶ IN_USE ──it ends──▶ EVICTABLE
+       ▲                       │                          ▲ │                   │ │
+       │                       │    a pass begins again ──┘ │                   │ │
+       └───── another unit wants the slot, or the pass of the model ends ───────┘ │
+                                                          ▲───── a pass begins ───┘
+
+    pin: from SHARDED or EVICTABLE to PINNED; unpin: back to SHARDED.
+    """
+
+    SHARDED = "sharded"
+    PREFETCHED = "prefetched"
+    IN_USE = "in use"
+    EVICTABLE = "evictable"
+    PINNED = "pinned"
+
+
+class Gradients(Enum):
+    """Where a unit's gradients of one backward pass stand.
+
+    NONE ──the first arrives──▶ COLLECTING ──all have arrived──▶ COMPLETE ──reduced──▶ REDUCED ──the pass ends──▶ NONE
+      └──────────────── where none comes, zeros are reduced ──────────────────────────────▲
+    """
+
+    NONE = "none"
+    COLLECTING = "collecting"
+    COMPLETE = "complete"
+    REDUCED = "reduced"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitFacts:
+    """What the machine has to know of a unit, by its strategy."""
+
+    name: str
+    root: bool = False
+    gathers: bool = True  # whole while it computes only; else always
+    copies: bool = False  # the forward pass keeps a copy that the backward pass gathers from
+    trains: bool = True
+    reduces: bool = True  # gradients travel in every backward pass; else they are summed where they lie
+    publishes: bool = True  # what was written has to travel, or to be cast
+    modules: int = 1  # whose forwards are this unit's
+
+    def __str__(self) -> str:
+        return f"unit {self.name or 'root'!r}"
+
+
+class Pass:
+    """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
+
+    __slots__ = ("__weakref__", "done", "running", "unit", "version")
+
+    def __init__(self, unit: int, version: int) -> None:
+        self.unit, self.version = unit, version
+        self.running = self.done = False
+
+
+@dataclass(slots=True)
+class UnitState:
+    """What the machine knows of a unit at a moment."""
+
+    index: int
+    facts: UnitFacts
+    mark: WriteMark
+    weights: Weights = Weights.SHARDED
+    gradients: Gradients = Gradients.NONE
+    slot: Slot | None = None
+    collects_in: Slot | None = None
+    holds: int = -1  # the version of the weights that are whole, or on their way
+    copied: int = -1  # that of the backward copy
+    published: int = 0  # the version that every rank's shard has
+    sealed: bool = False
+    finished: bool = False  # no more gradients will come in this backward pass
+    inside: int = 0  # calls into it under way
+    forwards: int = 0  # passes through it in this step of the model
+    backwards: int = 0
+    running_passes: int = 0  # backward, now
+    shown: bool = False  # the modules' parameters are the whole weights
+    home: Slot | None = None  # the slot to return to, while it is pinned
+    ready: Task | None = None  # the last gather
+    publication: Task | None = None
+    passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
+
+    @property
+    def version(self) -> int:
+        return self.mark.version
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass through it is under way."""
+        return self.running_passes > 0
+
+    @property
+    def idle(self) -> bool:
+        return self.weights in (Weights.PREFETCHED, Weights.EVICTABLE)
+
+    @property
+    def pinned(self) -> bool:
+        return self.weights is Weights.PINNED
+
+
+class Slots:
+    """Slots that units take in turns, and those reserved for one unit."""
+
+    def __init__(self, units: Sequence[int], ways: int) -> None:
+        self._units = tuple(units)
+        self._turns = [Slot(self._units) for _ in range(ways)]
+        self._reserved: dict[int, Slot] = {}
+
+    @property
+    def all(self) -> list[Slot]:
+        return [*self._turns, *self._reserved.values()]
+
+    def add(self, unit: int | None = None) -> Slot:
+        """Another one, which fits that unit, or all."""
+        self._turns.append(Slot(self._units if unit is None else (unit,)))
+        return self._turns[-1]
+
+    def reserve(self, unit: int) -> Slot:
+        """For one unit alone, which would hold one of the others for too long."""
+        self._reserved[unit] = slot = Slot((unit,))
+        return slot
+
+    def neighbour(self, number: int) -> Slot:
+        return self._turns[number % len(self._turns)]
+
+    def next_free(self, unit: int) -> Slot:
+        """One that nobody uses: an idle one, else that whose last task is the oldest, else a new one."""
+        if unit in self._reserved:
+            return self._reserved[unit]
+        free = [slot for slot in self._turns if slot.user is None]
+        slot = next((s for s in free if s.task is None), free[0] if free else self.add())
+        self._turns.remove(slot)
+        self._turns.append(slot)
+        return slot
+
+
+class Successors:
+    """Which unit came after which, the last time, in the forward and in the backward pass: what to prefetch."""
+
+    def __init__(self) -> None:
+        self._next: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
+        self._previous: int | None = None  # in this pass
+
+    def pass_begins(self) -> None:
+        self._previous = None
+
+    def runs(self, kind: Kind, unit: int) -> int | None:
+        """`unit` is next in a pass whose weights come by `kind`. What came after it the last time, if anything."""
+        if self._previous is not None and self._previous != unit:
+            self._next[kind][self._previous] = unit
+        self._previous = unit
+        return self.of(kind, unit)
+
+    def of(self, kind: Kind, unit: int) -> int | None:
+        return self._next[kind].get(unit)

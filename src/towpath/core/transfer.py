@@ -1,0 +1,150 @@
+"""A transfer: one collective of a step, and the bytes that it sends over each class of link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from towpath.core.formats import NARROW, Codec, item_bytes
+from towpath.core.route_bytes import Sent, sent_bytes
+from towpath.core.routes import (
+    AllToAll,
+    Grid,
+    Op,
+    bounds,
+    encoded_slice,
+    hops_of,
+    parts_of,
+    slice_bytes,
+    wire_elements,
+)
+from towpath.core.strategy import Kind
+from towpath.core.transitions import Move
+from towpath.core.wire import Wire
+from towpath.topology.cluster import Topology
+
+Needs = dict[str, int]  # elements by dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One collective of a step, on every group that runs it at once. `elements`: of one group's region."""
+
+    kind: Kind
+    unit: str
+    bucket: str
+    move: Move
+    wire: Wire
+    elements: int
+    dtype: str
+    topology: Topology
+    micro_step: int = 0
+
+    @property
+    def grid(self) -> Grid:
+        """Of the first group's members: alike in all groups, as far as routes go."""
+        return _grid(self.move, self.topology)
+
+    @property
+    def route(self) -> str:
+        """The one that is taken: some make no difference where there is one kind of link only."""
+        return self.wire.route_on(self.move.op, self.grid)
+
+    @property
+    def parts(self) -> int:
+        """Into how many each slice is cut on its way."""
+        size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.wire.encoding)
+        return parts_of(self.route, self.grid, size)
+
+    @property
+    def inter_bytes(self) -> int:
+        """Sent between nodes, all ranks together."""
+        return sum(self._sent.leaving)
+
+    @property
+    def intra_bytes(self) -> int:
+        """Sent inside nodes, all ranks together."""
+        return self._sent.inside
+
+    def cable_bytes(self, node: int) -> int:
+        """Sent by `node` over its cable."""
+        return self._sent.leaving[node]
+
+    @property
+    def _sent(self) -> Sent:
+        item = item_bytes(self.dtype)
+        return _sent_by_all(self.move, self.route, self.topology, self.parts, self.elements, item, self.wire.encoding)
+
+    @property
+    def region_bytes(self) -> int:
+        return self.elements * item_bytes(self.dtype)
+
+    @property
+    def wire_needs(self) -> Needs:
+        """What one rank needs to receive in, beside the region."""
+        if self.kind is Kind.USAGE:
+            return {}
+        codec = self.wire.encoding
+        own, sums = wire_elements(self.move.op, self.route, self.grid, self.parts, self.elements, codec)
+        if codec is not None:
+            return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
+        if self.dtype not in NARROW:
+            return {self.dtype: own}
+        return {self.dtype: own, "float32": sums}
+
+    @property
+    def kept_elements(self) -> tuple[int, ...]:
+        """By hop: how many float32 of what the codec rounds away one rank keeps, to be added the next time."""
+        hops = hops_of(self.route, self.grid)
+        if self.wire.encoding is None or self.move.op is Op.ALL_GATHER:
+            return ()
+        kept = AllToAll(hops, self.parts, self.elements, self.wire.encoding).kept_elements
+        asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.wire.feedback]
+        return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
+
+    def in_micro_step(self, number: int) -> Transfer:
+        return self if self.micro_step == number else replace(self, micro_step=number)
+
+    def __str__(self) -> str:
+        where = f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
+        return f"{self.kind.value} of {where}, {self.move.op.value} over {self.move.members} ranks"
+
+
+@lru_cache(maxsize=1024)
+def _grid(move: Move, topology: Topology) -> Grid:
+    return Grid.of([topology.node_of(rank) for rank in move.groups[0].ranks])
+
+
+@lru_cache(maxsize=4096)
+def _sent_by_all(
+    move: Move, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
+) -> Sent:
+    """By all groups together: inside nodes, and out of each node of the topology."""
+    members = move.members
+    plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
+    gathered = [encoded_slice(codec, elements, members)] * members if codec else plain
+    reduced = (
+        [_encoded(codec, _length(elements, members, s, codec.grain), parts) for s in range(members)] if codec else plain
+    )
+    inside, leaving = 0, [0] * topology.nodes
+    for group in move.groups:
+        nodes = tuple(map(topology.node_of, group.ranks))
+        grid = Grid.of(nodes)
+        sent = sent_bytes(
+            move.op, route, grid, [gathered[slot] for slot in group.slots], [reduced[slot] for slot in group.slots]
+        )
+        inside += sent.inside
+        for node, nbytes in zip(nodes[:: grid.width], sent.leaving, strict=True):
+            leaving[node] += nbytes
+    return Sent(inside, tuple(leaving))
+
+
+def _length(elements: int, pieces: int, index: int, grain: int) -> int:
+    start, end = bounds(elements, pieces, index, grain)
+    return end - start
+
+
+@lru_cache(maxsize=4096)
+def _encoded(codec: Codec, length: int, parts: int) -> int:
+    """Bytes of a slice whose parts are encoded one by one."""
+    return sum(codec.encoded_bytes(_length(length, parts, part, codec.grain)) for part in range(parts))

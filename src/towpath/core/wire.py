@@ -1,0 +1,84 @@
+"""How one kind of transfer travels: over which route, and in which codec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from towpath.core.formats import Codec
+from towpath.core.routes import ALL_TO_ALL, ROUTES, Grid, Op, travelled
+from towpath.errors import StrategyError
+
+FEEDBACK = ("none", "first", "second", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """`route`: 'flat' is the backend's own collective, the others are ours (`core/routes.py` lists them).
+
+    `codec`: a `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none': as it is. A reduction is encoded by one-hop
+    or two-hop alone: a ring would round at every member. `feedback`: at which hop of a reduction what was rounded away
+    is kept, to be added the next time. `until`: the codec serves that many optimizer steps, then all travels as it is
+    (0: for ever). `served`: it has; parameters stay where its blocks had put them.
+    """
+
+    route: str = "flat"
+    codec: Any = "none"
+    feedback: str = "none"
+    until: int = 0
+    served: bool = False
+
+    def __post_init__(self) -> None:
+        if self.route not in ROUTES:
+            raise StrategyError(f"Wire: unknown route {self.route!r}; known are {', '.join(ROUTES)}.")
+        if isinstance(self.codec, str) and self.codec != "none":
+            object.__setattr__(self, "codec", Codec.parse(self.codec))
+        elif not isinstance(self.codec, (str, Codec)):
+            raise StrategyError(f"Wire: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
+        if self.feedback not in FEEDBACK:
+            raise StrategyError(f"Wire: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
+        if self.feedback != "none" and not isinstance(self.codec, Codec):
+            raise StrategyError(f"Wire: feedback={self.feedback!r} without a codec: nothing is rounded away.")
+        if self.served and (not isinstance(self.codec, Codec) or self.until or self.feedback != "none"):
+            raise StrategyError("Wire: served is for a codec that is no longer in use: without feedback= and until=.")
+        if type(self.until) is not int or self.until < 0:
+            raise StrategyError(f"Wire: until is a number of optimizer steps, or 0 for ever; got {self.until!r}.")
+        if self.until and not isinstance(self.codec, Codec):
+            raise StrategyError(f"Wire: until={self.until} without a codec: there is nothing to end.")
+
+    def at(self, step: int) -> Wire:
+        """The wire of optimizer step `step`, counted from 0."""
+        return Wire(self.route, self.codec, served=True) if self.until and step >= self.until else self
+
+    def within(self, alignment: int) -> Wire:
+        """With a codec whose blocks do not span parameters which begin at multiples of `alignment` elements."""
+        return self if self.encoding is None else replace(self, codec=self.encoding.within(alignment))
+
+    @property
+    def encoding(self) -> Codec | None:
+        return self.codec if isinstance(self.codec, Codec) and not self.served else None
+
+    def route_on(self, op: Op, grid: Grid) -> str:
+        """The route that is taken there."""
+        if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
+            return "one-hop"
+        return travelled(self.route, grid)
+
+    def check(self, op: Op, what: str) -> None:
+        """Refuse what cannot be: a reduction over a route that would decode and encode at every member."""
+        if self.encoding is None:
+            return
+        if op is not Op.ALL_GATHER and self.route not in ALL_TO_ALL:
+            raise StrategyError(
+                f"{what}: {self.codec} on a {op.value} by {self.route} would round at every member. "
+                f"Take one of the routes {', '.join(ALL_TO_ALL)}."
+            )
+        if op is Op.ALL_GATHER and self.feedback != "none":
+            raise StrategyError(
+                f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed."
+            )
+
+    def __str__(self) -> str:
+        codec = "" if self.encoding is None else f", {self.codec}"
+        kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
+        return self.route + codec + kept + (f", for {self.until} steps" if self.until else "")

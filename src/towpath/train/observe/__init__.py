@@ -1,0 +1,1 @@
+"""What one sees of a training run: metrics, the live line, traces, the summary, plots."""
