@@ -6,6 +6,7 @@
 #   make check    ruff, pyright and the import contracts
 #   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (hours)
 #   make soak     runs whose ranks are killed again and again
+#   make gpu      what only a machine with CUDA can show: tests, kernels, a trace; each result is stamped, and to be committed
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -19,7 +20,7 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # pyright would ask the network at each run whether it is the newest.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: setup demo test check parity soak
+.PHONY: setup demo test check parity soak gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -60,3 +61,10 @@ parity: $(READY)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -n 0 -m soak --record-to tests/results/soak.json tests/ranks
+
+# A torch with CUDA has to be there first: constraints.txt pins its version, and pip takes the build of the index it asks.
+gpu: $(READY)
+	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu: torch sees no CUDA device here. Install a torch with CUDA into .venv, of the version in constraints.txt.")'
+	$(BIN)/python -m pytest -n 0 -v --record-to tests/results/gpu.json tests/gpu
+	$(BIN)/python benchmarks/kernels.py --device cuda
+	$(BIN)/python benchmarks/timeline.py --device cuda --trace benchmarks/results/trace-gpu.json

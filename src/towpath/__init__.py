@@ -12,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from towpath.api import Stats, full_parameters, schedule, shard, stats
+    from towpath.api import full_parameters, schedule, shard
     from towpath.core.placement import Placement
     from towpath.core.precision import Precision
     from towpath.core.presets import strategies, strategy
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from towpath.engine.hooks import register_forward_method
     from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
+    from towpath.observing import Stats, stats, tracing
     from towpath.topology.cluster import Extent, Topology
 
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ __all__ = [
     "stats",
     "strategies",
     "strategy",
+    "tracing",
 ]
 
 _HOMES = {
@@ -52,13 +54,16 @@ _HOMES = {
     "Precision": "core.precision",
     "Schedule": "core.schedule",
     "ShardTensor": "engine.shard_tensor",
+    "Stats": "observing",
     "Strategy": "core.strategy",
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Wire": "core.wire",
     "register_forward_method": "engine.hooks",
+    "stats": "observing",
     "strategies": "core.presets",
     "strategy": "core.presets",
+    "tracing": "observing",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -18,19 +17,15 @@ from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
-from towpath.core.transfer import Transfer
 from towpath.core.units import units_from_numels
-from towpath.engine.build import Order, agree, build, check_exchangeable, check_values, optimizers_of
-from towpath.engine.executor import Engine
+from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_values
+from towpath.engine.executor import Engine, engine_of
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.module_classes import become
-from towpath.engine.record import Record, TransferStats
-from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.trace import Interval, Trace
 from towpath.engine.uneven_data import Batch, joined
 from towpath.engine.whole import reshard, unshard
-from towpath.errors import ShardError, StepError, StrategyError, TopologyError, TowpathError
+from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_topology
 
@@ -84,7 +79,7 @@ def shard(
         failure = error
         agree(groups, lines, failure)
         raise
-    engine = build(model, Order(resolved, precision, values), layouts, groups)
+    engine = build(model, BuildOptions(resolved, precision, values), layouts, groups)
     _become_sharded(model, engine)
     return model
 
@@ -187,12 +182,6 @@ def _become_sharded(model: nn.Module, engine: Engine) -> None:
     object.__setattr__(model, "towpath_engine", engine)
 
 
-def _engine(model: nn.Module) -> Engine:
-    if not isinstance(model, ShardedModule):
-        raise ShardError(f"expected a model that towpath.shard() returned, got a plain {type(model).__name__}.")
-    return model.towpath_engine
-
-
 @contextmanager
 def full_parameters(model: nn.Module, *, modifier_rank: int | None = None) -> Generator[None]:
     """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept.
@@ -200,7 +189,7 @@ def full_parameters(model: nn.Module, *, modifier_rank: int | None = None) -> Ge
     Ranks that wrote different values all raise an error that names the parameter. `modifier_rank`: the rank whose
     values all take over instead.
     """
-    engine = _engine(model)
+    engine = engine_of(model)
     if engine.is_unsharded:  # inside another such context, which ends it
         yield
         return
@@ -209,6 +198,11 @@ def full_parameters(model: nn.Module, *, modifier_rank: int | None = None) -> Ge
         yield
     finally:
         reshard(engine, modifier_rank)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The modules that `shard` gathers by themselves unless told otherwise; all else belongs to the root."""
+    return [module for unit in lay_out(model)[1:] for module in unit.modules]
 
 
 def schedule(
@@ -229,114 +223,3 @@ def schedule(
     else:
         specs = units_from_numels(model_or_numels)
     return derive_schedule(strategy, specs, micro_steps, precision)
-
-
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's.
-
-    `buffers_made`: how many buffers the engine has allocated; none after the second step of a training loop.
-    `seconds_host`: what its bookkeeping took on the thread that trains, around every unit's forward and backward; the
-    seconds that this thread waited for transfers are `seconds_exposed`.
-    """
-
-    transfers: tuple[TransferStats, ...]
-    last_step: tuple[Transfer, ...]
-    memory_bytes: dict[str, int]
-    buffers_made: int
-    seconds_host: float
-
-    def since(self, earlier: Stats) -> Stats:
-        """What was done after `earlier`, of the same model; memory and the last step as they are now."""
-        before = {t.transfer: t for t in earlier.transfers}
-        transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)
-        return replace(
-            self,
-            transfers=tuple(t for t in transfers if t.calls or t.seconds_exposed),
-            buffers_made=self.buffers_made - earlier.buffers_made,
-            seconds_host=self.seconds_host - earlier.seconds_host,
-        )
-
-    @property
-    def inter_bytes(self) -> int:
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        return sum(t.intra_bytes for t in self.transfers)
-
-    @property
-    def seconds_exposed(self) -> float:
-        return sum(t.seconds_exposed for t in self.transfers)
-
-    def __str__(self) -> str:
-        heads = f"{'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"
-        lines = [f"{'kind':<16} {'calls':>6} {heads}"]
-        for kind in dict.fromkeys(t.transfer.kind for t in self.transfers):
-            mine = [t for t in self.transfers if t.transfer.kind is kind]
-            lines.append(
-                f"{kind.value:<16} {sum(t.calls for t in mine):>6} {sum(t.intra_bytes for t in mine):>15,} "
-                f"{sum(t.inter_bytes for t in mine):>15,} {sum(t.seconds_in_flight for t in mine):>9.3f}s "
-                f"{sum(t.seconds_exposed for t in mine):>9.3f}s"
-            )
-        memory = ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v)
-        lines.append(f"memory: {memory} bytes, in {self.buffers_made} buffers")
-        lines.append(f"the engine itself: {self.seconds_host:.3f}s on the thread that trains")
-        return "\n".join(lines)
-
-
-def stats(model: nn.Module) -> Stats:
-    """Bytes, calls and seconds per transfer and link class, and memory by kind, of a sharded model."""
-    engine = _engine(model)
-    memory = engine.memory_bytes()
-    memory["optimizer"] = _optimizer_bytes(engine)
-    record = engine.wiring.record
-    return Stats(tuple(record.totals()), record.last_step, memory, engine.buffers_made, record.host.seconds)
-
-
-def record_of(model: nn.Module) -> Record:
-    """What counts a sharded model's transfers: a look at its sums is quicker than `stats`."""
-    return _engine(model).wiring.record
-
-
-@contextmanager
-def tracing(model: nn.Module) -> Generator[Trace]:
-    """Inside, what a sharded model's steps do is recorded; afterwards the trace's `intervals` tell it.
-
-    Every rank must trace the same steps: they begin together, which makes their clocks comparable.
-    """
-    wiring = _engine(model).wiring
-    if wiring.record.trace is not None:
-        raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
-    wiring.queues.finish()
-    # Twice: whoever came early to the first is as late as all the others for the second.
-    wiring.groups.barrier()
-    wiring.groups.barrier()
-    trace = wiring.record.trace = Trace(wiring.record.timer)
-    try:
-        yield trace
-        wiring.queues.finish()
-    finally:
-        wiring.record.trace = None
-    trace.end()
-
-
-def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interval, ...]]:
-    """On rank 0 what every rank traced, by rank; elsewhere nothing. Every rank must call this."""
-    return dict(enumerate(_engine(model).wiring.groups.collect_objects(trace.intervals)))
-
-
-def _optimizer_bytes(engine: Engine) -> int:
-    parameters = [p for unit in engine.units for p in unit.parameters]
-    mine = {id(p) for p in parameters}
-    if not engine.optimizers:
-        engine.optimizers.update(optimizers_of(parameters))
-    states = [
-        value
-        for optimizer in engine.optimizers
-        for parameter, state in optimizer.state.items()
-        if id(parameter) in mine
-        for value in state.values()
-        if isinstance(value, ShardTensor)
-    ]
-    return sum(value.to_local().nbytes for value in states)

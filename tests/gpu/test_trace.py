@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import towpath
-from towpath.api import tracing
-from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, WAITING
+from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, tracing
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -19,9 +19,18 @@ import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
-from towpath.api import intervals_of_ranks, record_of, tracing
-from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 from towpath.errors import StepError
+from towpath.observing import (
+    BETWEEN,
+    COMPUTE,
+    INSIDE,
+    WAITING,
+    Interval,
+    intervals_of_ranks,
+    running_trace,
+    sums,
+    tracing,
+)
 from towpath.train.observe import perfetto
 
 Worlds = Callable[[int], World]
@@ -40,10 +49,10 @@ def _compare_sums(label: str) -> None:
     model, optimizer = _model(label)
     _train(model, optimizer, steps=2)
     with tracing(model) as trace:
-        before, sums = towpath.stats(model), record_of(model).sums()
+        before, sums_before = towpath.stats(model), sums(model)
         _train(model, optimizer, steps=2)
         done = towpath.stats(model).since(before)
-        looked = record_of(model).sums().since(sums)
+        looked = sums(model).since(sums_before)
     assert _sum(trace.intervals, BETWEEN, "bytes") == done.inter_bytes > 0, label
     assert _sum(trace.intervals, INSIDE, "bytes") == done.intra_bytes, label
     for track, of in ((BETWEEN, "inter_bytes"), (INSIDE, "intra_bytes")):
@@ -155,7 +164,7 @@ def _trace_twice() -> None:
         _train(model, optimizer, steps=1)
     found = trace.intervals
     _train(model, optimizer, steps=1)
-    assert trace.intervals is found and record_of(model).trace is None
+    assert trace.intervals is found and running_trace(model) is None
 
 
 def test_the_file_is_what_perfetto_opens_and_adds_up_to_stats(world: Worlds, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules as a script has them: with its own folder in the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        names = ("engine", "peers", "races", "report", "workload")
+        names = ("engine", "peers", "races", "report", "timeline", "workload")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -497,3 +497,14 @@ class TestReport:
         shown = scripts.report.last_runs(file)
         assert all(len(row) <= scripts.report.WIDTH for row in shown.splitlines())
         assert json.loads(file.read_text().splitlines()[0])["case"]["name"][:20] in shown
+
+
+class TestTimeline:
+    def test_what_is_sent_is_hidden_as_far_as_it_meets_something_computed(self, scripts: SimpleNamespace) -> None:
+        def interval(track: str, start: float, end: float) -> Any:
+            return SimpleNamespace(track=track, start_seconds=start, end_seconds=end)
+
+        computed = [interval("compute", 0.0, 1.0), interval("compute", 1.0, 2.0), interval("compute", 4.0, 5.0)]
+        sent = [interval("between nodes", 1.5, 3.0), interval("inside nodes", 2.5, 4.5)]  # 1.5 to 4.5 together
+        assert scripts.timeline.share_hidden([*computed, *sent]) == pytest.approx((0.5 + 0.5) / 3.0)
+        assert scripts.timeline.share_hidden(computed) == 0.0

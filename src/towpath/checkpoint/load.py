@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from towpath.checkpoint.agreement import Council
+from towpath.checkpoint.control_group import ControlGroup
 from towpath.checkpoint.dcp import calls as run
 from towpath.checkpoint.dcp.storage import FolderReader
 from towpath.checkpoint.disk import folders
@@ -42,20 +42,20 @@ def load(where: str | Path, state: State) -> Loaded | None:
     model is refused. After an error the state is neither the old nor the new one.
     """
     state.settle()
-    council = Council(state.groups, "checkpoint loading")
-    found, problem = council.first(lambda: _attempted(lambda: _candidates(Path(where))))
+    control = ControlGroup(state.groups, "checkpoint loading")
+    found, problem = control.first(lambda: _attempted(lambda: _candidates(Path(where))))
     if found is None:
         raise CheckpointError(problem)
     single, candidates = found
     notes: list[str] = []
     for path in candidates:
         try:
-            loaded = _load(path, state, council, named=single)
+            loaded = _load(path, state, control, named=single)
         except DamagedError as error:
             if single:
                 raise CheckpointError(str(error)) from None
             notes.append(f"{path.name} was passed over: {error}")
-            if council.rank == 0:
+            if control.rank == 0:
                 _LOG.error("CHECKPOINT %s CANNOT BE USED: %s Trying the one before.", path.name, error)
             continue
         return Loaded(loaded.step, path, (*notes, *loaded.notes))
@@ -71,24 +71,24 @@ def _candidates(where: Path) -> tuple[bool, list[Path]]:
     return False, folders.checkpoints(folders.home(where))
 
 
-def _load(path: Path, state: State, council: Council, *, named: bool) -> Loaded:
-    manifest, problem = council.first(lambda: _attempted(lambda: _opened(path, named)))
+def _load(path: Path, state: State, control: ControlGroup, *, named: bool) -> Loaded:
+    manifest, problem = control.first(lambda: _attempted(lambda: _opened(path, named)))
     if manifest is None:
         raise DamagedError(problem or "")
-    _agreed(council, lambda: manifest.check_sizes(path))
-    _agreed(council, lambda: state.check(manifest))
-    restoring = _agreed(council, lambda: state.restoring(manifest))
-    reader = FolderReader(path, manifest, state.nodes, council.group)
+    _agreed(control, lambda: manifest.check_sizes(path))
+    _agreed(control, lambda: state.check(manifest))
+    restoring = _agreed(control, lambda: state.restoring(manifest))
+    reader = FolderReader(path, manifest, state.nodes, control.group)
     try:
-        run.load(restoring.targets, reader, council)
+        run.load(restoring.targets, reader, control)
     except CheckpointError as error:
         raise DamagedError(str(error)) from None
-    read = council.collect(reader.ranges)
-    problem = council.first(lambda: check_ranges(path, manifest, read or []))
+    read = control.collect(reader.ranges)
+    problem = control.first(lambda: check_ranges(path, manifest, read or []))
     if problem is not None:
         raise DamagedError(problem)
-    _agreed(council, restoring.check)
-    notes = _agreed(council, restoring.finish)
+    _agreed(control, restoring.check)
+    notes = _agreed(control, restoring.finish)
     return Loaded(manifest.step, path, tuple(notes))
 
 
@@ -106,7 +106,7 @@ def _attempted(work: Callable[[], Found]) -> tuple[Found | None, str | None]:
         return None, str(error)
 
 
-def _agreed(council: Council, work: Callable[[], Found]) -> Found:
+def _agreed(control: ControlGroup, work: Callable[[], Found]) -> Found:
     """`work()`, if it succeeded on every rank. An older checkpoint may do, if this one was only found damaged."""
     found: Found | None = None
     problem: Exception | None = None
@@ -115,7 +115,7 @@ def _agreed(council: Council, work: Callable[[], Found]) -> Found:
     except Exception as error:
         problem = error
     damaged = isinstance(problem, DamagedError)
-    said = council.all(None if problem is None else (damaged, run.described(problem)))
+    said = control.all(None if problem is None else (damaged, run.described(problem)))
     if problem is not None and not isinstance(problem, TowpathError):
         raise problem
     problems = [(told[0], rank, told[1]) for rank, told in enumerate(said) if told is not None]

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from towpath.checkpoint.agreement import Council
+from towpath.checkpoint.control_group import ControlGroup
 from towpath.checkpoint.dcp import calls as run
 from towpath.checkpoint.dcp.planning import JsonSavePlanner
 from towpath.checkpoint.dcp.storage import FolderWriter
@@ -102,12 +102,12 @@ class Saver:
         self.root, self.state = Path(root), state
         self._keep = keep_last, keep_every
         self._background = background
-        self._council = Council(state.groups, lane)
+        self._control = ControlGroup(state.groups, lane)
         self._pool = Pool()
         self._under_way: Saving | None = None
         self._hook: RemovableHandle | None = None
         state.savers.add(self)
-        if self._council.rank == 0:
+        if self._control.rank == 0:
             folders.sweep(self.root)
 
     def save(self, step: int) -> Saving:
@@ -164,16 +164,16 @@ class Saver:
         writer = FolderWriter(self.root, step, self.state.strategy)
         failure: str | None = None
         try:
-            if self._council.lost:
+            if self._control.lost:
                 raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
-            run.save(found, writer, JsonSavePlanner(problem), self._council)
+            run.save(found, writer, JsonSavePlanner(problem), self._control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
         except Exception as error:
             failure = run.described(error)
-            self._council.leave()
+            self._control.leave()
         path = folders.checkpoint_of(self.root, step)
-        if self._council.rank == 0:
+        if self._control.rank == 0:
             self._afterwards(step, writer, failure)
         seconds = time.perf_counter() - began
         return Outcome(step=step, path=path, failure=failure, seconds=seconds, held_seconds=0.0)

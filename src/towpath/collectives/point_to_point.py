@@ -41,7 +41,7 @@ class _Batch:
 
 
 @final
-class Walk(Collective):
+class PointToPoint(Collective):
     """In each step: waits for what is due, adds what is to be added, and posts what the plan posts then."""
 
     def __init__(self, route: str, binding: Binding, members: Members) -> None:

@@ -10,7 +10,7 @@ from towpath.collectives.all_to_all import AllToAllReduceScatter
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.encoded import EncodedAllGather, encoded_binding
 from towpath.collectives.flat import FlatAllGather, FlatAllReduce, FlatMaximum, FlatReduceScatter
-from towpath.collectives.point_to_point import Walk
+from towpath.collectives.point_to_point import PointToPoint
 from towpath.collectives.reduce_then_gather import ReduceThenGather
 from towpath.collectives.verified import Verified
 from towpath.core.routes import Op, hops_of, travelled
@@ -35,7 +35,7 @@ def bind(binding: Binding, members: Members, backend: str, device: torch.device)
     if route == "flat" and not _better_walked(binding, members, backend):
         return _FLAT[op](members)
     if not hops_of(route, members.grid) or op is Op.ALL_GATHER:
-        return Walk(route, binding, members)
+        return PointToPoint(route, binding, members)
     reduce = AllToAllReduceScatter(route, binding, members, device)
     if op is Op.REDUCE_SCATTER:
         return reduce

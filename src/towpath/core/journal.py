@@ -85,8 +85,10 @@ class Difference:
     entries: tuple[Entry | None, Entry | None]
 
     def __str__(self) -> str:
-        told = (f"rank {rank}: {entry or 'nothing more'}" for rank, entry in zip(self.ranks, self.entries, strict=True))
-        return f"transfer {self.number + 1} of the step was, on {', on '.join(told)}"
+        entries = (
+            f"rank {rank}: {entry or 'nothing more'}" for rank, entry in zip(self.ranks, self.entries, strict=True)
+        )
+        return f"transfer {self.number + 1} of the step was, on {', on '.join(entries)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ class Page:
         return [self.model, self.step, self.ended, [[e.kind.value, e.unit] for e in self.entries]]
 
     @staticmethod
-    def from_json(told: Sequence[Any]) -> Page:
-        model, step, ended, entries = told
+    def from_json(fields: Sequence[Any]) -> Page:
+        model, step, ended, entries = fields
         return Page(model, step, ended, tuple(Entry(Kind(kind), unit) for kind, unit in entries))
 
 
@@ -156,8 +158,8 @@ class Journal:
             scope, group = found
             first, *others = scope.members(group)
             pages = of_all_ranks(page)
-            told = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
-            raise StepError(told_to(self.rank, next(d for d in told if d is not None)))
+            differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
+            raise StepError(told_to(self.rank, next(d for d in differences if d is not None)))
 
     def _disagreeing(self, combined: bytes) -> tuple[Scope, int] | None:
         """The first group whose members differ."""

@@ -36,9 +36,9 @@ from towpath.topology.groups import Groups
 
 def agree(groups: Groups, mine: Sequence[str], failure: TowpathError | None) -> None:
     """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
-    told = str(failure) if failure is not None else None
+    mine_failed = str(failure) if failure is not None else None
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    answers = groups.gather_objects((digest, told))
+    answers = groups.gather_objects((digest, mine_failed))
     if failure is not None:
         raise failure
     for rank, (_, error) in enumerate(answers):
@@ -140,7 +140,7 @@ def check_values(layouts: list[UnitLayout]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class BuildOptions:
     """What is to be built."""
 
     strategy: Strategy
@@ -148,8 +148,8 @@ class Order:
     values: Values | None
 
 
-def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Groups) -> Engine:
-    strategy, precision = order.strategy, order.precision
+def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], groups: Groups) -> Engine:
+    strategy, precision = options.strategy, options.precision
     number: int = next(groups.shared("models made", count))
     wiring = Wiring(groups, device_of(layouts), Journal(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
@@ -159,7 +159,7 @@ def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Gro
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
             "without codecs."
         )
-    source = _source(order.values, wiring)
+    source = _source(options.values, wiring)
     shared = _Shared(wiring, _peers(strategy, groups, mesh), mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
@@ -168,7 +168,7 @@ def build(model: nn.Module, order: Order, layouts: list[UnitLayout], groups: Gro
             _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
         ]
     _fill_buffers(model, source, groups)  # after the parameters: a module may draw both anew
-    if order.values is not None:
+    if options.values is not None:
         agree(groups, [], source.failure())
     engine = Engine(strategy, precision, units, wiring, shared.writes)
     attach(model, engine)

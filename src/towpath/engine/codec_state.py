@@ -16,16 +16,16 @@ from towpath.engine.executor import Engine
 _SEEDS = "seeds"
 
 
-def carried(engine: Engine) -> dict[str, torch.Tensor]:
+def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
     """By transfer. The tensors are those in use, but for the seeds."""
     found = {f"{name}/{i}": kept for name, bound in _transfers(engine) for i, kept in enumerate(bound.collective.state)}
     seeds = [draws.seed for _, bound in _transfers(engine) for draws in bound.collective.draws]
     return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
 
 
-def carry_on(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
+def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
     """As if this engine had carried `values` itself. The engine must be at their step."""
-    mine = carried(engine)
+    mine = codec_state(engine)
     assert mine.keys() == values.keys(), (mine.keys(), values.keys())
     for name, value in values.items():
         if name != _SEEDS:
@@ -35,7 +35,7 @@ def carry_on(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
         draw.seed = seed
 
 
-def forget(engine: Engine) -> None:
+def reset_codec_state(engine: Engine) -> None:
     """Begin without what was rounded away before."""
     for _, bound in _transfers(engine):
         for kept in bound.collective.state:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from towpath.collectives.workspace import Workspace
@@ -30,7 +31,7 @@ from towpath.engine.shard_tensor import in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
-from towpath.errors import StepError
+from towpath.errors import ShardError, StepError
 
 
 class Engine:
@@ -247,14 +248,14 @@ class Engine:
         if not self._usage:
             return mine
         journal = self.wiring.journal
-        told = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
+        compared = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
 
         def compare(workspace: Workspace) -> None:
             for transfer in self._usage:
-                transfer.run(told, told, workspace)
+                transfer.run(compared, compared, workspace)
 
         self.wiring.queues.submit(Kind.USAGE, self._usage, compare).wait()
-        combined = told.tolist()
+        combined = compared.tolist()
         journal.check(bytes(combined[len(mine) :]), self.wiring.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
 
@@ -320,10 +321,10 @@ class Engine:
                 bucket.restart()
 
     def tell_before_rewrite(self) -> None:
-        for told in self.before_rewrite:
-            tell = told()
-            if tell is not None:
-                tell()
+        for reference in self.before_rewrite:
+            listener = reference()
+            if listener is not None:
+                listener()
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
@@ -341,3 +342,10 @@ class Engine:
         """How many buffers were allocated so far: slots, wire buffers, and what every bucket keeps."""
         kept = sum(nbytes > 0 for u in self.units for b in u.buckets for nbytes in b.memory_bytes().values())
         return self.weights.made + self.gradients.made + self.wiring.queues.buffers_made + kept
+
+
+def engine_of(model: nn.Module) -> Engine:
+    engine = getattr(model, "towpath_engine", None)
+    if not isinstance(engine, Engine):
+        raise ShardError(f"expected a model that towpath.shard() returned, got a plain {type(model).__name__}.")
+    return engine

@@ -16,8 +16,8 @@ import torch.multiprocessing
 from torch import distributed as dist
 
 from towpath import lab
-from towpath.api import Stats, schedule, stats, tracing
-from towpath.engine.trace import Interval
+from towpath.api import schedule
+from towpath.observing import Interval, Stats, stats, tracing
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import as_rank
 from towpath.train.config import Config, DataConfig, ModelConfig, StrategyConfig, TrainConfig

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from towpath.api import record_of
 from towpath.core.strategy import Strategy
 from towpath.errors import TrainError
+from towpath.observing import running_trace
 from towpath.train.config import TrainConfig
 from towpath.train.data.windows import Windows
 from towpath.train.job import Job
@@ -206,7 +206,7 @@ class Training:
     @contextmanager
     def _on(self, what: str) -> Generator[None]:
         """Its seconds go to the clock of that name, and to the trace if there is one."""
-        trace = record_of(self.model).trace
+        trace = running_trace(self.model)
         with self.clocks.on(what), nullcontext() if trace is None else trace.phase(what):
             yield
 

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from towpath.api import shard
+from towpath.api import Values, shard
 from towpath.core.precision import Precision
-from towpath.engine.initialise import Values
 from towpath.errors import ConfigError
 from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.windows import Tokens, open_tokens

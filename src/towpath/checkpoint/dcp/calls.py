@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from towpath.checkpoint.agreement import Council
+from towpath.checkpoint.control_group import ControlGroup
 from towpath.checkpoint.dcp.planning import JsonLoadPlanner, JsonSavePlanner
 from towpath.checkpoint.dcp.storage import FolderReader, FolderWriter
 from towpath.errors import CheckpointError, TowpathError
 
 
-def save(found: dict[str, Any], writer: FolderWriter, planner: JsonSavePlanner, council: Council) -> None:
-    if council.group is not None:
-        _told(lambda: dcp_save(found, storage_writer=writer, planner=planner, process_group=council.group))
+def save(found: dict[str, Any], writer: FolderWriter, planner: JsonSavePlanner, control: ControlGroup) -> None:
+    if control.group is not None:
+        _explained(lambda: dcp_save(found, storage_writer=writer, planner=planner, process_group=control.group))
         return
     # dcp.save would warn that there is nobody else; these are its steps.
     planner.set_up_planner(found, None, True)
@@ -31,10 +31,10 @@ def save(found: dict[str, Any], writer: FolderWriter, planner: JsonSavePlanner, 
     writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
 
 
-def load(targets: dict[str, torch.Tensor], reader: FolderReader, council: Council) -> None:
+def load(targets: dict[str, torch.Tensor], reader: FolderReader, control: ControlGroup) -> None:
     planner = JsonLoadPlanner()
-    if council.group is not None:
-        _told(lambda: dcp_load(targets, storage_reader=reader, planner=planner, process_group=council.group))
+    if control.group is not None:
+        _explained(lambda: dcp_load(targets, storage_reader=reader, planner=planner, process_group=control.group))
         return
     metadata = reader.read_metadata()
     planner.set_up_planner(targets, metadata, True)
@@ -43,7 +43,7 @@ def load(targets: dict[str, torch.Tensor], reader: FolderReader, council: Counci
     reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def _told(work: Callable[[], object]) -> None:
+def _explained(work: Callable[[], object]) -> None:
     try:
         work()
     except CheckpointException as error:

@@ -27,7 +27,7 @@ from towpath.checkpoint.memory import optimizer as optimizers
 from towpath.checkpoint.memory.names import Named, named
 from towpath.checkpoint.memory.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
 from towpath.engine.boxes import boxes_of
-from towpath.engine.codec_state import carried, carry_on, fingerprint, forget
+from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
 from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
@@ -142,7 +142,7 @@ class State:
         return {f"model.{name}": tensor for name, tensor in (*model.parameters.items(), *model.buffers.items())}
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
-        codec = carried(self.engine) if self.engine is not None else {}
+        codec = codec_state(self.engine) if self.engine is not None else {}
         return {
             **{f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()},
             **{f"rank.{self.rank}.codec.{name}": tensor for name, tensor in codec.items()},
@@ -243,11 +243,11 @@ class Restoring:
         prefix = f"rank.{self._state.rank}.codec."
         kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
         same = saved is not None and self._same_world and saved["fingerprint"] == fingerprint(engine)
-        if same and kept == set(carried(engine)):
+        if same and kept == set(codec_state(engine)):
             self._carries = True
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in carried(engine).items()})
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in codec_state(engine).items()})
             return
-        forget(engine)
+        reset_codec_state(engine)
         if any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors):
             self.notes.append("codec feedback starts at zero: what was carried belongs to another strategy or cluster")
 
@@ -297,7 +297,9 @@ class Restoring:
                 _copy(tensor, source)
         if state.engine is not None and self._carries:
             prefix = f"rank.{state.rank}.codec."
-            carry_on(state.engine, {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)})
+            load_codec_state(
+                state.engine, {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
+            )
         if self._loading is not None:
             self.notes += self._loading.finish(self.targets)
         elif state.optimizer is not None:

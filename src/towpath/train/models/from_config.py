@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from towpath.api import Values, blocks_of
 from towpath.core.units import round_up
-from towpath.engine.initialise import Values
-from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
 from towpath.train.models import hugging_face
@@ -67,7 +66,7 @@ def build(config: ModelConfig, vocabulary: int) -> Built:
         attended, ignored = shape.depth * shape.width, None
     return Built(
         model=model,
-        blocks=[module for unit in lay_out(model)[1:] for module in unit.modules],
+        blocks=blocks_of(model),
         values=_values(config.weights, model, names, ignored) if config.weights else None,
         config_json=config_json,
         names=names,

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
 
 Event = dict[str, Any]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from towpath.engine.trace import BETWEEN, COMPUTE, INSIDE, Interval
+from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
 
 # One colour a strategy, or a part of a bar: told apart also where red and green are not.
 _COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")

@@ -13,8 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from towpath.api import Stats
-from towpath.engine.record import Sums, TransferStats
+from towpath.observing import Stats, Sums, TransferStats
 from towpath.train.observe.progress import size
 
 # Least seconds that have a row of their own, as a share of all.

@@ -12,9 +12,8 @@ from types import TracebackType
 
 import torch
 
-from towpath.api import intervals_of_ranks, record_of, stats, tracing
-from towpath.engine.record import Sums
 from towpath.errors import ConfigError
+from towpath.observing import Sums, intervals_of_ranks, stats, sums, tracing
 from towpath.train.config import DTYPES, Config, LogConfig
 from towpath.train.loop import Step, Training
 from towpath.train.observe import perfetto
@@ -41,7 +40,7 @@ class Watch:
         self._open = ExitStack()
         self._steps_before = training.done
         self._stats_before = stats(self._model)
-        self._sums = record_of(self._model).sums()
+        self._sums = sums(self._model)
         self._aside = Sums()  # what evaluations moved
         self._began = time.perf_counter()
         self._seconds = 0.0  # when all steps are done
@@ -57,7 +56,7 @@ class Watch:
         self._open.close()
 
     def stepped(self, step: Step) -> None:
-        before, self._sums = self._sums, record_of(self._model).sums()
+        before, self._sums = self._sums, sums(self._model)
         done = self._sums.since(before)
         row = StepRow(
             step=step.number,
@@ -80,7 +79,7 @@ class Watch:
             self._progress.note(f"step {step.number} was skipped: loss {step.loss:g}, gradient {step.gradient_norm:g}")
 
     def evaluated(self, loss: float | None, seconds: float) -> None:
-        before, self._sums = self._sums, record_of(self._model).sums()
+        before, self._sums = self._sums, sums(self._model)
         self._aside = self._aside.plus(self._sums.since(before))
         if loss is not None:
             self._write(EvaluationRow(step=self._training.done, loss=loss, seconds=seconds))

@@ -12,13 +12,13 @@ from towpath.topology.groups import Groups
 Value = TypeVar("Value")
 
 
-class Council:
-    """Every rank must call alike. Without other ranks it is a council of one."""
+class ControlGroup:
+    """Every rank must call alike. Without other ranks it is one of one."""
 
-    def __init__(self, groups: Groups, lane: str) -> None:
+    def __init__(self, groups: Groups, name: str) -> None:
         self.rank, self.world = groups.rank, groups.world
         everyone = (tuple(range(self.world)),)
-        self.group = groups.of(everyone, lane, backend="gloo") if self.world > 1 else None
+        self.group = groups.of(everyone, name, backend="gloo") if self.world > 1 else None
         self.lost = False
         self._groups = groups
 

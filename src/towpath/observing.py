@@ -1,0 +1,151 @@
+"""What a sharded model has done: counted, timed, and traced."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from towpath.core.transfer import Transfer
+from towpath.engine.build import optimizers_of
+from towpath.engine.executor import Engine, engine_of
+from towpath.engine.record import Sums, TransferStats
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Trace
+from towpath.errors import StepError
+
+__all__ = [
+    "BETWEEN",
+    "CODEC",
+    "COMPUTE",
+    "INSIDE",
+    "WAITING",
+    "Interval",
+    "Stats",
+    "Sums",
+    "Trace",
+    "TransferStats",
+    "intervals_of_ranks",
+    "running_trace",
+    "stats",
+    "sums",
+    "tracing",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's.
+
+    `buffers_made`: how many buffers the engine has allocated; none after the second step of a training loop.
+    `seconds_host`: what its bookkeeping took on the thread that trains, around every unit's forward and backward; the
+    seconds that this thread waited for transfers are `seconds_exposed`.
+    """
+
+    transfers: tuple[TransferStats, ...]
+    last_step: tuple[Transfer, ...]
+    memory_bytes: dict[str, int]
+    buffers_made: int
+    seconds_host: float
+
+    def since(self, earlier: Stats) -> Stats:
+        """What was done after `earlier`, of the same model; memory and the last step as they are now."""
+        before = {t.transfer: t for t in earlier.transfers}
+        transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)
+        return replace(
+            self,
+            transfers=tuple(t for t in transfers if t.calls or t.seconds_exposed),
+            buffers_made=self.buffers_made - earlier.buffers_made,
+            seconds_host=self.seconds_host - earlier.seconds_host,
+        )
+
+    @property
+    def inter_bytes(self) -> int:
+        return sum(t.inter_bytes for t in self.transfers)
+
+    @property
+    def intra_bytes(self) -> int:
+        return sum(t.intra_bytes for t in self.transfers)
+
+    @property
+    def seconds_exposed(self) -> float:
+        return sum(t.seconds_exposed for t in self.transfers)
+
+    def __str__(self) -> str:
+        heads = f"{'inside nodes':>15} {'between nodes':>15} {'in flight':>10} {'exposed':>10}"
+        lines = [f"{'kind':<16} {'calls':>6} {heads}"]
+        for kind in dict.fromkeys(t.transfer.kind for t in self.transfers):
+            mine = [t for t in self.transfers if t.transfer.kind is kind]
+            lines.append(
+                f"{kind.value:<16} {sum(t.calls for t in mine):>6} {sum(t.intra_bytes for t in mine):>15,} "
+                f"{sum(t.inter_bytes for t in mine):>15,} {sum(t.seconds_in_flight for t in mine):>9.3f}s "
+                f"{sum(t.seconds_exposed for t in mine):>9.3f}s"
+            )
+        memory = ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v)
+        lines.append(f"memory: {memory} bytes, in {self.buffers_made} buffers")
+        lines.append(f"the engine itself: {self.seconds_host:.3f}s on the thread that trains")
+        return "\n".join(lines)
+
+
+def stats(model: nn.Module) -> Stats:
+    """Bytes, calls and seconds per transfer and link class, and memory by kind, of a sharded model."""
+    engine = engine_of(model)
+    memory = engine.memory_bytes()
+    memory["optimizer"] = _optimizer_bytes(engine)
+    record = engine.wiring.record
+    return Stats(tuple(record.totals()), record.last_step, memory, engine.buffers_made, record.host.seconds)
+
+
+def sums(model: nn.Module) -> Sums:
+    """Of all transfers so far: a look at these is quicker than `stats`."""
+    return engine_of(model).wiring.record.sums()
+
+
+def running_trace(model: nn.Module) -> Trace | None:
+    """Of the `tracing` that this is inside of, if any."""
+    return engine_of(model).wiring.record.trace
+
+
+@contextmanager
+def tracing(model: nn.Module) -> Generator[Trace]:
+    """Inside, what a sharded model's steps do is recorded; afterwards the trace's `intervals` tell it.
+
+    Every rank must trace the same steps: they begin together, which makes their clocks comparable.
+    """
+    wiring = engine_of(model).wiring
+    if wiring.record.trace is not None:
+        raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
+    wiring.queues.finish()
+    # Twice: whoever came early to the first is as late as all the others for the second.
+    wiring.groups.barrier()
+    wiring.groups.barrier()
+    trace = wiring.record.trace = Trace(wiring.record.timer)
+    try:
+        yield trace
+        wiring.queues.finish()
+    finally:
+        wiring.record.trace = None
+    trace.end()
+
+
+def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interval, ...]]:
+    """On rank 0 what every rank traced, by rank; elsewhere nothing. Every rank must call this."""
+    return dict(enumerate(engine_of(model).wiring.groups.collect_objects(trace.intervals)))
+
+
+def _optimizer_bytes(engine: Engine) -> int:
+    parameters = [p for unit in engine.units for p in unit.parameters]
+    mine = {id(p) for p in parameters}
+    if not engine.optimizers:
+        engine.optimizers.update(optimizers_of(parameters))
+    states = [
+        value
+        for optimizer in engine.optimizers
+        for parameter, state in optimizer.state.items()
+        if id(parameter) in mine
+        for value in state.values()
+        if isinstance(value, ShardTensor)
+    ]
+    return sum(value.to_local().nbytes for value in states)
