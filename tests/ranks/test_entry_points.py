@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import towpath
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import World
+from tests.ranks.strategies import seldom
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.errors import ShardError, ShardTensorError, StepError
