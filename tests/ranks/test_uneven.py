@@ -59,6 +59,33 @@ def _join() -> None:
                 pytest.fail("it went on")
 
 
+class Towers(nn.Module):
+    """Side by side on the same input: nothing but the last of its gradients tells that one is through with backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([tower(x) for tower in self.towers]).sum(0)
+
+
+def test_a_rank_that_is_through_lets_go_of_units_as_the_others_do(world: Worlds) -> None:
+    world(2).run(_join_towers)
+
+
+def _join_towers() -> None:
+    twin = Twin(Towers, lambda *_: torch.zeros(()), "zero3", SHAPE, units=[nn.Linear])
+    rank, mine = dist.get_rank(), _batches(dist.get_rank())
+    for count, batch in enumerate(twin.sharded.join(mine)):
+        twin.sharded(batch).square().mean().backward()
+        with mean_of_all_ranks(twin.plain):
+            if count < BATCHES[rank]:
+                twin.plain(mine[count]).square().mean().backward()
+        twin.check_gradients()
+        twin.step()
+
+
 def test_buffers_become_those_of_one_rank_where_the_user_asks(world: Worlds) -> None:
     world(2).run(_buffers)
 

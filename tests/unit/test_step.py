@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towpath.core.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Slot, Submit, Task, Wait
+from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Slot, Submit, Task, Wait
 from towpath.core.queues import QUEUES
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import Pass, UnitFacts
@@ -70,6 +70,10 @@ class Watched:
                 case Place(unit, slot):
                     assert unit in slot.fits and unit not in self.computing
                     self.lives_in[unit] = slot
+                case Keep(unit):
+                    slot = self.lives_in[unit]
+                    assert slot is not None and self.content[slot][0] == unit
+                    self.copies[unit] = self.content[slot][1]
                 case Collect(unit, slot):
                     readers = [t for t in self.queues["reduce"] if t.slot is slot and slot is not None]
                     assert not readers, f"{unit} writes gradients where {readers} still read"
@@ -400,6 +404,32 @@ def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None
     gathered = {a.task for a in said if isinstance(a, Submit) and a.task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)}
     assert {task.unit for task in gathered} >= {1}
     assert gathered <= {a.task for a in said if isinstance(a, Wait)}
+
+
+def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -> None:
+    """A frozen part runs under no_grad, and prefetches the unit behind it without a copy."""
+    facts = [UnitFacts("", root=True), *(UnitFacts(f"u{i}", copies=True) for i in range(1, 5))]
+    watched = Watched(facts, random.Random(1))
+    said: list[Action] = []
+    watched.note(said)
+    for _ in range(3):
+        watched.begins(0, graph=True)
+        for unit in (1, 2):
+            watched.forward(unit, graph=False)
+        passes = [watched.forward(unit, graph=True) for unit in (3, 4)]
+        root = watched.ends(0, graph=True)
+        assert root is not None
+        said.clear()
+        watched.carry_out(watched.machine.backward_begins(root))
+        for passed in reversed(passes):
+            assert passed is not None
+            watched.backward(passed)
+        watched.end_backward()
+        gathered = [
+            (a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.slot in watched.content
+        ]
+        assert (Kind.GATHER, 3) not in gathered and (Kind.BACKWARD_GATHER, 3) in gathered
+        watched.optimizer_step()
 
 
 def test_gradients_of_older_weights_are_refused() -> None:

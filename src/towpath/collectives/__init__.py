@@ -1,4 +1,4 @@
 """The collectives a schedule is made of, each one executing the plan that `core/routes.py` lays out.
 
-May import: spec, topology, errors.
+May import: core, topology, errors.
 """

@@ -18,7 +18,8 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A transfer of one unit. `after`: the tasks it waits for, besides those before it on its queue.
+    """A transfer of one unit. `after`: the tasks it waits for, besides what was computed before it was submitted, and
+    the tasks before it in its queue's way.
 
     `handle` is the executor's own.
     """
@@ -73,6 +74,13 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Of the unit's whole weights, which are there, keep the copy that the backward pass gathers from."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
 class Collect:
     """The unit's gradients of this pass arrive in that slot; without one, in the gradient shard itself."""
 
@@ -90,4 +98,4 @@ class Deliver:
     """The mean gradients are there: to every `.grad`."""
 
 
-Action = Submit | Wait | Show | Seal | Place | Collect | Compare | Deliver
+Action = Submit | Wait | Show | Seal | Place | Keep | Collect | Compare | Deliver

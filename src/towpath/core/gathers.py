@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from towpath.core.actions import Action, Place, Seal, Show, Slot, Submit, Task, Wait
+from towpath.core.actions import Action, Keep, Place, Seal, Show, Slot, Submit, Task, Wait
 from towpath.core.step_state import Gradients, Slots, Successors, UnitState, Weights, WriteMark
 from towpath.core.strategy import Kind
 from towpath.errors import StepError
@@ -45,6 +45,9 @@ class Gathers:
         if following is not None:
             self.prefetch(self._units[following], kind, keep_copy)
         self.wait(unit)
+        if keep_copy and unit.slot is not None and unit.facts.copies and unit.copied != unit.version:
+            unit.copied = unit.version  # it was prefetched by a unit that runs without a backward pass
+            self._actions.append(Keep(unit.index))
 
     def wait(self, unit: UnitState) -> None:
         if unit.ready is not None:
@@ -148,6 +151,11 @@ class Gathers:
     def pin(self, unit: UnitState) -> None:
         """In memory of its own."""
         if unit.slot is not None:
+            if unit.inside:
+                raise StepError(
+                    f"{unit.facts}: a call into it is under way, which computes with its weights where they are now. "
+                    "Enter full_parameters() before the call (of the model, or of a method that was registered)."
+                )
             if any(not passed.done for passed in unit.passes):
                 raise StepError(
                     f"{unit.facts} has a forward pass whose backward pass has not run: its weights cannot be moved "
@@ -165,5 +173,7 @@ class Gathers:
         unit.weights = Weights.SHARDED
         self.release(unit)
         if unit.home is not None:
+            assert unit.slot is not None
+            unit.slot.task = unit.ready = None  # it was waited for; and the memory goes with the last that names it
             unit.slot, unit.home = unit.home, None
             self._actions.append(Place(unit.index, unit.slot))

@@ -38,10 +38,10 @@ class StepMachine:
         self._reductions = Reductions(self._units, ways)
         self.in_backward = False  # a backward pass of the model is under way
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
-        self.boundary = True  # the next backward pass ends a step of the optimizer
+        self.boundary = True  # this backward pass, or the next, is the last before the optimizer's step
         self.more_passes = False  # after it further ones come before anything is reduced, as in a pipeline
 
-    # What the hands may ask -----------------------------------------------------------------------------------------
+    # What the engine may ask -----------------------------------------------------------------------------------------
 
     @property
     def weight_slots(self) -> Slots:

@@ -32,7 +32,7 @@ class Weights(Enum):
     SHARDED ──prefetch──▶ PREFETCHED ──a pass begins──▶ IN_USE ──it ends──▶ EVICTABLE
        ▲                       │                          ▲ │                   │ │
        │                       │    a pass begins again ──┘ │                   │ │
-       └───── another unit wants the slot, or the pass of the model ends ───────┘ │
+       └── another unit wants the slot, or the model's next pass begins ─────────┘ │
                                                           ▲───── a pass begins ───┘
 
     pin: from SHARDED or EVICTABLE to PINNED; unpin: back to SHARDED.
@@ -96,18 +96,18 @@ class UnitState:
     gradients: Gradients = Gradients.NONE
     slot: Slot | None = None
     collects_in: Slot | None = None
-    holds: int = -1  # the version of the weights that are whole, or on their way
+    holds: int = -1  # the version of the weights that are whole in its slot, or on their way there; -1: none are
     copied: int = -1  # that of the backward copy
     published: int = 0  # the version that every rank's shard has
     sealed: bool = False
     finished: bool = False  # no more gradients will come in this backward pass
-    inside: int = 0  # calls into it under way
+    inside: int = 0  # calls into it that have not returned
     forwards: int = 0  # passes through it in this step of the model
     backwards: int = 0
     running_passes: int = 0  # backward, now
     shown: bool = False  # the modules' parameters are the whole weights
     home: Slot | None = None  # the slot to return to, while it is pinned
-    ready: Task | None = None  # the last gather
+    ready: Task | None = None  # what makes its weights ready: the last gather, or publication
     publication: Task | None = None
     passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
 

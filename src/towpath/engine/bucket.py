@@ -31,7 +31,7 @@ from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
-from towpath.engine.partial import Peers
+from towpath.engine.partial import Replica
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.span import Span
 from towpath.engine.wiring import Wiring
@@ -45,7 +45,7 @@ class Bucket:
         plan: BucketPlan,
         start: Flat,
         wiring: Wiring,
-        peers: Peers,
+        replica: Replica,
         mesh: Mesh,
         writes: WriteMark,
     ) -> None:
@@ -64,7 +64,7 @@ class Bucket:
         self.full = self.shard if self.whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
-            self._exchange(place, peers, mesh)
+            self._exchange(place, replica, mesh)
         self.grads: torch.Tensor | None = None  # made with the first gradient
         self.grads_filled = False
         self.used = [False] * len(layout.places)  # by this rank, since the last boundary
@@ -101,7 +101,7 @@ class Bucket:
         nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory; `place` gives it some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
-    def _exchange(self, place: ParameterPlace, peers: Peers, mesh: Mesh) -> None:
+    def _exchange(self, place: ParameterPlace, replica: Replica, mesh: Mesh) -> None:
         """The user's parameter becomes a ShardTensor, and stays the same object: optimizers keep hold of it.
 
         But for a DTensor, whose class has slots: the modules get another object, and `build` tells the optimizers.
@@ -112,7 +112,7 @@ class Bucket:
             place.offset,
             self.plan.numel // cut.count,
             cut.slots[self.rank],
-            peers,
+            replica,
             place.parallel,
             mesh.counts(place.parallel),
             tuple(rank for rank, slot in enumerate(cut.slots) if slot == cut.slots[self.rank]),
@@ -243,8 +243,11 @@ class Bucket:
             if start < end:
                 buffer[start:end].zero_()
 
-    def arrive(self, index: int, grad: torch.Tensor) -> None:
-        """Take over the gradient of one parameter."""
+    def arrive(self, index: int, grad: torch.Tensor | None) -> None:
+        """Take over the gradient of one parameter; None: it counts as zero."""
+        if grad is None:
+            self._arrive_as_zero(index)
+            return
         parallel = self.layout.places[index].parallel
         if parallel is not None:
             grad = parallel.part_of_gradient(grad)
@@ -260,9 +263,12 @@ class Bucket:
     def fill_missing(self) -> None:
         """What got no gradient on this rank adds zero to the sum."""
         for index in range(len(self.used)):
-            if index not in self._arrived:
-                self._arriving[index].zero_()
-                self._arrived.add(index)
+            self._arrive_as_zero(index)
+
+    def _arrive_as_zero(self, index: int) -> None:
+        if index not in self._arrived:
+            self._arriving[index].zero_()
+            self._arrived.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         assert self.grads is not None

@@ -27,7 +27,7 @@ from towpath.engine.hooks import attach
 from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
-from towpath.engine.partial import Peers
+from towpath.engine.partial import Replica
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError
@@ -160,7 +160,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
             "without codecs."
         )
     source = _source(options.values, wiring)
-    shared = _Shared(wiring, _peers(strategy, groups, mesh), mesh, WriteMark())
+    shared = _Shared(wiring, _replica(strategy, groups, mesh), mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy, layout.spec, precision) for layout in layouts]
@@ -212,7 +212,7 @@ class _Shared:
     """What all buckets of a model have in common."""
 
     wiring: Wiring
-    peers: Peers
+    replica: Replica
     mesh: Mesh
     writes: WriteMark
 
@@ -223,15 +223,15 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.peers, shared.mesh, mark))
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.replica, shared.mesh, mark))
     return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
 
-def _peers(strategy: Strategy, groups: Groups, mesh: Mesh) -> Peers:
+def _replica(strategy: Strategy, groups: Groups, mesh: Mesh) -> Replica:
     moves = strategy.moves.assemble
     if not moves:
-        return Peers(None, (0,), groups.rank, mesh.groups, groups.parent)
+        return Replica(None, (0,), groups.rank, mesh.groups, groups.parent)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
     made: dist.ProcessGroup = groups.of(partition, "control")
-    return Peers(made, group.slots, groups.rank, mesh.groups, groups.parent)
+    return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent)

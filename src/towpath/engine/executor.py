@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from towpath.collectives.workspace import Workspace
-from towpath.core.actions import Action, Collect, Compare, Deliver, Place, Seal, Show, Submit, Task, Wait
+from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
 from towpath.core.precision import Precision
 from towpath.core.schedule import plan_unit, usage_transfers
 from towpath.core.step import StepMachine
@@ -101,6 +101,8 @@ class Engine:
                 self.units[index].seal(sealed)
             case Place(index, slot):
                 self.units[index].live_in(self.weights.of(slot))
+            case Keep(index):
+                self.units[index].keep_copy()
             case Collect(index, slot):
                 self.units[index].collect(None if slot is None else self.gradients.of(slot))
             case Compare():
@@ -182,10 +184,10 @@ class Engine:
         # Checked for each of very many: what it is called is looked up where something is wrong.
         if first or grad.requires_grad or not (bucket.whole or machine.is_whole(unit.index)):
             self._check_gradient(unit, bucket, index, grad)
-        if not self.muted:
-            self.host.leave_out(bucket.arrive, index, grad)
-            if bucket.arrived and all(b.arrived for b in unit.trainable):
-                self.machine.gradients_complete(unit.index)
+        # A muted rank counts what arrives, too: what follows from it must be the same on every rank.
+        self.host.leave_out(bucket.arrive, index, None if self.muted else grad)
+        if bucket.arrived and all(b.arrived for b in unit.trainable):
+            self.machine.gradients_complete(unit.index)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         name = bucket.layout.places[index].names[0]

@@ -21,10 +21,10 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: igno
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Peers:
+class Replica:
     """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them.
 
-    `beyond`: on a tensor-parallel mesh, the groups over which what the peers combined is combined once more.
+    `beyond`: on a tensor-parallel mesh, the groups over which what the replica combined is combined once more.
     `everyone`: all ranks that share the model, of which every one computes a loss of its own.
     """
 
@@ -35,7 +35,7 @@ class Peers:
     everyone: dist.ProcessGroup | None = None
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """`tensor`, reduced over the peers in place."""
+        """`tensor`, reduced over the replica in place."""
         for group in (self.group, *self.beyond):
             if group is not None:
                 dist.all_reduce(tensor, op, group=group)
@@ -54,21 +54,21 @@ class Partial(torch.Tensor):
 
     part: torch.Tensor
     order: float | str
-    peers: Peers
+    replica: Replica
 
     @staticmethod
     def __new__(
-        cls: type[Partial], values: torch.Tensor, order: float | str, peers: Peers, dtype: torch.dtype
+        cls: type[Partial], values: torch.Tensor, order: float | str, replica: Replica, dtype: torch.dtype
     ) -> Partial:
         made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
-        made.part, made.order, made.peers = values, order, peers
+        made.part, made.order, made.replica = values, order, replica
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done in __new__."""
 
     @staticmethod
-    def norm_of(local: torch.Tensor, order: float, peers: Peers, dtype: torch.dtype | None = None) -> Partial:
+    def norm_of(local: torch.Tensor, order: float, replica: Replica, dtype: torch.dtype | None = None) -> Partial:
         order = float(order)
         # An empty slice has no norm of order inf or below zero; and sums of squares are taken in double, so that
         # combining them neither overflows nor rounds.
@@ -77,20 +77,20 @@ class Partial(torch.Tensor):
             values = torch.linalg.vector_norm(local, order, dtype=torch.promote_types(work, torch.float32))
         else:
             values = torch.full((), math.inf if order < 0 else 0.0, device=local.device)
-        return Partial(values.double(), order, peers, work)
+        return Partial(values.double(), order, replica, work)
 
     def resolve(self) -> torch.Tensor:
         """The combined value, plain. Every peer must get here."""
         order, values = self.order, self.part
         if order == "sum":
-            combined = self.peers.combine(values.clone())
+            combined = self.replica.combine(values.clone())
         elif isinstance(order, float) and math.isinf(order):
-            combined = self.peers.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+            combined = self.replica.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
         elif order == 0.0:
-            combined = self.peers.combine(values.clone())
+            combined = self.replica.combine(values.clone())
         else:
             assert isinstance(order, float)
-            combined = self.peers.combine(values.abs().pow(order)).pow(1.0 / order)
+            combined = self.replica.combine(values.abs().pow(order)).pow(1.0 / order)
         return combined.to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -106,20 +106,20 @@ class Partial(torch.Tensor):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.stack and _alike(args[0]):
             first, dim = args[0][0], args[1] if len(args) > 1 else 0
-            return Partial(torch.stack([p.part for p in args[0]], dim), first.order, first.peers, first.dtype)
+            return Partial(torch.stack([p.part for p in args[0]], dim), first.order, first.replica, first.dtype)
         if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
-            return Partial.norm_of(args[0].part, args[0].order, args[0].peers).as_dtype(args[0].dtype).resolve()
+            return Partial.norm_of(args[0].part, args[0].order, args[0].replica).as_dtype(args[0].dtype).resolve()
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
-            return Partial(args[0].part + args[1].part, "sum", args[0].peers, dtype)
+            return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
         if packet is aten.add and args[1] == 0 and not kwargs:  # as sum() begins
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
-            return Partial(args[0].part.sum(), "sum", args[0].peers, args[0].dtype)
+            return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
-        return Partial(self.part, self.order, self.peers, dtype)
+        return Partial(self.part, self.order, self.replica, dtype)
 
 
 def _alike(parts: Sequence[Any]) -> bool:
@@ -128,7 +128,7 @@ def _alike(parts: Sequence[Any]) -> bool:
         isinstance(p, Partial)
         and isinstance(first, Partial)
         and p.order == first.order
-        and p.peers.group is first.peers.group
+        and p.replica.group is first.replica.group
         for p in parts
     )
 

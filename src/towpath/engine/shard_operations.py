@@ -191,14 +191,14 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
     local = tensor.span.counted(tensor.local)
-    return Partial.norm_of(local, 2 if order is None else order, tensor.span.peers, kwargs.get("dtype"))
+    return Partial.norm_of(local, 2 if order is None else order, tensor.span.replica, kwargs.get("dtype"))
 
 
 def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     return [
-        Partial.norm_of(t.span.counted(t.local), order, t.span.peers, dtype)
+        Partial.norm_of(t.span.counted(t.local), order, t.span.replica, dtype)
         if isinstance(t, ShardTensor)
         else torch.linalg.vector_norm(t, order, dtype=dtype)
         for t in args[0]
@@ -212,7 +212,7 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     total = tensor.span.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    return Partial(total, "sum", tensor.span.peers, total.dtype)
+    return Partial(total, "sum", tensor.span.replica, total.dtype)
 
 
 def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -220,27 +220,27 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
-    peers = tensor.span.peers
+    replica = tensor.span.replica
     packet = func.overloadpacket
     if packet is aten.equal:
         same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], tensor.span)), device=tensor.device)
-        return bool(peers.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
+        return bool(replica.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
     if packet in (aten.any, aten.all):
         found = packet(tensor.local).to(torch.uint8)
-        return peers.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
+        return replica.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
     largest = packet in (aten.max, aten.amax)
     info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
     neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
     value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
-    return peers.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+    return replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """GradScaler: an overflow in one rank's slice is an overflow on every rank."""
     grads, found, scale = args
-    peers = next(g.span.peers for g in grads if isinstance(g, ShardTensor))
+    replica = next(g.span.replica for g in grads if isinstance(g, ShardTensor))
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
-    peers.combine(found, dist.ReduceOp.MAX)
+    replica.combine(found, dist.ReduceOp.MAX)
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
@@ -249,8 +249,8 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     optimizer = _calling_optimizer()
     if optimizer is not None:
         raise ShardTensorError(
-            f"rank {span.peers.rank}: {optimizer} works on whole tensors ({func}), and each rank holds slices of them: "
-            "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
+            f"rank {span.replica.rank}: {optimizer} works on whole tensors ({func}), and each rank holds slices of "
+            "them: take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
         )
     raise ShardTensorError(
         f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "

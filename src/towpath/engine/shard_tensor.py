@@ -74,17 +74,17 @@ class ShardTensor(torch.Tensor):
         return whole if parallel is None else parallel.wrap(whole).full_tensor()
 
     def _assembled(self) -> torch.Tensor:
-        """From the slices of the peers."""
+        """From the slices of the replica."""
         where = self.span
         local = self.local.detach()
-        if where.peers.group is None:
+        if where.replica.group is None:
             return local.clone().view(where.shape)
-        bounds = [where.bounds(slot) for slot in where.peers.slots]
+        bounds = [where.bounds(slot) for slot in where.replica.slots]
         longest = max(end - start for start, end in bounds)
         padded = local.new_zeros(longest)
         padded[: local.numel()].copy_(local)
         gathered = local.new_empty(len(bounds) * longest)
-        all_gather_single(gathered, padded, where.peers.group)
+        all_gather_single(gathered, padded, where.replica.group)
         whole = local.new_empty(where.shape.numel())
         for (start, end), piece in zip(bounds, gathered.view(len(bounds), longest), strict=True):
             whole[start:end].copy_(piece[: end - start])
@@ -117,7 +117,7 @@ class ShardTensor(torch.Tensor):
 
     def untyped_storage(self) -> NoReturn:
         raise ShardTensorError(
-            f"{self.span.name!r} has no memory of its shape: rank {self.span.peers.rank} holds a slice of it, "
+            f"{self.span.name!r} has no memory of its shape: rank {self.span.replica.rank} holds a slice of it, "
             "to_local(). To save the model (save_pretrained, safetensors) let all ranks enter "
             "`with towpath.full_parameters(model):` and rank 0 save there. Without gathering: towpath.checkpoint, then "
             "`towpath export`."
@@ -202,7 +202,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
         (gradient,) = gradients
-        mean = ctx.span.peers.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
+        mean = ctx.span.replica.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
         return ShardTensor(ctx.span.part_of(mean).clone(), ctx.span)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from towpath.engine.parallel import Parallel
-from towpath.engine.partial import Peers
+from towpath.engine.partial import Replica
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,7 +21,7 @@ class Span:
     offset: int  # of the tensor in the flat buffer
     cut: int  # length of a slice of the flat buffer
     slot: int  # which slice of the flat buffer this rank holds
-    peers: Peers
+    replica: Replica
     parallel: Parallel | None = None
     counts: bool = True  # in norms and sums; of what is the same on a whole mesh, only one copy does
     holders: tuple[int, ...] = ()  # the ranks that hold the same slice, this one among them
@@ -45,7 +45,7 @@ class Span:
         start, end = self.bounds()
         return (
             f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
-            f"rank {self.peers.rank} holds the elements [{start}:{end}]"
+            f"rank {self.replica.rank} holds the elements [{start}:{end}]"
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ class Stream(ABC):
 
     @abstractmethod
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
-        """Queue `job` behind the stream's earlier jobs, `after`, and what the caller has computed so far.
+        """Queue `job` behind the earlier jobs of its way, `after`, and what the caller has computed so far.
 
         `waiting` is told when somebody waits for it.
         """
@@ -244,7 +244,7 @@ class _ThreadHandle(Handle):
 class CudaStream(Stream):
     """A CUDA stream for each way: jobs are enqueued at once, and events keep them in order with the computation.
 
-    Jobs of different ways overlap as far as their process groups let them.
+    Jobs of different ways overlap as far as their process groups let them: only `after` orders them.
     """
 
     def __init__(self, device: torch.device, ways: int) -> None:
@@ -261,7 +261,7 @@ class CudaStream(Stream):
             job.run(job.workspace)
         event = torch.cuda.Event()
         event.record(stream)
-        return _CudaHandle(event, waiting)
+        return _CudaHandle(event, stream.device, waiting)
 
     def finish(self) -> None:
         for stream in self._streams:
@@ -276,12 +276,12 @@ class CudaStream(Stream):
 
 @final
 class _CudaHandle(Handle):
-    def __init__(self, event: torch.cuda.Event, waiting: Waiting | None) -> None:
-        self._event, self._waiting = event, waiting
+    def __init__(self, event: torch.cuda.Event, device: torch.device, waiting: Waiting | None) -> None:
+        self._event, self._device, self._waiting = event, device, waiting
 
     def join(self) -> None:
-        """Let the current stream wait: no computation is held up by it if that is one of ours."""
-        torch.cuda.current_stream().wait_event(self._event)
+        """Let the model's current stream wait: no computation is held up by it if that is one of ours."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
         if self._waiting is None or self._event.query():

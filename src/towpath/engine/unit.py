@@ -146,6 +146,11 @@ class Unit:
                 bucket.gather(kind, workspace)
             bucket.keep(keep_copy)
 
+    def keep_copy(self) -> None:
+        for bucket in self.buckets:
+            if not bucket.whole:
+                bucket.keep(True)
+
     def collect(self, memory: Buffers | None) -> None:
         """From now on gradients arrive in `memory`; without any, in the G shards themselves."""
         travelling = [b for b in self.trainable if b.reduces]

@@ -6,7 +6,7 @@
     namespaces.py   from the kernel    shaping.py   the wires    processes.py   what runs    ranks.py   warm ranks
     counters.py     what the wires carried
 
-May import: spec, topology, errors; torch only inside a rank.
+May import: core, topology, errors; torch only inside a rank.
 """
 
 from towpath.lab.counters import LinkBytes, link_counters

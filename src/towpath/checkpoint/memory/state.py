@@ -329,9 +329,9 @@ def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], 
     """This rank's part of the slice that it and others hold, in boxes."""
     span, local = tensor.span, tensor.to_local().detach()
     first, last = span.bounds()
-    place, count = span.holders.index(span.peers.rank), len(span.holders)
+    place, count = span.holders.index(span.replica.rank), len(span.holders)
     if tensor.numel() == 0:
-        if span.peers.rank == 0:
+        if span.replica.rank == 0:
             yield (0,) * tensor.dim(), local.view(tensor.shape)
         return
     tensor.boxes()  # refuses what is split over a tensor-parallel mesh
