@@ -7,7 +7,9 @@ in a circle, and after a boundary nothing is left.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
@@ -430,6 +432,36 @@ def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -
         ]
         assert (Kind.GATHER, 3) not in gathered and (Kind.BACKWARD_GATHER, 3) in gathered
         watched.optimizer_step()
+
+
+def test_a_unit_is_not_moved_while_a_call_into_it_computes_with_its_weights() -> None:
+    watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
+    watched.step()
+    watched.begins(0, graph=False)
+    with pytest.raises(StepError, match="unit 'root': a call into it is under way"):
+        watched.machine.pin(0)
+
+
+def test_memory_of_its_own_goes_when_a_unit_is_no_longer_pinned() -> None:
+    watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
+    watched.step()
+    said: list[Action] = []
+    watched.note(said)
+    watched.carry_out(watched.machine.publish())
+    for unit in range(2):
+        watched.carry_out(watched.machine.pin(unit))
+    own = [weakref.ref(action.slot) for action in said if isinstance(action, Place)]
+    for unit in range(2):
+        watched.carry_out(watched.machine.unpin(unit))
+    said.clear()
+    watched.content.clear()
+    watched.done.clear()
+    watched.after.clear()
+    gc.disable()
+    try:
+        assert len(own) == 2 and not any(slot() for slot in own)
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_older_weights_are_refused() -> None:
