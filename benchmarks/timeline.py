@@ -34,7 +34,8 @@ SHAPES = {
     "cpu": {"width": 64, "depth": 4, "heads": 2},
 }
 LENGTHS = {"cuda": 512, "cpu": 64}
-AT_LEAST = 0.5  # of what is sent, by seconds, while something is computed
+# Of what is sent, by seconds, while something is computed. No promise: with less than half, nothing is prefetched.
+AT_LEAST = 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from towpath.core.formats import ENCODED, item_bytes
 from towpath.core.journal import journal_bytes
@@ -293,7 +293,7 @@ def _laid_out(strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int)
         for bucket in plans[task.unit].buckets:
             if task.kind is not Kind.PUBLISH or bucket.spec.trainable:  # what nobody writes is never published again
                 for transfer in bucket.transfers[task.kind]:
-                    yield replace(transfer, micro_step=micro_step)
+                    yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
     for transfer in usage_transfers(strategy, parameters):
-        yield replace(transfer, micro_step=micro_steps - 1)
+        yield transfer.in_micro_step(micro_steps - 1)

@@ -9,7 +9,7 @@ import torch
 
 from towpath.collectives.workspace import WireBuffers, Workspace
 from towpath.core.journal import Journal
-from towpath.core.queues import QUEUES, WAYS
+from towpath.core.queues import QUEUES
 from towpath.core.schedule import UnitPlan, largest
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Needs
@@ -25,8 +25,9 @@ class Queues:
         self._streams, self._device, self._record, self._journal = streams, device, record, journal
         self.micro_step = 0
         self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and way
+        self._sizes: dict[str, Needs] = {}  # of these
         self._needs: dict[Kind, Needs] = {}  # of wire buffers, until there is room for them
-        self._made_before = 0
+        self._made_before = 0  # buffers that others have taken the place of
 
     def plan(self, plans: Iterable[UnitPlan]) -> None:
         """Transfers are those of `plans` from now on, and wire buffers as large as the largest of them needs."""
@@ -35,6 +36,7 @@ class Queues:
         self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in kinds}
         self._made_before = self.buffers_made
         self._buffers.clear()
+        self._sizes.clear()
 
     def submit(
         self,
@@ -68,14 +70,18 @@ class Queues:
         )
 
     def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
-        """Made here, by the thread that submits: what a job allocates, another stream could be given too early."""
+        """Made by the thread that submits: what a job allocates, another stream could be given too early.
+
+        Where a kind needs larger ones, others take their place: a transfer under way keeps those that it began in.
+        """
         name = QUEUES[kind]
-        if name not in self._buffers:
-            self._buffers[name] = [WireBuffers(self._device, partial(stream.uses, way)) for way in range(WAYS[name])]
-        needs = self._needs.pop(kind, None)
-        if needs:
+        size = largest([self._sizes.get(name, {}), self._needs.pop(kind, {})])
+        if name not in self._buffers or size != self._sizes[name]:
+            made = sum(b.made for b in self._buffers.get(name, ()))
+            self._buffers[name] = [WireBuffers(self._device, partial(stream.uses, way)) for way in range(stream.ways)]
+            self._sizes[name], self._made_before = size, self._made_before + made
             for buffers in self._buffers[name]:
-                buffers.reserve(needs)
+                buffers.reserve(size)
         return self._buffers[name]
 
     def finish(self) -> None:

@@ -179,7 +179,7 @@ class _Progress:
 
 
 class _Latch:
-    """Shut until it is opened, once and for all. A `threading.Event` takes five times as long to make."""
+    """Shut until it is opened, once and for all. A `threading.Event` takes several times as long to make."""
 
     __slots__ = ("_is_open", "_lock")
 
@@ -284,7 +284,7 @@ class _CudaHandle(Handle):
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        if self._waiting is None or self._event.query():
+        if self._waiting is None or self._event.query():  # it has come: there is no wait to be timed
             self.join()
             return
         began = self._waiting.mark()

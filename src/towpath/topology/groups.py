@@ -45,7 +45,7 @@ class Groups:
 
     def describe_made(self) -> str:
         """The groups so far, in words that are alike on every rank which made the same ones in the same order."""
-        return ", ".join(f"{lane} of {len(ranks)}" for ranks, lane in self._made) or "none"
+        return ", ".join(f"{purpose} of {len(ranks)}" for ranks, purpose in self._made) or "none"
 
     @property
     def parent(self) -> dist.ProcessGroup | None:
@@ -73,19 +73,19 @@ class Groups:
         named = dict(part.split(":") for part in config.split(",") if ":" in part)
         return named.get(device.type, config)
 
-    def of(self, partition: Partition, lane: str, backend: str | None = None) -> dist.ProcessGroup:
-        """This rank's group of a partition of the ranks; each lane has its own, so that lanes overlap.
+    def of(self, partition: Partition, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+        """This rank's group of a partition of the ranks; each purpose (a queue, say) has its own, so that they overlap.
 
         `backend`: the parent's, unless given.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
-        key = (mine, lane)
+        key = (mine, purpose)
         if key not in self._made:
             assert self._parent is not None, "a world of one communicates nothing"
             members = [dist.get_global_rank(self._parent, r) for r in mine]
             # Only the members take part: a thousand ranks then make one group each, not a thousand.
             made = dist.new_group(
-                members, timeout=self._timeout(), backend=backend, use_local_synchronization=True, group_desc=lane
+                members, timeout=self._timeout(), backend=backend, use_local_synchronization=True, group_desc=purpose
             )
             assert isinstance(made, dist.ProcessGroup), made
             self._made[key] = made
