@@ -94,8 +94,8 @@ def test_each_cable_carries_the_schedules_bytes(lab: Callable[..., Lab], labels:
 
 @pytest.mark.parametrize(
     "labels, shape",
-    [(CODED, (2, 2)), (["zero++", "mics gradients=int4"], (4, 2)), seldom(CODED, (4, 2))],
-    ids=["2x2", "4x2", "4x2, all"],
+    [(CODED, (2, 2)), seldom(CODED, (4, 2))],
+    ids=["2x2", "4x2"],
 )
 def test_encoded_bytes_are_the_schedules_too(
     lab: Callable[..., Lab], labels: list[str], shape: tuple[int, int]
@@ -110,7 +110,7 @@ def test_more_nodes_than_two(lab: Callable[..., Lab]) -> None:
 MOST = {"zero++": 0.27, "qwz": 2 / 3 * (1 + 4 / 256), "hpz": 2 / 3, "qgz": 3 / 4}
 
 
-@pytest.mark.parametrize("nodes, labels", [(2, list(MOST)), (4, ["zero++"]), seldom(4, list(MOST))])
+@pytest.mark.parametrize("nodes, labels", [(4, ["zero++"]), seldom(2, list(MOST)), seldom(4, list(MOST))])
 def test_zero_plus_plus_sends_little_of_what_zero3_sends(
     lab: Callable[..., Lab], nodes: int, labels: list[str]
 ) -> None:

@@ -155,7 +155,7 @@ def sharded(label: str, build: Callable[[], nn.Module] = Deep, **options: Any) -
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@in_turn(LABELS, 2)
+@in_turn(LABELS, 1)
 def test_every_strategy_keeps_its_order(world: Worlds, label: str) -> None:
     assert min(world(4).run(_train_and_drop, label)) > 1000  # operations
 

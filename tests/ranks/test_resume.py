@@ -146,7 +146,7 @@ def uninterrupted(
     return folder / "checkpoints", seen[0].losses
 
 
-@pytest.mark.parametrize("other", [seldom(o) if o.startswith("mics") else o for o in OTHERS])
+@pytest.mark.parametrize("other", [o if o.startswith("paro") else seldom(o) for o in OTHERS])
 def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_there(
     world: Worlds, options: tuple[str, ...], uninterrupted: tuple[Path, list[float]], tmp_path: Path, other: str
 ) -> None:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from towpath.errors import StepError
 from towpath.observing import (
     BETWEEN,
@@ -40,7 +40,7 @@ LABELS = ["ddp", "zero3", "hpz", "paro-iig", "zero3@hierarchical", "zero++", "mi
 MICRO_STEPS = 2
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 4)
 def test_the_tracks_of_the_links_add_up_to_stats(world: Worlds, label: str) -> None:
     world(SHAPE.world).run(_compare_sums, label)
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks.server import World, run_ranks
-from tests.ranks.strategies import ROUNDING, seldom
+from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import strategies
 from towpath.errors import TowpathError, TrainError
 from towpath.train import loop, run
@@ -174,14 +174,14 @@ def _near(found: tuple[list[float], float, Any], expected: tuple[list[float], fl
 PARO = [name for name in strategies() if name.startswith("paro-")]
 LOSSLESS: list[Any] = [
     *({"name": name} for name in strategies() if name not in ("lins", *PARO, *ROUNDING)),
-    *({"name": name} if name in ("paro-iig", "paro-nig") else seldom({"name": name}) for name in PARO),
+    *({"name": name} for name in PARO),
     {"name": "mics", "group": [2, 2]},
     {"name": "zero3", "route": "hierarchical"},
     {"name": "lins", "params": [1, 1], "grads": [2, 1], "optimizer": [2, 2]},
 ]
 
 
-@pytest.mark.parametrize("options", LOSSLESS, ids=lambda options: "-".join(map(str, options.values())))
+@in_turn(LOSSLESS, 6, "options")
 def test_every_lossless_strategy_trains_alike(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float], options: dict[str, Any]
 ) -> None:

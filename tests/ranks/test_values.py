@@ -19,14 +19,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from towpath import Topology, errors
 
 Worlds = Callable[[int], World]
 
 SHAPE = Topology(2, 2)
 LABELS = ("ddp", "zero1", "zero3", "hpz", "mics:2x1", "paro-iig", "zero++")
-labels = pytest.mark.parametrize("label", LABELS)
+labels = in_turn(LABELS, 3)
 
 
 def _whole() -> dict[str, Tensor]:
