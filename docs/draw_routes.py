@@ -21,7 +21,8 @@ from typing import Any
 
 import towpath
 from towpath import Topology, Wire
-from towpath.core.routes import ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
+from towpath.core.payload import Range
+from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Transfer
 from towpath.core.transitions import Move
@@ -344,7 +345,7 @@ CARRIED = {
 
 
 def transfer_of(op: Op, route: str, shape: Topology, elements: int) -> Transfer:
-    return Transfer(Kind.SYNC, "", "", Move(op, 1, (group_of(shape),)), Wire(route), elements, "float32", shape)
+    return Transfer(Kind.SYNC, Range("", "", elements, "float32"), Move(op, 1, (group_of(shape),)), Wire(route), shape)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -376,9 +377,9 @@ def time_table(shape: Topology = SHAPE) -> str:
     rows: list[list[str]] = []
     for route in DRAWN:
         gather = plan_of(Op.ALL_GATHER, route, shape)
-        times = [tidy(taken(simulate(plan_of(op, route, shape), shape))) for op in Op]
+        times = [tidy(taken(simulate(plan_of(op, route, shape), shape))) for op in COLLECTIVES]
         rows.append([code(route), *times, str(len({s.step for s in gather})), str(sum(s.source == 0 for s in gather))])
-    return table(["route", *(op.value for op in Op), "steps of a gather", "messages a rank sends in it"], rows)
+    return table(["route", *(op.value for op in COLLECTIVES), "steps of a gather", "messages a rank sends in it"], rows)
 
 
 def wire_table(shapes: Sequence[Topology] = (SHAPE, Topology(2, 8), Topology(4, 8))) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.workspace import workspace
 from towpath.collectives.collective import Members
 from towpath.collectives.select import select
+from towpath.core.payload import Range
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
@@ -28,7 +29,7 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int) -> tuple[i
     """Bytes this node sent over its cable in one collective: by the kernel, and by the plan."""
     everyone = tuple(range(world))
     group, nodes = Group(everyone, everyone), tuple(map(SHAPE.node_of, everyone))
-    transfer = Transfer(Kind.SYNC, "", "", Move(op, 1, (group,)), Wire(route), elements, "float32", SHAPE)
+    transfer = Transfer(Kind.SYNC, Range("", "", elements, "float32"), Move(op, 1, (group,)), Wire(route), SHAPE)
     assert dist.group.WORLD is not None
     members = Members(dist.group.WORLD, dist.group.WORLD, group, rank, nodes)
     collective = select(transfer, members, "gloo", torch.device("cpu"))

@@ -21,6 +21,7 @@ from towpath.codecs.kernels import reference
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.select import bind
 from towpath.core.formats import Codec
+from towpath.core.payload import Range
 from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
@@ -62,7 +63,7 @@ def _members(shape: Topology, local_major: bool = False) -> Members:
 
 def _binding(op: Op, wire: Wire, shape: Topology, elements: int, dtype: str, members: Members) -> Binding:
     move = Move(op, 1, (members.group,))
-    return Binding.of(Transfer(Kind.SYNC, "block", "float", move, wire, elements, dtype, shape))
+    return Binding.of(Transfer(Kind.SYNC, Range("block", "float", elements, dtype), move, wire, shape))
 
 
 def _bind(binding: Binding, members: Members) -> Collective:

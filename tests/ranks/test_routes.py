@@ -20,6 +20,7 @@ from tests.workspace import workspace
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.select import select
+from towpath.core.payload import Range
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
@@ -48,7 +49,9 @@ def _members(shape: Topology, local_major: bool = False, group: Any = None) -> M
 
 
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Collective:
-    transfer = Transfer(Kind.SYNC, "block", "float", Move(op, 1, (members.group,)), Wire(route), elements, dtype, shape)
+    transfer = Transfer(
+        Kind.SYNC, Range("block", "float", elements, dtype), Move(op, 1, (members.group,)), Wire(route), shape
+    )
     return select(transfer, members, "gloo", torch.device("cpu"))
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.core.payload import Range
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
@@ -23,7 +24,7 @@ PAIR = Move(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
 
 
 def gather(unit: str) -> Transfer:
-    return Transfer(Kind.GATHER, unit, "float32", PAIR, Wire("flat"), 8, "float32", Topology(2, 1))
+    return Transfer(Kind.GATHER, Range(unit, "float32", 8, "float32"), PAIR, Wire("flat"), Topology(2, 1))
 
 
 def record(timer: Any) -> Record:

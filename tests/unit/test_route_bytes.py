@@ -11,7 +11,8 @@ import pytest
 import towpath
 from tests.unit.test_routes import group_of
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.routes import ROUTES, Op, Send, encoded_slice, piece_bounds, sends
+from towpath.core.payload import Range
+from towpath.core.routes import COLLECTIVES, ROUTES, Op, Send, encoded_slice, piece_bounds, sends
 from towpath.core.schedule import schedule
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
@@ -28,13 +29,13 @@ CODECS = ("none", "none", Codec.parse("int8:32"), Codec.parse("int4:whole"), Cod
 def drawn(route: str, shape: Topology) -> Transfer:
     """An operation, order of slices, length, dtype and codec: drawn, but the same in every run."""
     draw = random.Random(f"{route} {shape}")
-    op, codec = draw.choice(list(Op)), draw.choice(CODECS)
+    op, codec = draw.choice(list(COLLECTIVES)), draw.choice(CODECS)
     if codec != "none" and op is not Op.ALL_GATHER:
         route = draw.choice(("one-hop", "two-hop"))  # a sum of encoded messages needs hops
     group = group_of(shape, draw.choice(("rank order", "local-major")))
     elements = draw.choice((0, 1, draw.randrange(50 * shape.world), draw.randrange(5000 * shape.world)))
     dtype = draw.choice(("float32", "bfloat16"))
-    return Transfer(Kind.SYNC, "", "", Move(op, 1, (group,)), Wire(route, codec), elements, dtype, shape)
+    return Transfer(Kind.SYNC, Range("", "", elements, dtype), Move(op, 1, (group,)), Wire(route, codec), shape)
 
 
 def one_by_one(t: Transfer) -> tuple[int, list[int]]:
@@ -74,7 +75,7 @@ def test_the_closed_form_is_the_sum_of_the_messages(route: str, monkeypatch: pyt
         assert (transfer.intra_bytes, [*map(transfer.cable_bytes, range(shape.nodes))]) == (inside, leaving), transfer
         assert transfer.inter_bytes == sum(leaving)
         seen[transfer.move.op, transfer.wire.encoding is not None, transfer.parts > 1] += 1
-    assert len({op for op, *_ in seen}) == len(Op) and len({coded for _, coded, _ in seen}) == 2
+    assert len({op for op, *_ in seen}) == len(COLLECTIVES) and len({coded for _, coded, _ in seen}) == 2
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero3 two-hop", "mics", "paro-iig", "zero++"])

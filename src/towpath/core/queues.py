@@ -12,6 +12,8 @@ QUEUES = {
     Kind.SYNC: "sync",
     Kind.USAGE: "control",
     Kind.PUBLISH: "publish",
+    Kind.ACTIVATION: "activation",
+    Kind.ACTIVATION_GRADIENT: "activation gradient",
 }
 
 # How many of a queue's transfers may be under way at a time, each in wire buffers of its own: a gather begins to travel

@@ -29,6 +29,10 @@ class Op(StrEnum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+    SEND = "send"  # the first of a group to the second, in one message: no route, no slices
+
+
+COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 
 
 # A node shares out the last part alone, when nothing crosses any more: the more parts, the shorter that is. With more
@@ -40,7 +44,7 @@ TWO_HOP_PARTS = 4
 SMALLEST_PART_BYTES = 1 << 18
 # How many steps an item of the HO-Ring has: two are under way at a time, so that no link waits for the next one (but
 # what travels whole has to be there before it goes on).
-_HO_RING_STEPS = 2
+HO_RING_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,7 @@ def parts_of(route: str, grid: Grid, slice_bytes: int) -> int:
 
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
     """Every message of one collective, in the order of its steps. `nodes`: where each member lives."""
+    assert op in COLLECTIVES
     grid = Grid.of(nodes)
     gather = _gather(route, group.slots, grid, parts, grid.places)
     if op is Op.ALL_GATHER:
@@ -174,7 +179,7 @@ def _hierarchical(slots: Sequence[int], grid: Grid, parts: int, places: Sequence
 
 def _ho_ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
     """Item k, part k % parts of what is k // parts nodes from home, crosses from step k on; then its node shares it."""
-    within = min(_HO_RING_STEPS, parts)
+    within = min(HO_RING_STEPS, parts)
     for k in range((grid.nodes - 1) * parts):
         hop, part = divmod(k, parts)
         for j, m in places:

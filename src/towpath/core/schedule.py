@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from towpath.core.formats import ENCODED, item_bytes
 from towpath.core.journal import journal_bytes
+from towpath.core.payload import Range
 from towpath.core.precision import Precision
 from towpath.core.queues import QUEUES, WAYS
 from towpath.core.steady import steady_tasks
@@ -174,7 +175,8 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
                 f"{dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without codecs."
             )
         return tuple(
-            Transfer(kind, unit.name, bucket.name, m, wire, numel // m.regions, dtype, strategy.topology) for m in moves
+            Transfer(kind, Range(unit.name, bucket.name, numel // m.regions, dtype), m, wire, strategy.topology)
+            for m in moves
         )
 
     return BucketPlan(
@@ -207,7 +209,8 @@ def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]
     and digests of what each rank has submitted (`core/journal.py`)."""
     moves = everyone(strategy.topology) if parameters else ()
     count = parameters + journal_bytes(strategy)
-    return tuple(Transfer(Kind.USAGE, "", "", m, Wire(), count, "uint8", strategy.topology) for m in moves)
+    payload = Range("", "", count, "uint8")
+    return tuple(Transfer(Kind.USAGE, payload, m, Wire(), strategy.topology) for m in moves)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class Kind(StrEnum):
     SYNC = "sync"
     PUBLISH = "publish"
     USAGE = "usage"
+    ACTIVATION = "activation"
+    ACTIVATION_GRADIENT = "activation_gradient"
 
 
 # Those that a strategy chooses a wire for: fields of Strategy, and of Transitions.
@@ -67,7 +69,7 @@ class Strategy:
         return transitions(self.placement, self.topology)
 
     def wire(self, kind: Kind) -> Wire:
-        return Wire() if kind is Kind.USAGE else getattr(self, kind.value)
+        return getattr(self, kind.value) if kind in WIRED else Wire()
 
     def codecs(self, trainable: bool) -> list[Codec]:
         """Those that encode parameters, or gradients if they are `trainable`, or have done so: parameters lie where

@@ -1,11 +1,13 @@
-"""A transfer: one collective of a step, and the bytes that it sends over each class of link."""
+"""A transfer: one collective of a step, or one message, and the bytes that it sends over each class of link."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from towpath.core.formats import NARROW, Codec, item_bytes
+from towpath.core.payload import Activation, Payload
 from towpath.core.route_bytes import Sent, sent_bytes
 from towpath.core.routes import (
     AllToAll,
@@ -28,17 +30,38 @@ Needs = dict[str, int]  # elements by dtype
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective of a step, on every group that runs it at once. `elements`: of one group's region."""
+    """One collective of a step, on every group that runs it at once; or one message of every pair of ranks.
+
+    `move` names ranks of `topology`, which lie on its nodes.
+    """
 
     kind: Kind
-    unit: str
-    bucket: str
+    payload: Payload
     move: Move
     wire: Wire
-    elements: int
-    dtype: str
     topology: Topology
     micro_step: int = 0
+
+    @property
+    def unit(self) -> str:
+        return self.payload.unit
+
+    @property
+    def bucket(self) -> str:
+        return self.payload.bucket
+
+    @property
+    def elements(self) -> int:
+        """Of one group's region, or of one message."""
+        return self.payload.elements
+
+    @property
+    def dtype(self) -> str:
+        return self.payload.dtype
+
+    def over(self, ranks: Sequence[int], topology: Topology) -> Transfer:
+        """The same in a larger job: what is rank i here is rank `ranks[i]` of `topology`."""
+        return replace(self, move=self.move.over(ranks), topology=topology)
 
     @property
     def grid(self) -> Grid:
@@ -53,6 +76,8 @@ class Transfer:
     @property
     def parts(self) -> int:
         """Into how many each slice is cut on its way."""
+        if self.move.op is Op.SEND:
+            return 1
         size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.wire.encoding)
         return parts_of(self.route, self.grid, size)
 
@@ -71,7 +96,18 @@ class Transfer:
         return self._sent.leaving[node]
 
     @property
+    def message_bytes(self) -> int:
+        """Of a message from one rank to another, as it travels."""
+        assert isinstance(self.payload, Activation)
+        item, codec, low_rank = item_bytes(self.dtype), self.wire.encoding, self.wire.low_rank
+        if low_rank is not None:
+            return low_rank.encoded_elements(self.payload.shape) * item
+        return codec.encoded_bytes(self.elements) if codec else self.elements * item
+
+    @property
     def _sent(self) -> Sent:
+        if self.move.op is Op.SEND:
+            return _sent_by_pairs(self.move, self.topology, self.message_bytes)
         item = item_bytes(self.dtype)
         return _sent_by_all(self.move, self.route, self.topology, self.parts, self.elements, item, self.wire.encoding)
 
@@ -84,6 +120,8 @@ class Transfer:
         """What one rank needs to receive in, beside the region."""
         if self.kind is Kind.USAGE:
             return {}
+        if self.move.op is Op.SEND:
+            return {"uint8": self.message_bytes}
         codec = self.wire.encoding
         own, sums = wire_elements(self.move.op, self.route, self.grid, self.parts, self.elements, codec)
         if codec is not None:
@@ -94,7 +132,15 @@ class Transfer:
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
-        """By hop: how many float32 of what the codec rounds away one rank keeps, to be added the next time."""
+        """By hop: how many float32 of what the codec rounds away one rank keeps, to be added the next time.
+
+        Of a message in low rank, also what its sender starts from.
+        """
+        if isinstance(self.payload, Activation):
+            feedback = self.wire.feedback == "first"
+            if self.wire.low_rank is not None:
+                return (self.wire.low_rank.kept_elements(self.payload.shape, feedback),)
+            return (self.elements,) if feedback else ()
         hops = hops_of(self.route, self.grid)
         if self.wire.encoding is None or self.move.op is Op.ALL_GATHER:
             return ()
@@ -106,8 +152,10 @@ class Transfer:
         return self if self.micro_step == number else replace(self, micro_step=number)
 
     def __str__(self) -> str:
-        where = f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
-        return f"{self.kind.value} of {where}, {self.move.op.value} over {self.move.members} ranks"
+        if self.move.op is Op.SEND:
+            pairs = ", ".join(f"{source} to {target}" for source, target in (g.ranks for g in self.move.groups))
+            return f"{self.kind.value} of {self.payload}, {self.move.op.value} from rank {pairs}"
+        return f"{self.kind.value} of {self.payload}, {self.move.op.value} over {self.move.members} ranks"
 
 
 @lru_cache(maxsize=1024)
@@ -136,6 +184,17 @@ def _sent_by_all(
         inside += sent.inside
         for node, nbytes in zip(nodes[:: grid.width], sent.leaving, strict=True):
             leaving[node] += nbytes
+    return Sent(inside, tuple(leaving))
+
+
+def _sent_by_pairs(move: Move, topology: Topology, message_bytes: int) -> Sent:
+    inside, leaving = 0, [0] * topology.nodes
+    for group in move.groups:
+        source, target = map(topology.node_of, group.ranks)
+        if source == target:
+            inside += message_bytes
+        else:
+            leaving[source] += message_bytes
     return Sent(inside, tuple(leaving))
 
 

@@ -13,6 +13,7 @@ each rank holds; a `Move` is one collective from one cut to another, over every 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -55,6 +56,16 @@ class Move:
     @property
     def members(self) -> int:
         return len(self.groups[0].ranks)
+
+    def over(self, ranks: Sequence[int]) -> Move:
+        """The same, where rank i is rank `ranks[i]` of a larger world."""
+        groups = (Group(tuple(ranks[r] for r in group.ranks), group.slots) for group in self.groups)
+        return Move(self.op, self.regions, tuple(groups))
+
+
+def send(pairs: Iterable[tuple[int, int]]) -> Move:
+    """One message from the first to the second rank of each pair, all at once."""
+    return Move(Op.SEND, 1, tuple(Group(pair, (0, 0)) for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from towpath.core.formats import Codec
+from towpath.core.low_rank import NAME as LOW_RANK
+from towpath.core.low_rank import LowRank
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Grid, Op, travelled
 from towpath.errors import StrategyError
 
@@ -17,9 +19,10 @@ class Wire:
     """`route`: 'flat' is the backend's own collective, the others are ours (`core/routes.py` lists them).
 
     `codec`: a `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none': as it is. A reduction is encoded by one-hop
-    or two-hop alone: a ring would round at every member. `feedback`: at which hop of a reduction what was rounded away
-    is kept, to be added the next time. `until`: the codec serves that many optimizer steps, then all travels as it is
-    (0: for ever). `served`: it has; parameters stay where its blocks had put them.
+    or two-hop alone: a ring would round at every member. What one rank sends to another may also be a `LowRank`
+    ('low-rank:16'). `feedback`: at which hop of a reduction, or ('first') by the sender, what was rounded away is kept,
+    to be added the next time. `until`: the codec serves that many optimizer steps, then all travels as it is (0: for
+    ever). `served`: it has; parameters stay where its blocks had put them.
     """
 
     route: str = "flat"
@@ -32,18 +35,19 @@ class Wire:
         if self.route not in ROUTES:
             raise StrategyError(f"Wire: unknown route {self.route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
-            object.__setattr__(self, "codec", Codec.parse(self.codec))
-        elif not isinstance(self.codec, (str, Codec)):
+            codec = LowRank if self.codec.startswith(LOW_RANK) else Codec
+            object.__setattr__(self, "codec", codec.parse(self.codec))
+        elif not isinstance(self.codec, (str, Codec, LowRank)):
             raise StrategyError(f"Wire: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
         if self.feedback not in FEEDBACK:
             raise StrategyError(f"Wire: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
-        if self.feedback != "none" and not isinstance(self.codec, Codec):
+        if self.feedback != "none" and self.codec == "none":
             raise StrategyError(f"Wire: feedback={self.feedback!r} without a codec: nothing is rounded away.")
-        if self.served and (not isinstance(self.codec, Codec) or self.until or self.feedback != "none"):
+        if self.served and (self.codec == "none" or self.until or self.feedback != "none"):
             raise StrategyError("Wire: served is for a codec that is no longer in use: without feedback= and until=.")
         if type(self.until) is not int or self.until < 0:
             raise StrategyError(f"Wire: until is a number of optimizer steps, or 0 for ever; got {self.until!r}.")
-        if self.until and not isinstance(self.codec, Codec):
+        if self.until and self.codec == "none":
             raise StrategyError(f"Wire: until={self.until} without a codec: there is nothing to end.")
 
     def at(self, step: int) -> Wire:
@@ -58,6 +62,10 @@ class Wire:
     def encoding(self) -> Codec | None:
         return self.codec if isinstance(self.codec, Codec) and not self.served else None
 
+    @property
+    def low_rank(self) -> LowRank | None:
+        return self.codec if isinstance(self.codec, LowRank) and not self.served else None
+
     def route_on(self, op: Op, grid: Grid) -> str:
         """The route that is taken there."""
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
@@ -66,6 +74,14 @@ class Wire:
 
     def check(self, op: Op, what: str) -> None:
         """Refuse what cannot be: a reduction over a route that would decode and encode at every member."""
+        if op is Op.SEND:
+            self._check_send(what)
+            return
+        if self.low_rank is not None:
+            raise StrategyError(
+                f"{what}: {self.codec} needs a matrix, as one rank sends it to another; an operation over a group "
+                f"({op.value}) moves ranges of a flat buffer. Take a codec of blocks, such as 'int8'."
+            )
         if self.encoding is None:
             return
         if op is not Op.ALL_GATHER and self.route not in ALL_TO_ALL:
@@ -78,7 +94,15 @@ class Wire:
                 f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed."
             )
 
+    def _check_send(self, what: str) -> None:
+        if self.route != "flat":
+            raise StrategyError(f"{what}: a message from one rank to another has no route; got {self.route!r}.")
+        if self.feedback not in ("none", "first"):
+            raise StrategyError(
+                f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
+            )
+
     def __str__(self) -> str:
-        codec = "" if self.encoding is None else f", {self.codec}"
+        codec = "" if self.encoding is None and self.low_rank is None else f", {self.codec}"
         kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
         return self.route + codec + kept + (f", for {self.until} steps" if self.until else "")

@@ -11,7 +11,7 @@ from towpath.collectives.workspace import WireBuffers, Workspace
 from towpath.core.journal import Journal
 from towpath.core.queues import QUEUES
 from towpath.core.schedule import UnitPlan, largest
-from towpath.core.strategy import Kind
+from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Needs
 from towpath.engine.bound import BoundTransfer
 from towpath.engine.record import Record, Waits
@@ -32,8 +32,7 @@ class Queues:
     def plan(self, plans: Iterable[UnitPlan]) -> None:
         """Transfers are those of `plans` from now on, and wire buffers as large as the largest of them needs."""
         plans = tuple(plans)
-        kinds = [kind for kind in QUEUES if kind is not Kind.USAGE]  # travels in a tensor of its own
-        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in kinds}
+        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WIRED}
         self._made_before = self.buffers_made
         self._buffers.clear()
         self._sizes.clear()
