@@ -1,0 +1,80 @@
+"""What a route keeps busy, and for how many rounds: against its messages, on every grid of up to 64 ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import product
+
+import pytest
+
+from towpath.core.move_shapes import move_shapes
+from towpath.core.placement import Placement, legal_extents
+from towpath.core.route_phases import phases
+from towpath.core.routes import ROUTES, Grid, Group, Op, sends
+from towpath.core.strategy import Kind
+from towpath.core.transitions import Move, everyone, transitions
+from towpath.topology.cluster import Topology
+
+MOST = 64
+GRIDS = [Grid(n, m) for n in range(1, MOST + 1) for m in range(1, MOST // n + 1) if n * m > 1]
+CUT = {"ho-ring": 4, "two-hop": 3}  # into so many parts
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_rounds_and_loads_are_those_of_the_messages(route: str) -> None:
+    for grid in GRIDS if route in ("hierarchical", "ho-ring") else GRIDS[::3]:
+        parts = 1 if grid.plain else CUT.get(route, 1)
+        members = grid.nodes * grid.width
+        group = Group(tuple(range(members)), tuple(range(members)))
+        nodes = [i // grid.width for i in range(members)]
+        for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+            leaving, inside, rounds = Counter[int](), Counter[int](), 0
+            for send in sends(op, route, group, nodes, parts):
+                one = 1 / send.parts
+                if nodes[send.source] == nodes[send.target]:
+                    inside[send.source] += one
+                else:
+                    leaving[nodes[send.source]] += one
+                rounds = max(rounds, send.until)
+
+            found = phases(op, route, grid, parts)
+
+            assert sum(p.rounds for p in found) == rounds, (op, grid)
+            assert sum(p.leaving for p in found) == pytest.approx(max(leaving.values(), default=0)), (op, grid)
+            assert sum(p.inside for p in found) == pytest.approx(max(inside.values(), default=0)), (op, grid)
+        assert phases(Op.ALL_REDUCE, route, grid, parts) == phases(op, route, grid, parts) + phases(
+            Op.ALL_GATHER, route, grid, parts
+        )
+
+
+def test_a_reduction_does_last_what_a_gather_does_first() -> None:
+    gather, reduction = (phases(op, "hierarchical", Grid(3, 4)) for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER))
+
+    assert [bool(p.leaving) for p in gather] == [True, False]
+    assert reduction == gather[::-1]
+    assert phases(Op.ALL_REDUCE, "hierarchical", Grid(3, 4)) == reduction + gather
+
+
+SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 8), (8, 1), (2, 2), (4, 2), (2, 6), (8, 4))]
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_shapes_of_moves_are_those_of_the_groups(topology: Topology) -> None:
+    legal = legal_extents(topology)
+    for p, g, o, copy in product(legal, legal, legal, [None, *legal]):
+        if p.divides(g) and g.divides(o) and (copy is None or copy.divides(p)):
+            placement = Placement(p, g, o, copy)
+            made = transitions(placement, topology)
+            for kind, found in move_shapes(placement, topology).items():
+                moves = everyone(topology) if kind is Kind.USAGE else getattr(made, kind.value)
+                assert [(s.op, s.regions, s.grid, s.stride) for s in found] == [shape_of(m, topology) for m in moves], (
+                    f"{kind} of {placement}"
+                )
+
+
+def shape_of(move: Move, topology: Topology) -> tuple[Op, int, Grid, int]:
+    ranks = move.groups[0].ranks
+    grid = Grid.of([topology.node_of(rank) for rank in ranks])
+    nodes = sorted({topology.node_of(rank) for rank in ranks})
+    stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
+    return move.op, move.regions, grid, stride
