@@ -513,7 +513,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-RARER = ("the whole, in place", "a part, wrapped")  # nearly as the one before each
+RARER = ("the whole, in place", "a part, wrapped", "a step")  # nearly as others
 
 
 @pytest.mark.compiles

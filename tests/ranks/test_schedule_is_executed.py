@@ -114,7 +114,7 @@ def _train(model: Any, micro_steps: int) -> None:
     model.zero_grad()
 
 
-@in_turn(range(PARTS), 2, "part")
+@in_turn(range(PARTS), 1, "part")
 @pytest.mark.parametrize(
     "precision", [towpath.Precision(), MIXED, NARROW], ids=["fp32", "bf16 with fp32 masters", "bf16, summed in fp32"]
 )

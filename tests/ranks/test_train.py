@@ -248,7 +248,7 @@ def test_recomputing_blocks_changes_no_bit(world: Worlds, config: Callable[..., 
 def test_compiled_blocks_train_alike(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float]
 ) -> None:
-    for found in world(4).run(_compiled, config(train={"compile": True, "checkpointing": True})):
+    for found in world(2).run(_compiled, config(train={"compile": True, "checkpointing": True}, strategy=_on(1, 2))):
         _near(found, alone)
 
 

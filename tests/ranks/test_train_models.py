@@ -80,10 +80,15 @@ TOLERANCE = {"gpt2": 1e-9, "ours": 1e-9, "llama": 2e-5}
     "kind, label",
     [
         ("llama", "paro-iig"),
-        ("gpt2", "zero3"),
         *(
             seldom(*case)
-            for case in (("llama", "zero3"), ("gpt2", "paro-iig"), ("ours", "zero3"), ("ours", "paro-iig"))
+            for case in (
+                ("llama", "zero3"),
+                ("gpt2", "zero3"),
+                ("gpt2", "paro-iig"),
+                ("ours", "zero3"),
+                ("ours", "paro-iig"),
+            )
         ),
     ],
 )
@@ -188,7 +193,7 @@ def _checkpointed_alike(config: ModelConfig) -> bool:
 @pytest.mark.compiles
 @pytest.mark.parametrize("order", [seldom("compiled"), seldom("compiled, checkpointed"), "checkpointed, compiled"])
 def test_compiled_blocks_share_one_graph_and_train_alike(world: Worlds, order: str) -> None:
-    for graphs, distance in world(4).run(_compiled_alike, order):
+    for graphs, distance in world(2).run(_compiled_alike, order):
         assert graphs == 1  # for ten blocks, two more than torch.compile makes graphs of one function
         assert distance <= 1e-12  # float64, and the compiler may reorder sums
 
@@ -207,7 +212,7 @@ def _compiled_alike(order: str) -> tuple[int, float]:
         for name in names:
             ways[name](built)
         torch.manual_seed(3)
-        model: Any = towpath.shard(built.model.double(), "zero3", topology=SHAPE)
+        model: Any = towpath.shard(built.model.double(), "zero3", topology=towpath.Topology(2, 1))
         with warnings.catch_warnings():
             # It looks at the .grad of a block's input, and hides the warning in a way that does not work for errors.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
