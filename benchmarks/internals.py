@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from towpath.core.actions import Compare, Deliver, Seal, Show
-from towpath.core.steady import steady_step
+from towpath.core.steady import Compute, steady_step
 from towpath.engine.bound import BoundTransfer
 
 
@@ -27,7 +27,7 @@ def communicate(model: Any) -> None:
     with torch.no_grad():
         for _, action in steady_step(engine.machine, [unit.plan.facts() for unit in engine.units], 1):
             # Nothing is computed: weights need not be shown, nor waited for before the gradients are there.
-            if not isinstance(action, (Show, Seal, Compare, Deliver)):
+            if not isinstance(action, (Compute, Show, Seal, Compare, Deliver)):
                 engine.carry_out([action])
         engine._abandon()  # forgets the gradients, which were nobody's
 

@@ -11,6 +11,7 @@
     ├── ConfigError          a configuration, model or data that `towpath train` cannot use
     ├── TrainError           a training run that cannot go on
     ├── CheckpointError      a checkpoint that cannot be written, read, or used for this model
+    ├── PlanError            no strategy fits
     └── LabError             the laboratory could not be raised, or lost a node
 
 Each message says what was got, what was expected and what to do. An `assert` is for our own bugs only.
@@ -61,6 +62,10 @@ class TrainError(TowpathError):
 
 class CheckpointError(TowpathError):
     """A checkpoint that cannot be written, is not what was written, or is of another model."""
+
+
+class PlanError(TowpathError):
+    """No strategy fits; the message says by how much, and what would."""
 
 
 class LabError(TowpathError):

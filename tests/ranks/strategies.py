@@ -4,14 +4,14 @@ mics weights=int8 gradients=int4."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 import towpath
 from towpath import Extent, Topology
+from towpath.core.placement import legal_placements
 from towpath.core.routes import ROUTES
 
 # Presets with codecs: what they train is near what one process trains, not equal to it (tests/ranks/test_codecs.py).
@@ -22,7 +22,10 @@ def labels(topology: Topology) -> list[str]:
     """Every preset; mics inside a node and across nodes; some over each route; every legal placement of Lins."""
     presets = [name for name in towpath.strategies() if name not in ("mics", "lins", *ROUNDING)]
     groups = {extent_label(g) for g in (Extent(topology.ranks_per_node), _spanning(topology))}
-    chains = [f"lins:{'|'.join(map(extent_label, chain))}" for chain in _chains(topology)]
+    chains = [
+        f"lins:{'|'.join(extent_label(extent) for _, extent in placement.extents())}"
+        for placement in sorted(legal_placements(topology), key=lambda p: [_order(e) for _, e in p.extents()])
+    ]
     routed = [f"zero3@{route}" for route in ROUTES if route != "flat"] + ["paro-iig@ring", "ddp@ho-ring", "ddp@two-hop"]
     return [*presets, *(f"mics:{group}" for group in sorted(groups)), *routed, *chains]
 
@@ -51,20 +54,14 @@ def extent_label(extent: Extent) -> str:
     return f"{extent.local}x{extent.nodes}"
 
 
+def _order(extent: Extent) -> tuple[int, int]:
+    return extent.nodes, extent.local
+
+
 def _spanning(topology: Topology) -> Extent:
     """The smallest extent of more than one node."""
     nodes = next(n for n in range(2, topology.nodes + 1) if topology.nodes % n == 0)
     return Extent(topology.ranks_per_node, nodes)
-
-
-def _chains(topology: Topology) -> Iterator[tuple[Extent, ...]]:
-    """P, G and OS, each dividing the next (Lins, section IV-B); an extent spans nodes when it fills the node."""
-    ranks, nodes = topology.ranks_per_node, topology.nodes
-    legal = [Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
-    legal += [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
-    for p, g, o in product(legal, repeat=3):
-        if p.divides(g) and g.divides(o):
-            yield p, g, o
 
 
 def in_turn(values: Sequence[Any], count: int, name: str = "label") -> Callable[[Any], Any]:

@@ -18,8 +18,9 @@ import towpath
 from towpath.cli import checkpoint, data, export, lab
 from towpath.cli.demo import demo
 from towpath.cli.output import Output
+from towpath.cli.plan import explain, plan, simulate
 from towpath.cli.train import train
-from towpath.errors import TowpathError, TrainError
+from towpath.errors import PlanError, TowpathError, TrainError
 
 _FAILED = 1
 _USAGE = 2
@@ -38,6 +39,9 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(train)
+app.command()(plan)
+app.command()(explain)
+app.command()(simulate)
 app.add_typer(data.app, name="data")
 app.add_typer(lab.app, name="lab")
 app.add_typer(checkpoint.app, name="checkpoint")
@@ -79,7 +83,7 @@ def main() -> None:
 def _run(arguments: list[str]) -> int:
     try:
         status: Any = app(arguments, standalone_mode=False)
-    except TrainError as error:
+    except (TrainError, PlanError) as error:
         return _complain(str(error), _FAILED)
     except TowpathError as error:
         return _complain(str(error))

@@ -96,6 +96,21 @@ def legal_extents(topology: Topology) -> list[Extent]:
     return local + [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
 
 
+def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placement]:
+    """Every placement: P divides G divides OS (Lins, section IV-B). `copies`: with each copy for the backward pass that
+    lies in fewer ranks than P, too."""
+    legal = legal_extents(topology)
+    found: list[Placement] = []
+    for o in legal:
+        for g in legal:
+            for p in legal if g.divides(o) else ():
+                if not p.divides(g):
+                    continue
+                smaller = [b for b in legal if b.divides(p) and b != p] if copies else []
+                found += [Placement(p, g, o, copy) for copy in (None, *smaller)]
+    return found
+
+
 def _broken_rule(extent: Extent, topology: Topology) -> str | None:
     if topology.ranks_per_node % extent.local:
         return f"its {extent.local} local ranks do not divide the node's {topology.ranks_per_node}"

@@ -129,6 +129,14 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     return replace(made, **(chosen | wires))
 
 
+def name_of(placement: Placement, topology: Topology) -> str:
+    """Of the preset that places like this by default; 'lins' if none does."""
+    for name in ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", *(n for n in strategies() if n.startswith("paro-"))):
+        if _PLACERS[name](topology) == placement:
+            return name
+    return "lins"
+
+
 def _placer(name: str) -> Callable[..., Placement]:
     if name not in _PLACERS:
         close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]

@@ -6,7 +6,7 @@ The step machine (`step.py`) says when they go; a schedule is the machine run ov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from towpath.core.formats import ENCODED, item_bytes
@@ -17,7 +17,7 @@ from towpath.core.queues import QUEUES, WAYS
 from towpath.core.steady import steady_tasks
 from towpath.core.step import UNITS_IN_FLIGHT
 from towpath.core.step_state import UnitFacts
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.core.transfer import Needs, Transfer
 from towpath.core.transitions import Cut, Move, everyone
 from towpath.core.units import BucketSpec, UnitSpec
@@ -236,30 +236,11 @@ class Schedule:
 
     def memory_bytes(self) -> dict[str, int]:
         """What one rank keeps between steps, by kind, before the optimizer's own states."""
-        total: Counter[str] = Counter()
-        for plan in self.plans:
-            for bucket in plan.buckets:
-                total.update(bucket.memory_bytes())
-        return dict(total)
+        return memory_bytes(self.plans)
 
     def buffer_bytes(self) -> dict[str, int]:
         """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
-        root = [p for p in self.plans if p.spec.kept]
-        others = [p for p in self.plans if not p.spec.kept]
-        ways = min(UNITS_IN_FLIGHT, len(others))
-        weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
-        # Each queue has room for what the largest of its transfers needs.
-        wires: dict[tuple[str, str], int] = {}
-        for kind in {t.kind for t in self.transfers} - {Kind.USAGE}:
-            for dtype, numel in largest(plan.wire_needs(kind) for plan in self.plans).items():
-                queue = (QUEUES[kind], dtype)
-                wires[queue] = max(wires.get(queue, 0), numel)
-        return {
-            "weight slots": weights,
-            "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
-            + sum(_bytes(p.gradient_needs) for p in root),
-            "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
-        }
+        return buffer_bytes(self.plans, {t.kind for t in self.transfers} - {Kind.USAGE})
 
     def __str__(self) -> str:
         """One line per kind of transfer."""
@@ -272,6 +253,33 @@ class Schedule:
                 lines.append(f"  {kind.value:<16} {len(mine):>6} {intra:>16,} {inter:>16,}")
         total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
         return "\n".join([*lines, f"  {'total':<16} {total}"])
+
+
+def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for plan in plans:
+        for bucket in plan.buckets:
+            total.update(bucket.memory_bytes())
+    return dict(total)
+
+
+def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> dict[str, int]:
+    root = [p for p in plans if p.spec.kept]
+    others = [p for p in plans if not p.spec.kept]
+    ways = min(UNITS_IN_FLIGHT, len(others))
+    weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
+    # Each queue has room for what the largest of its transfers needs.
+    wires: dict[tuple[str, str], int] = {}
+    for kind in kinds:
+        for dtype, numel in largest(plan.wire_needs(kind) for plan in plans).items():
+            queue = (QUEUES[kind], dtype)
+            wires[queue] = max(wires.get(queue, 0), numel)
+    return {
+        "weight slots": weights,
+        "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
+        + sum(_bytes(p.gradient_needs) for p in root),
+        "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
+    }
 
 
 def _bytes(needs: Needs) -> int:

@@ -3,54 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 
 from towpath.core.actions import Action, Submit, Task
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Pass, UnitFacts
 
 # In the first step the machine learns which unit follows which, in the forward and then in the backward pass.
-_STEPS_BEFORE = 2
+STEPS_BEFORE = 2
+
+
+class Part(StrEnum):
+    """The root holds the model's first and last layers, around all other units; these have one part in each pass."""
+
+    FORWARD = "forward"
+    FORWARD_END = "forward end"
+    BACKWARD = "backward"
+    BACKWARD_END = "backward end"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """What the thread that trains computes at this point."""
+
+    unit: int
+    part: Part
 
 
 def steady_tasks(facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Task]]:
     """What a machine submits in one optimizer step after others like it, and in which micro-step."""
+    machine = settled(facts)
+    for micro_step, action in steady_step(machine, facts, micro_steps):
+        if isinstance(action, Submit):
+            yield micro_step, action.task
+
+
+def settled(facts: Sequence[UnitFacts]) -> StepMachine:
+    """A machine at the beginning of a step, after others like it."""
     machine = StepMachine(facts)
-    for step in range(_STEPS_BEFORE + 1):
-        for micro_step, action in steady_step(machine, facts, micro_steps):
-            if step == _STEPS_BEFORE and isinstance(action, Submit):
-                yield micro_step, action.task
-        for index, unit in enumerate(facts):
-            if unit.trains:  # the optimizer writes it
-                machine.written(index)
+    for _ in range(STEPS_BEFORE):
+        for _ in steady_step(machine, facts, 1):
+            pass
+        write_all(machine, facts)
+    return machine
 
 
-def steady_step(machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Action]]:
-    """What the machine answers to each of its micro-steps."""
+def write_all(machine: StepMachine, facts: Sequence[UnitFacts]) -> None:
+    """The optimizer's step."""
+    for index, unit in enumerate(facts):
+        if unit.trains:
+            machine.written(index)
+
+
+def steady_step(
+    machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: int
+) -> Iterator[tuple[int, Action | Compute]]:
+    """What is computed in each of its micro-steps, and what the machine answers."""
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
         for action in _one_micro_step(machine, facts):
             yield micro_step, action
 
 
-def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action]:
-    """The root holds the model's first and last layers: the end of its pass is that of the whole backward pass."""
+def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action | Compute]:
+    """The end of the root's pass is that of the whole backward pass."""
     passes: list[Pass] = []
     root, *others = range(len(facts))
     for index in (root, *others):
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
         passes.append(machine.graph_made(index))
+        yield Compute(index, Part.FORWARD)
         if index != root:
             yield from machine.forward_ends(index, graph_follows=True)
+    yield Compute(root, Part.FORWARD_END)
     yield from machine.forward_ends(root, graph_follows=True)
     first, *rest = passes
     yield from machine.backward_begins(first)
+    yield Compute(root, Part.BACKWARD)
     yield from _gradients(machine, facts, root)
     for passed in reversed(rest):
         yield from machine.backward_begins(passed)
+        yield Compute(passed.unit, Part.BACKWARD)
         yield from _gradients(machine, facts, passed.unit)
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
+    yield Compute(root, Part.BACKWARD_END)
     yield from machine.backward_pass_ended()
     machine.micro_step_ended()
 

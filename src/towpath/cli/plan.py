@@ -1,0 +1,308 @@
+"""`towpath plan`, `explain` and `simulate`: which strategy for a model on a cluster, and why, without training."""
+
+from __future__ import annotations
+
+import json
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from towpath.core import presets
+from towpath.core.formats import CODECS
+from towpath.core.precision import Precision
+from towpath.core.strategy import Strategy
+from towpath.errors import ConfigError, PlanError
+from towpath.planner import cluster as clusters
+from towpath.planner import model as models
+from towpath.planner import tables
+from towpath.planner.cluster import GIB
+from towpath.planner.solver import Candidate, Found, Infeasible, Solver
+from towpath.planner.workload import OPTIMIZERS, Optimizer, Workload
+
+
+class Dtype(StrEnum):
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+_PRECISIONS = {Dtype.BF16: Precision("bfloat16", "bfloat16"), Dtype.FP32: Precision()}
+
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A name (llama-7b, gpt-8.3b, bert-10b, …), a config.json or its folder, a .toml."
+    ),
+]
+ClusterName = Annotated[
+    str, typer.Option("--cluster", metavar="NAME", help="A shipped one (p4d, ethernet-10g, …) or a .toml file.")
+]
+Nodes = Annotated[int | None, typer.Option(min=1, help="So many nodes, in place of what the cluster says.")]
+Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")]
+Memory = Annotated[float | None, typer.Option(min=0, help="GiB that a rank may hold, in place of the cluster's.")]
+Dtypes = Annotated[Dtype, typer.Option(help="What computes and travels; masters are fp32.")]
+OptimizerName = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
+MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences that a rank computes at once.")]
+MicroSteps = Annotated[int, typer.Option(min=1, help="Micro-steps of one optimizer step.")]
+Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+
+def plan(
+    model: ModelName,
+    cluster: ClusterName,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, over all ranks.")],
+    nodes: Nodes = None,
+    length: Length = None,
+    memory: Memory = None,
+    precision: Dtypes = Dtype.BF16,
+    optimizer: OptimizerName = "adamw",
+    micro_batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="May be given several times; else all that fit are tried.")
+    ] = None,
+    checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Else both are tried.")
+    ] = None,
+    allow: Annotated[str, typer.Option(metavar="CODECS", help="Such as int8,int4; else lossless.")] = "",
+    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 10,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The first one, as the TOML that `towpath train` takes.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rank every strategy for a model on a cluster: step time, memory, bytes.
+
+    Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64`
+
+    Considers every placement of parameters, gradients and optimizer states, every route, codecs where you allow them,
+    micro-batches, activation checkpointing. Needs no torch, no GPU, and no cluster. Exit code 1: nothing fits.
+    """
+    solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
+    codecs = _codecs(allow)
+    asked = Workload(
+        batch,
+        solver.workload.memory,
+        solver.workload.precision,
+        optimizer=solver.workload.optimizer,
+        weights=tuple(c for c in codecs if c != "int4"),
+        gradients=codecs,
+        micro_batches=tuple(micro_batch or ()),
+        checkpointing=checkpointing,
+    )
+    solver = Solver(solver.model, solver.cluster, asked)
+    began = time.monotonic()
+    found = solver.solve(best=top)
+    if isinstance(found, Infeasible):
+        raise PlanError(_what_would_fit(found, solver))
+    first = found.ranked[0]
+    if output is not None:
+        output.write_text(first.strategy.to_toml(), encoding="utf-8")
+    if as_json:
+        print(json.dumps(_found_as_json(found, solver), indent=2))
+        return
+    console = Console(width=100, highlight=False)
+    console.print(_heading(solver))
+    table = Table(*tables.HEADINGS, box=None, pad_edge=False)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for number, priced in enumerate(found.ranked, 1):
+        table.add_row(*tables.row(number, priced, solver))
+    console.print(table)
+    proven = "no other is quicker" if found.proven else "the others have lower bounds that were not replayed"
+    console.print(
+        f"{found.considered:,} considered, {found.fitting:,} fit into {solver.workload.memory / GIB:.1f} GiB a rank, "
+        f"{found.replayed} replayed; {proven}. {time.monotonic() - began:.1f} s.",
+        style="dim",
+    )
+    if output is not None:
+        settings = [f"strategy.name={output}", f"train.micro_batch={first.candidate.micro_batch}"]
+        settings += [f"train.checkpointing={str(first.candidate.checkpointing).lower()}"]
+        console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
+
+
+def explain(
+    first: Annotated[str, typer.Argument(metavar="A", help="A strategy: a preset, or a .toml file of `towpath plan`.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="As for `towpath plan`.")],
+    cluster: ClusterName,
+    micro_batch: MicroBatch = 1,
+    micro_steps: MicroSteps = 1,
+    checkpointing: Checkpointing = False,
+    nodes: Nodes = None,
+    length: Length = None,
+    memory: Memory = None,
+    precision: Dtypes = Dtype.BF16,
+    optimizer: OptimizerName = "adamw",
+    as_json: AsJson = False,
+) -> None:
+    """Say where the time of two strategies goes, transfer by transfer, and what decides between them.
+
+    Example: `towpath explain zero3 mics --model bert-10b --cluster p3dn --micro-batch 8 --micro-steps 4`
+    """
+    solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
+    sides = [_priced(name, solver, micro_batch, micro_steps, checkpointing) for name in (first, second)]
+    if as_json:
+        told = {"verdict": tables.verdict(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
+        print(json.dumps(told, indent=2))
+        return
+    console = Console(width=100, highlight=False)
+    console.print(_heading(solver))
+    table = Table("one optimizer step", *(tables.label(p.strategy) for p in sides), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
+    for cells in tables.comparison(sides, solver):
+        table.add_row(*cells)
+    console.print(table)
+    console.print(tables.verdict(sides, solver))
+
+
+def simulate(
+    strategy: Annotated[str, typer.Argument(metavar="STRATEGY", help="A preset, or a .toml file of `towpath plan`.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="As for `towpath plan`.")],
+    cluster: ClusterName,
+    micro_batch: MicroBatch = 1,
+    micro_steps: MicroSteps = 1,
+    checkpointing: Checkpointing = False,
+    nodes: Nodes = None,
+    length: Length = None,
+    memory: Memory = None,
+    precision: Dtypes = Dtype.BF16,
+    optimizer: OptimizerName = "adamw",
+    trace: Annotated[Path | None, typer.Option(help="Write the step there, for https://ui.perfetto.dev.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Replay one optimizer step on a described cluster, of up to thousands of ranks.
+
+    Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --trace step.json`
+    """
+    solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
+    priced = _priced(strategy, solver, micro_batch, micro_steps, checkpointing)
+    if trace is not None:
+        _write_trace(trace, solver, priced.strategy, priced.candidate)
+    if as_json:
+        print(json.dumps(tables.as_json(priced, solver), indent=2))
+        return
+    console = Console(width=100, highlight=False)
+    console.print(_heading(solver))
+    table = Table("one optimizer step", tables.label(priced.strategy), box=None, pad_edge=False)
+    table.columns[1].justify = "right"
+    table.add_row("P, G, OS", tables.extents(priced.strategy))
+    for cells in tables.comparison([priced], solver):
+        table.add_row(*cells)
+    console.print(table)
+    console.print(
+        f"{tables.tokens_per_second(priced, solver):,.0f} tokens/s, {tables.mfu(priced, solver):.1%} of the peak."
+    )
+    if trace is not None:
+        console.print(f"The step, for https://ui.perfetto.dev: {trace}", soft_wrap=True)
+
+
+def _solver(
+    model: str,
+    cluster: str,
+    nodes: int | None,
+    length: int | None,
+    memory: float | None,
+    precision: Dtype,
+    optimizer: str,
+    batch: int,
+) -> Solver:
+    found = clusters.load(cluster, nodes)
+    limit = found.memory if memory is None else int(memory * GIB)
+    asked = Workload(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
+    return Solver(models.describe(model, length), found, asked)
+
+
+def _codecs(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name.partition(":")[0] not in CODECS:
+            raise ConfigError(f"--allow {text}: {name!r} is no codec; expected some of {', '.join(CODECS)}.")
+    return names
+
+
+def _priced(name: str, solver: Solver, micro_batch: int, micro_steps: int, checkpointing: bool) -> Any:
+    made = strategy_named(name, solver)
+    candidate = Candidate(made.placement, "none", "none", micro_batch, micro_steps, checkpointing)
+    return solver.price_strategy(made, candidate)
+
+
+def strategy_named(name: str, solver: Solver) -> Strategy:
+    if not name.endswith(".toml"):
+        return presets.strategy(name, solver.cluster.topology)
+    try:
+        made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"strategy: cannot read {name}: {error}.") from None
+    if made.topology != solver.cluster.topology:
+        raise ConfigError(
+            f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
+            "--nodes, or plan anew."
+        )
+    return made
+
+
+def _heading(solver: Solver) -> str:
+    model, found, topology = solver.model, solver.cluster, solver.cluster.topology
+    links = found.hardware
+    return (
+        f"{model.name} ({model.parameters / 1e9:.3g} billion parameters, {model.length} tokens) on {found.name}: "
+        f" {topology.nodes} nodes × {topology.ranks_per_node} ranks, "
+        f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node"
+    )
+
+
+def _what_would_fit(found: Infeasible, solver: Solver) -> str:
+    memory = found.nearest.memory
+    part = max(memory, key=lambda name: memory[name])
+    needed = found.nearest.peak_bytes / GIB
+    hints = []
+    if part == "activations":
+        hints.append("a smaller micro-batch, or --checkpointing")
+    more = -(-found.nearest.peak_bytes // solver.workload.memory) * solver.cluster.topology.nodes
+    hints.append(f"more nodes (about --nodes {more})")
+    return (
+        f"nothing fits into {solver.workload.memory / GIB:.1f} GiB a rank: what comes nearest is "
+        f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
+        f"too many, most of it {part} ({memory[part] / GIB:.1f} GiB). What would help: {', or '.join(hints)}."
+    )
+
+
+def _found_as_json(found: Found, solver: Solver) -> dict[str, Any]:
+    return {
+        "model": solver.model.name,
+        "parameters": solver.model.parameters,
+        "cluster": solver.cluster.name,
+        "nodes": solver.cluster.topology.nodes,
+        "ranks_per_node": solver.cluster.topology.ranks_per_node,
+        "considered": found.considered,
+        "fitting": found.fitting,
+        "replayed": found.replayed,
+        "proven": found.proven,
+        "plans": [tables.as_json(priced, solver) for priced in found.ranked],
+    }
+
+
+def _write_trace(path: Path, solver: Solver, strategy: Strategy, candidate: Candidate) -> None:
+    from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+    from towpath.train.observe import perfetto
+
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--trace {path}: there is no folder {path.absolute().parent}.")
+    tracks = {"compute": COMPUTE, "waiting": WAITING}
+    intervals = [
+        Interval(
+            track=tracks.get(event.track, BETWEEN if event.crosses else INSIDE),
+            name=event.name,
+            start_seconds=event.start,
+            seconds=event.end - event.start,
+            args={"queue": event.track, "micro-step": event.micro_step},
+        )
+        for event in solver.timeline(strategy, candidate).events
+    ]
+    perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

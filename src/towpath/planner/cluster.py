@@ -1,0 +1,189 @@
+"""A cluster as the planner knows it, described in a TOML file: shipped ones by name, your own by its path.
+
+    nodes = 16
+    ranks_per_node = 8
+    memory = 80                     # GiB of each rank
+
+    [compute]
+    bfloat16 = 312                  # TFLOP/s at most, by dtype
+    float32 = 19.5
+    reached = 0.55                  # what share of it matrix products reach
+    memory = 1300                   # GB/s that a rank copies
+
+    [intra]                         # inside a node
+    gigabytes = 240                 # a second, of each rank, each way
+    latency = 8                     # microseconds
+
+    [inter]                         # between nodes
+    gigabits = 400                  # a second, of each node, each way
+    latency = 15
+
+    [racks]                         # if nodes of different racks share fewer links
+    nodes = 32
+    gigabits = 3200
+
+    [codecs]                        # 10⁹ elements a second that a rank encodes, and decodes; else as memory allows
+    int8 = [250, 300]
+
+`gigabits` and `gigabytes` are what one measures there, not what is printed on the cable.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from towpath.core.formats import CODECS, FLOATING
+from towpath.errors import ConfigError
+from towpath.sim.hardware import CodecSpeed, Hardware, Link, Racks
+from towpath.topology.cluster import Topology
+
+GIB = 1 << 30
+# A codec reads what it encodes and writes less, and the other way round: about as fast as an element is copied.
+_BYTES_OF_A_CODED_ELEMENT = 4.0
+
+_SHIPPED = "towpath.planner.clusters"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """`flops`: by dtype, what a rank reaches in matrix products; `peak`: what it is said to be able to, for MFU."""
+
+    name: str
+    hardware: Hardware
+    memory: int
+    peak: tuple[tuple[str, float], ...]
+    reached: float
+
+    @property
+    def topology(self) -> Topology:
+        return self.hardware.topology
+
+    def peak_of(self, dtype: str) -> float:
+        peaks = dict(self.peak)
+        if dtype not in peaks:
+            raise ConfigError(
+                f"cluster {self.name}: [compute] says nothing of {dtype}; it has {', '.join(peaks)}. Add a line "
+                f"'{dtype} = …' (TFLOP/s), or plan with --precision."
+            )
+        return peaks[dtype]
+
+    def flops_of(self, dtype: str) -> float:
+        return self.peak_of(dtype) * self.reached
+
+    def on(self, nodes: int) -> Cluster:
+        """The same with another number of nodes."""
+        topology = Topology(nodes, self.topology.ranks_per_node)
+        return replace(self, hardware=replace(self.hardware, topology=topology))
+
+
+def shipped() -> list[str]:
+    return sorted(f.name.removesuffix(".toml") for f in files(_SHIPPED).iterdir() if f.name.endswith(".toml"))
+
+
+def load(what: str | Path, nodes: int | None = None) -> Cluster:
+    """A shipped cluster by its name, or one from a file. `nodes`: so many of them, in place of what it says."""
+    if str(what) in shipped():
+        name, text = str(what), files(_SHIPPED).joinpath(f"{what}.toml").read_text(encoding="utf-8")
+    else:
+        path = Path(what)
+        if not path.is_file():
+            raise ConfigError(f"cluster {str(what)!r}: expected a .toml file, or one of {', '.join(shipped())}.")
+        try:
+            name, text = path.stem, path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cluster: cannot read {path}: {error}.") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster {what}: not TOML: {error}.") from None
+    found = from_table(name, table)
+    return found if nodes is None else found.on(nodes)
+
+
+def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
+    root = _Section(f"cluster {name}", "", dict(table))
+    topology = Topology(root.count("nodes"), root.count("ranks_per_node"))
+    memory = int(root.number("memory") * GIB)
+    compute, intra, inter = root.section("compute"), root.section("intra"), root.section("inter")
+    peak = tuple((dtype, compute.number(dtype) * 1e12) for dtype in FLOATING if dtype in compute.table)
+    if not peak:
+        raise ConfigError(f"cluster {name}: [compute] needs TFLOP/s of one dtype at least: {', '.join(FLOATING)}.")
+    copies = compute.number("memory") * 1e9
+    reached = compute.number("reached")
+    if reached > 1:
+        compute.refuse("reached", "a share from 0 to 1")
+    links = (
+        Link(intra.number("gigabytes") * 1e9, intra.number("latency") / 1e6),
+        Link(inter.number("gigabits") * 1e9 / 8, inter.number("latency") / 1e6),
+    )
+    racks = None
+    if "racks" in root.table:
+        section = root.section("racks")
+        racks = Racks(section.count("nodes"), section.number("gigabits") * 1e9 / 8)
+        section.end()
+    codecs = _codecs(root, copies)
+    for section in (compute, intra, inter, root):
+        section.end()
+    hardware = Hardware(topology, *links, memory_rate=copies, sum_rate=copies, codecs=codecs, racks=racks)
+    return Cluster(name, hardware, memory, peak, reached)
+
+
+def _codecs(root: _Section, copies: float) -> tuple[tuple[str, CodecSpeed], ...]:
+    usual = CodecSpeed(copies / _BYTES_OF_A_CODED_ELEMENT, copies / _BYTES_OF_A_CODED_ELEMENT)
+    speeds = dict.fromkeys(CODECS, usual)
+    if "codecs" in root.table:
+        section = root.section("codecs")
+        for codec in [codec for codec in CODECS if codec in section.table]:
+            pair = section.take(codec)
+            if not (isinstance(pair, list) and len(pair) == 2 and all(_is_positive(rate) for rate in pair)):
+                section.refuse(codec, "[encode, decode], in 10⁹ elements a second", pair)
+            speeds[codec] = CodecSpeed(pair[0] * 1e9, pair[1] * 1e9)
+        section.end()
+    return tuple(speeds.items())
+
+
+class _Section:
+    """A table of the file, whose keys are taken one by one; what is left at its end is unknown."""
+
+    def __init__(self, file: str, name: str, table: dict[str, Any]) -> None:
+        self._file, self._name, self.table = file, name, table
+
+    def take(self, key: str) -> Any:
+        return self.table.pop(key, None)
+
+    def number(self, key: str) -> float:
+        value = self.take(key)
+        if not _is_positive(value):
+            self.refuse(key, "a number above 0", value)
+        return float(value)
+
+    def count(self, key: str) -> int:
+        value = self.take(key)
+        if type(value) is not int or value < 1:
+            self.refuse(key, "a whole number of at least 1", value)
+        return value
+
+    def section(self, key: str) -> _Section:
+        value = self.take(key)
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self._file}: expected a section [{key}]; got {value!r}.")
+        return _Section(self._file, key, dict(value))
+
+    def refuse(self, key: str, expected: str, value: Any = None) -> None:
+        where = f"{self._name}.{key}" if self._name else key
+        got = "it is missing" if value is None else f"got {value!r}"
+        raise ConfigError(f"{self._file}: {where}: {got}; expected {expected}.")
+
+    def end(self) -> None:
+        if self.table:
+            where = f"[{self._name}] " if self._name else ""
+            raise ConfigError(f"{self._file}: {where}unknown key {next(iter(self.table))!r}.")
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < float("inf")

@@ -1,0 +1,245 @@
+"""A model as the planner knows it: units, and of each its parameters, its arithmetic, and what autograd keeps of it.
+
+Per token of a sequence of a given length: attention grows with it. FLOPs are those of matrix products, two for each
+multiplication and addition; attention's count whole, as everybody counts them, though half of them are masked.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from towpath.core.units import BucketSpec, UnitSpec, together
+from towpath.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """`flops`: of a token's forward pass. `kept`: elements per token that autograd keeps for the backward pass, and
+    `entering`: those of the unit's input, all that checkpointing keeps. `kept_fp32`: elements that are kept in fp32,
+    whatever computes. `modules`: how many blocks run in it."""
+
+    spec: UnitSpec
+    flops: float
+    kept: float
+    entering: float
+    kept_fp32: float = 0.0
+    modules: int = 1
+
+    @property
+    def numel(self) -> int:
+        return sum(sum(bucket.numels) for bucket in self.spec.buckets)
+
+
+@dataclass(frozen=True)
+class Model:
+    """`units`: the root's first, whose arithmetic is that of the model's end (the output layer)."""
+
+    name: str
+    length: int
+    units: tuple[Unit, ...]
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(unit.numel for unit in self.units)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of a token, forward and backward: three times the forward pass's. What is recomputed does not count."""
+        return 3 * sum(unit.flops for unit in self.units)
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    """The shape of a decoder or encoder of like blocks.
+
+    `gated`: three matrices in the feed-forward part (Llama), not two (GPT). `biases`: matrices and norms have them.
+    `positions`: learned ones.
+    """
+
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    hidden: int
+    kv_heads: int = 0  # 0: as many as heads
+    tied: bool = True
+    gated: bool = False
+    biases: bool = True
+    positions: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "width", "depth", "heads", "hidden"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"model: {name} = {value!r}: expected a whole number of at least 1.")
+        if self.width % self.heads:
+            raise ConfigError(f"model: width = {self.width}: expected a multiple of heads = {self.heads}.")
+
+    def model(self, name: str, length: int) -> Model:
+        if type(length) is not int or length < 1:
+            raise ConfigError(f"model: length = {length!r}: expected a whole number of at least 1.")
+        shared = self.width * (self.kv_heads or self.heads) // self.heads
+        block = self._block(shared, length)
+        numel = sum(block.spec.buckets[0].numels)
+        units = [self._root()]
+        for batch in together([numel] * self.depth):
+            units.append(_several(block, "blocks", batch))
+        return Model(name, length, tuple(units))
+
+    def _matrices(self, shared: int) -> list[tuple[int, int]]:
+        attention = [(self.width, self.width), (self.width, shared), (self.width, shared), (self.width, self.width)]
+        feed = [(self.width, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, self.width)]
+        return attention + feed
+
+    def _block(self, shared: int, length: int) -> Unit:
+        matrices = self._matrices(shared)
+        numels = [prod(shape) for shape in matrices]
+        numels += [out for _, out in matrices] if self.biases else []
+        numels += [self.width] * (4 if self.biases else 2)
+        attention = 4 * length * self.width  # scores, and their product with the values
+        # What the norms, projections, attention (which recomputes its scores) and activation functions read again.
+        kept = 4 * self.width + 2 * self.width + 2 * shared
+        kept += self.hidden * (4 if self.gated else 2)
+        return Unit(
+            UnitSpec("block", (BucketSpec(tuple(numels)),)),
+            2 * sum(map(prod, matrices)) + attention,
+            kept,
+            self.width,
+            kept_fp32=self.heads + 2,  # of attention one number for each head, of each norm one
+        )
+
+    def _root(self) -> Unit:
+        numels = [self.vocabulary * self.width]
+        numels += [self.positions * self.width] if self.positions else []
+        numels += [self.width] * (2 if self.biases else 1)
+        numels += [] if self.tied else [self.vocabulary * self.width]
+        return Unit(
+            UnitSpec("", (BucketSpec(tuple(numels)),), kept=True),
+            2.0 * self.vocabulary * self.width,
+            2 * self.width + self.vocabulary,
+            0,
+            kept_fp32=self.vocabulary,  # the loss
+        )
+
+
+def _several(block: Unit, name: str, batch: list[int]) -> Unit:
+    """Small neighbours travel together, as `shard()` joins them."""
+    first, last = batch[0], batch[-1]
+    label = f"{name}.{first}" if first == last else f"{name}.{first}..{name}.{last}"
+    count = len(batch)
+    (bucket,) = block.spec.buckets
+    spec = UnitSpec(label, (replace(bucket, numels=bucket.numels * count),))
+    return Unit(
+        spec, block.flops * count, block.kept * count, block.entering * count, block.kept_fp32 * count, modules=count
+    )
+
+
+def _llama(width: int, depth: int, heads: int, hidden: int, vocabulary: int = 32000) -> Transformer:
+    return Transformer(vocabulary, width, depth, heads, hidden, tied=False, gated=True, biases=False)
+
+
+def _gpt(width: int, depth: int, heads: int, vocabulary: int = 51200, positions: int = 1024) -> Transformer:
+    return Transformer(vocabulary, width, depth, heads, 4 * width, positions=positions)
+
+
+def _bert(width: int, depth: int, heads: int = 40) -> Transformer:
+    return Transformer(32008, width, depth, heads, 4 * width, positions=512)
+
+
+# The models of the papers, and the length of their sequences there. Of ZeRO++ only sizes are printed; its shapes are
+# the usual ones of that size.
+MODELS: dict[str, tuple[Transformer, int]] = {
+    "llama-7b": (_llama(4096, 32, 32, 11008), 4096),
+    "llama-13b": (_llama(5120, 40, 40, 13824), 4096),
+    "llama-30b": (_llama(6656, 60, 52, 17920), 4096),
+    "llama-65b": (_llama(8192, 80, 64, 22016), 4096),
+    "bert-10b": (_bert(2560, 127), 512),
+    "bert-15b": (_bert(2560, 190), 512),
+    "bert-20b": (_bert(5120, 64), 512),
+    "bert-50b": (_bert(8192, 62, heads=64), 512),  # 40 are printed, which do not divide it
+    "gpt-2.5b": (_gpt(1920, 52, 20), 1024),
+    "gpt-8.3b": (_gpt(3072, 72, 24), 1024),
+    "gpt-9.2b": (_gpt(3072, 80, 24), 1024),
+    "gpt-18b": (_gpt(6144, 40, 48, positions=2048), 2048),
+    "gpt-100b": (_gpt(12288, 55, 96, positions=2048), 2048),
+    "gpt-138b": (_gpt(12288, 76, 96, positions=2048), 2048),
+}
+
+_EXPECTED = f"a name ({', '.join(MODELS)}), a Hugging Face config.json or its folder, or a .toml file"
+
+
+def describe(what: str | Path, length: int | None = None) -> Model:
+    """From a short name, a `config.json` of transformers (or its folder), or a TOML file of a `Transformer`'s fields.
+
+    `length`: of a sequence, in tokens.
+    """
+    if str(what) in MODELS:
+        shape, usual = MODELS[str(what)]
+        return shape.model(str(what), length or usual)
+    path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ConfigError(f"model {str(what)!r}: expected {_EXPECTED}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        table: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {path}: {error}.") from None
+    usual = table.pop("length", None) if path.suffix == ".toml" else None
+    shape = _from_config(table, path) if path.suffix == ".json" else _from_table(table, path)
+    length = length or usual or shape.positions or table.get("max_position_embeddings")
+    if not length:
+        raise ConfigError(f"model: {path} does not say how long its sequences are: pass length=, or --length.")
+    return shape.model(path.stem if path.suffix == ".toml" else path.parent.name or "model", length)
+
+
+def _from_table(table: Mapping[str, Any], path: Path) -> Transformer:
+    known = {f.name: f for f in fields(Transformer)}
+    if unknown := set(table) - set(known):
+        raise ConfigError(f"model: {path}: unknown key {sorted(unknown)[0]!r}; it takes length, {', '.join(known)}.")
+    for name in ("vocabulary", "width", "depth", "heads", "hidden"):
+        if name not in table:
+            raise ConfigError(f"model: {path}: {name} is missing; expected a whole number of at least 1.")
+    return Transformer(**table)
+
+
+# What each kind of model calls the same thing, in the order in which it is looked for.
+_NAMES = {
+    "vocabulary": ("vocab_size",),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "depth": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "hidden": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+}
+_LIKE_GPT = ("gpt2", "gpt_neox", "gptj", "bert", "roberta", "opt", "bloom", "gpt_neo", "gpt_bigcode", "xlm-roberta")
+
+
+def _from_config(config: Mapping[str, Any], path: Path) -> Transformer:
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, Mapping) else config
+    kind = str(config.get("model_type", ""))
+    found: dict[str, int] = {}
+    for name, theirs in _NAMES.items():
+        value = next((config[key] for key in theirs if config.get(key)), None)
+        if value is None and name == "hidden":
+            value = 4 * found["width"]
+        if value is None:
+            raise ConfigError(f"model: {path} has no {' or '.join(theirs)}: it is of no kind that is known here.")
+        found[name] = value
+    plain = kind in _LIKE_GPT
+    learned = plain and kind not in ("gpt_neox", "gptj", "bloom")
+    positions = config.get("n_positions") or config.get("max_position_embeddings") or 0
+    return Transformer(
+        **found,
+        kv_heads=config.get("num_key_value_heads") or 0,
+        tied=bool(config.get("tie_word_embeddings", plain)),
+        gated=not plain,
+        biases=plain,
+        positions=positions if learned else 0,
+    )

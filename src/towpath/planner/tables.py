@@ -1,0 +1,132 @@
+"""What was planned, in rows for people and as data for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from towpath.core.strategy import WIRED, Kind, Strategy
+from towpath.planner.cluster import GIB
+from towpath.planner.solver import Priced, Solver
+
+HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
+
+
+def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
+    candidate = priced.candidate
+    again = ", recomputed" if candidate.checkpointing else ""
+    return (
+        str(number),
+        label(priced.strategy),
+        extents(priced.strategy),
+        f"{candidate.micro_batch} × {candidate.micro_steps}{again}",
+        seconds(priced.seconds),
+        f"{tokens_per_second(priced, solver):,.0f}",
+        f"{mfu(priced, solver):.1%}",
+        f"{priced.peak_bytes / GIB:.1f}",
+        f"{priced.inter_bytes / solver.cluster.topology.nodes / 1e9:.3g}",
+        f"{sum(priced.exposed.values()) / priced.seconds:.0%}",
+    )
+
+
+def label(strategy: Strategy) -> str:
+    """The name, and what is special: codecs, and a copy for the backward pass."""
+    codecs = dict.fromkeys(str(w.encoding.name) for k in WIRED if (w := strategy.wire(k)).encoding is not None)
+    return " ".join([strategy.name, *codecs])
+
+
+def extents(strategy: Strategy) -> str:
+    place = strategy.placement
+    words = f"{place.params}, {place.grads}, {place.optimizer}"
+    return words if place.backward_params is None else f"{words}; copy {place.backward_params}"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def tokens_per_second(priced: Priced, solver: Solver) -> float:
+    sequences = priced.candidate.micro_batch * priced.candidate.micro_steps * solver.cluster.topology.world
+    return sequences * solver.model.length / priced.seconds
+
+
+def mfu(priced: Priced, solver: Solver) -> float:
+    """Model-FLOPs utilisation: of what all ranks could compute, the share that goes into the model."""
+    peak = solver.cluster.peak_of(solver.workload.precision.compute_dtype(solver.workload.own))
+    return tokens_per_second(priced, solver) * solver.model.flops / (peak * solver.cluster.topology.world)
+
+
+def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
+    return {
+        "strategy": priced.strategy.name,
+        "toml": priced.strategy.to_toml(),
+        "placement": {name: [e.local, e.nodes] for name, e in priced.strategy.placement.extents()},
+        "wires": {k.value: str(priced.strategy.wire(k)) for k in WIRED if getattr(priced.strategy.moves, k.value)},
+        "micro_batch": priced.candidate.micro_batch,
+        "micro_steps": priced.candidate.micro_steps,
+        "checkpointing": priced.candidate.checkpointing,
+        "seconds": priced.seconds,
+        "tokens_per_second": tokens_per_second(priced, solver),
+        "mfu": mfu(priced, solver),
+        "memory_bytes": priced.memory,
+        "peak_bytes": priced.peak_bytes,
+        "margin_bytes": solver.workload.memory - priced.peak_bytes,
+        "inter_bytes": priced.inter_bytes,
+        "intra_bytes": priced.intra_bytes,
+        "exposed_seconds": {kind.value: found for kind, found in priced.exposed.items()},
+        "in_flight_seconds": {kind.value: found for kind, found in priced.in_flight.items()},
+    }
+
+
+def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]:
+    """What each strategy does, kind by kind and part by part: its name first, then a cell for each side."""
+    nodes, rows = solver.cluster.topology.nodes, list[tuple[str, ...]]()
+
+    def add(name: str, cells: Sequence[str]) -> None:
+        rows.append((name, *cells))
+
+    add("step", [seconds(p.seconds) for p in sides])
+    add("  computing", [seconds(p.computing) for p in sides])
+    for kind in Kind:
+        if any(kind in p.in_flight for p in sides):
+            add(
+                f"  {kind.value}",
+                [
+                    f"{seconds(p.in_flight[kind])} in flight, {seconds(p.exposed.get(kind, 0.0))} exposed"
+                    if kind in p.in_flight
+                    else "–"
+                    for p in sides
+                ],
+            )
+    add("GB out of a node", [f"{p.inter_bytes / nodes / 1e9:.4g}" for p in sides])
+    add("GB inside a node", [f"{p.intra_bytes / nodes / 1e9:.4g}" for p in sides])
+    add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in sides])
+    for part in dict.fromkeys(part for p in sides for part, size in p.memory.items() if size):
+        add(f"  {part}", [f"{p.memory.get(part, 0) / GIB:.2f}" for p in sides])
+    return rows
+
+
+def verdict(sides: Sequence[Priced], solver: Solver) -> str:
+    """One sentence: what decides between the first and the second."""
+    first, second = sides
+    limit = solver.workload.memory
+    for one, other in ((first, second), (second, first)):
+        if other.peak_bytes > limit >= one.peak_bytes:
+            over = (other.peak_bytes - limit) / GIB
+            part = max(other.memory, key=lambda name: other.memory[name])
+            return (
+                f"{other.strategy.name} does not fit: {over:.2f} GiB more than the {limit / GIB:.1f} GiB of a rank, "
+                f"most of it {part} ({other.memory[part] / GIB:.2f} GiB)."
+            )
+    if min(first.peak_bytes, second.peak_bytes) > limit:
+        return f"Neither fits into the {limit / GIB:.1f} GiB of a rank."
+    quicker, slower = (first, second) if first.seconds <= second.seconds else (second, first)
+    if slower.seconds - quicker.seconds < 0.005 * quicker.seconds:
+        return "They take the same time, within half a percent."
+    kinds = set(quicker.exposed) | set(slower.exposed)
+    gain = {k: slower.exposed.get(k, 0.0) - quicker.exposed.get(k, 0.0) for k in kinds}
+    most = max(gain, key=lambda kind: gain[kind], default=None)
+    why = ""
+    if most is not None and gain[most] > 0:
+        why = f": it waits {seconds(gain[most])} less for {most.value} in a step"
+    return f"{quicker.strategy.name} is {slower.seconds / quicker.seconds:.2f} times as fast{why}."

@@ -1,0 +1,81 @@
+"""Things that go on at the same time, each as fast as what it shares with the others lets it.
+
+Nobody waits in a line: whatever needs a resource gets an even share of it, and what one cannot use the others get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_TINY = 1e-12
+_ROUNDS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """`seconds`: what it takes alone, at least; `needs`: how much of each resource it uses up meanwhile."""
+
+    seconds: float
+    needs: Mapping[str, float]
+    left: float = 1.0  # of it
+    rate: float = 0.0  # of it, a second
+
+
+class Fluid:
+    """`capacities`: by resource, how much of it there is a second."""
+
+    def __init__(self, capacities: Mapping[str, float]) -> None:
+        self._capacities = dict(capacities)
+        self.flows: list[Flow] = []
+        self.now = 0.0
+
+    def alone(self, needs: Mapping[str, float]) -> float:
+        """Seconds that so much takes if nothing else goes on."""
+        return max((amount / self._capacities[name] for name, amount in needs.items() if amount), default=0.0)
+
+    def start(self, flow: Flow) -> None:
+        self.flows.append(flow)
+        self._share_out()
+
+    def advance(self) -> list[Flow]:
+        """To the next moment at which something ends: what does."""
+        seconds = min(f.left / f.rate for f in self.flows)
+        self.now += seconds
+        ended: list[Flow] = []
+        for flow in self.flows:
+            flow.left -= seconds * flow.rate
+            if flow.left <= _TINY:
+                ended.append(flow)
+        self.flows = [flow for flow in self.flows if flow not in ended]
+        self._share_out()
+        return ended
+
+    def _share_out(self) -> None:
+        """What a flow wants of a resource is what the others let it use: settled by going round them a few times."""
+        limits: dict[Flow, dict[str, float]] = {flow: {} for flow in self.flows}
+        users = {name: [f for f in self.flows if f.needs.get(name)] for name in self._capacities}
+        shared = {name: found for name, found in users.items() if found}
+        for number in range(_ROUNDS):
+            for name, found in shared.items():
+                wants = {flow: flow.needs[name] * _limit(flow, limits[flow], but=name) for flow in found}
+                for flow, share in _shares(self._capacities[name], wants).items():
+                    # Until the last round a flow may come to want more than it does.
+                    given = share if number < _ROUNDS - 1 else min(share, wants[flow])
+                    limits[flow][name] = given / flow.needs[name]
+        for flow in self.flows:
+            flow.rate = _limit(flow, limits[flow])
+
+
+def _limit(flow: Flow, limits: Mapping[str, float], but: str = "") -> float:
+    return min([1 / flow.seconds, *(limit for name, limit in limits.items() if name != but)])
+
+
+def _shares(capacity: float, wants: Mapping[Flow, float]) -> dict[Flow, float]:
+    """As much as each may have: an even share, and an even share of what others do not want of theirs."""
+    shares: dict[Flow, float] = {}
+    left, count = capacity, len(wants)
+    for flow, want in sorted(wants.items(), key=lambda item: item[1]):
+        shares[flow] = left / count
+        left, count = left - min(want, shares[flow]), count - 1
+    return shares

@@ -1,0 +1,75 @@
+"""What the simulated cluster can do: links, memory, processors, kernels. All ranks are alike, and all nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from towpath.topology.cluster import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """`rate`: bytes a second, each way: of a node's cable, or of what one rank sends inside its node.
+
+    `latency`: seconds from the start of a message to its first byte. `work`: seconds of a processor core that each byte
+    takes, at both ends together, where processors move it.
+    """
+
+    rate: float
+    latency: float
+    work: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Racks:
+    """A third level of links: `nodes` nodes behind one that carries `rate` bytes a second, each way."""
+
+    nodes: int
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class CodecSpeed:
+    """Elements a second that one rank encodes, and decodes."""
+
+    encode: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """`memory_rate`: bytes a second that one rank copies. `sum_rate`: bytes a second that it adds to others.
+
+    `cores`: processor cores that compute, move bytes and encode, for `ranks_sharing` ranks together; None: each rank
+    has a device that computes, and what moves bytes takes nothing from it.
+    """
+
+    topology: Topology
+    intra: Link
+    inter: Link
+    memory_rate: float
+    sum_rate: float
+    codecs: tuple[tuple[str, CodecSpeed], ...] = ()
+    racks: Racks | None = None
+    cores: float | None = None
+    ranks_sharing: int = 1
+
+    @property
+    def capacities(self) -> dict[str, float]:
+        """Of what is shared. Seconds of computation are counted in ranks: each has one device or its share of cores."""
+        found = {CABLE: self.inter.rate, INSIDE: self.intra.rate}
+        if self.racks is not None:
+            found[SPINE] = self.racks.rate
+        found[PROCESSOR] = 1.0 if self.cores is None else self.cores
+        return found
+
+    def codec_speed(self, name: str) -> CodecSpeed | None:
+        return dict(self.codecs).get(name)
+
+    def processor(self, seconds: float) -> float:
+        """What `seconds` of one rank's computing take of the processor, when all ranks that share it do the same."""
+        return seconds * (1 if self.cores is None else self.ranks_sharing)
+
+
+# What things that go on at the same time share, as far as one node, or one rank, is concerned.
+CABLE, INSIDE, SPINE, PROCESSOR = "cable", "inside", "spine", "processor"

@@ -1,0 +1,156 @@
+"""What a transfer needs, phase by phase: of the cable, of the links inside its node, of the processor.
+
+A phase is what one rank and its node have to do; all others do the same at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from towpath.core.formats import Codec, item_bytes
+from towpath.core.move_shapes import MoveShape
+from towpath.core.payload import Activation
+from towpath.core.route_phases import Phase, phases
+from towpath.core.routes import Grid, Op, hops_of, parts_of, slice_bytes
+from towpath.core.transfer import Transfer
+from towpath.core.wire import Wire
+from towpath.errors import StrategyError
+from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """`seconds`: what it takes beside what its needs take, such as the latencies of its messages.
+
+    `codec`: what encodes or decodes; '' for what moves.
+    """
+
+    seconds: float
+    needs: Mapping[str, float]
+    codec: str = ""
+
+    @property
+    def crosses(self) -> bool:
+        return bool(self.needs.get(CABLE))
+
+
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """A transfer, as far as its cost goes: what its groups look like, and how much goes by which route.
+
+    `slice_bytes`: of one member's slice, or of the message, as it travels; `stride`: a group's nodes are so far apart.
+    """
+
+    op: Op
+    grid: Grid
+    stride: int
+    route: str
+    parts: int
+    elements: int
+    slice_bytes: float
+    codec: Codec | None
+
+    @property
+    def members(self) -> int:
+        return self.grid.nodes * self.grid.width
+
+    @staticmethod
+    def of(transfer: Transfer) -> Travel:
+        move, grid, codec = transfer.move, transfer.grid, transfer.wire.encoding
+        nodes = [transfer.topology.node_of(rank) for rank in move.groups[0].ranks[:: grid.width]]
+        stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
+        if isinstance(transfer.payload, Activation):
+            size = transfer.message_bytes
+        else:
+            size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
+        return Travel(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
+
+    @staticmethod
+    def along(shape: MoveShape, wire: Wire, numel: int, dtype: str) -> Travel:
+        """Of a buffer of `numel`, without its ranks."""
+        elements, codec = numel // shape.regions, wire.encoding
+        route = wire.route_on(shape.op, shape.grid)
+        size = slice_bytes(elements, shape.members, item_bytes(dtype), codec)
+        parts = parts_of(route, shape.grid, size)
+        return Travel(shape.op, shape.grid, shape.stride, route, parts, elements, size, codec)
+
+
+def loads_of(travel: Travel, hardware: Hardware) -> tuple[Load, ...]:
+    """In their order."""
+    return tuple(load for load in _loads(travel, hardware) if load.seconds or any(load.needs.values()))
+
+
+def _loads(travel: Travel, hardware: Hardware) -> Iterator[Load]:
+    moves = [_moved(travel, p, hardware) for p in phases(travel.op, travel.route, travel.grid, travel.parts)]
+    if travel.codec is None:
+        yield from moves
+        return
+    # What is encoded or decoded comes before, between and after what moves.
+    before, *between, after = _coded(travel, travel.codec, hardware)
+    yield before
+    for index, load in enumerate(moves):
+        yield load
+        if index < len(between) and index < len(moves) - 1:
+            yield between[index]
+    yield after
+
+
+def _moved(travel: Travel, phase: Phase, hardware: Hardware) -> Load:
+    """The messages of one phase. A reduction adds what arrives."""
+    op, grid = travel.op, travel.grid
+    groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
+    cable, inside = phase.leaving * travel.slice_bytes * groups, phase.inside * travel.slice_bytes
+    latency = max(hardware.inter.latency if phase.leaving else 0.0, hardware.intra.latency if phase.inside else 0.0)
+    nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
+    work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
+    if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and travel.codec is None:
+        received = (phase.leaving / grid.width + phase.inside) * travel.slice_bytes
+        work += hardware.processor(received / hardware.sum_rate)
+    needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
+    if hardware.racks is not None:
+        needs[SPINE] = cable * _share_leaving_racks(travel, hardware)
+    return Load(phase.rounds * latency, {name: amount for name, amount in needs.items() if amount})
+
+
+def _share_leaving_racks(travel: Travel, hardware: Hardware) -> float:
+    """How many cables' worth leaves a rack."""
+    assert hardware.racks is not None
+    size, nodes = hardware.racks.nodes, travel.grid.nodes
+    together = max(1, min(nodes, size // travel.stride))  # of a group's nodes, in one rack
+    if together == nodes:
+        return 0.0
+    if hops_of(travel.route, travel.grid):  # straight to each of them
+        return size * (nodes - together) / (nodes - 1)
+    return size / together  # of a ring's nodes in a rack, the last one sends out of it
+
+
+def _coded(travel: Travel, codec: Codec, hardware: Hardware) -> Iterator[Load]:
+    """Encoding and decoding, around and between hops; what arrives is decoded and summed."""
+    speed = hardware.codec_speed(codec.name)
+    if speed is None:
+        known = ", ".join(name for name, _ in hardware.codecs) or "none"
+        raise StrategyError(
+            f"the cluster's description has no speed of the codec {codec.name}; it has {known}. Probe the cluster with "
+            "it, or describe it under [codecs]."
+        )
+
+    def load(encoded: float, decoded: float) -> Load:
+        seconds = encoded / speed.encode + decoded / speed.decode
+        return Load(0.0, {PROCESSOR: hardware.processor(seconds)}, str(codec))
+
+    elements = travel.elements
+    if travel.op in (Op.ALL_GATHER, Op.SEND):
+        yield load(elements / travel.members if travel.op is Op.ALL_GATHER else elements, 0)
+        yield load(0, elements)
+        return
+    hops = hops_of(travel.route, travel.grid) or (travel.members,)
+    carried = float(elements)
+    yield load(carried, 0)
+    for hop, size in enumerate(hops):
+        last = hop == len(hops) - 1
+        again = not (last and travel.op is Op.REDUCE_SCATTER)
+        yield load(carried / size if again else 0.0, carried)
+        carried /= size
+    if travel.op is Op.ALL_REDUCE:
+        yield load(0, elements)  # what the gather after it brought

@@ -1,0 +1,279 @@
+"""The planner: models and clusters as numbers, and the best of all strategies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from towpath.core.placement import legal_placements
+from towpath.core.precision import Precision
+from towpath.core.schedule import schedule
+from towpath.errors import ConfigError
+from towpath.planner import cluster as clusters
+from towpath.planner.cluster import Cluster, shipped
+from towpath.planner.memory import peak_bytes
+from towpath.planner.model import MODELS, Model, Transformer, describe
+from towpath.planner.solver import Found, Infeasible, Solver
+from towpath.planner.workload import Optimizer, Workload
+
+SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
+ADAMW = Optimizer.named("adamw")
+
+
+def small_cluster(nodes: int = 2, ranks: int = 2, inter: float = 10.0, memory: float = 8.0) -> Cluster:
+    table = {
+        "nodes": nodes,
+        "ranks_per_node": ranks,
+        "memory": memory,
+        "compute": {"bfloat16": 50, "float32": 25, "reached": 0.5, "memory": 400},
+        "intra": {"gigabytes": 20, "latency": 5},
+        "inter": {"gigabits": inter, "latency": 30},
+    }
+    return clusters.from_table("small", table)
+
+
+def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
+    asked = Workload(batch, cluster.memory, **options)
+    return Solver(SMALL.model("small", 256), cluster, asked)
+
+
+# --- models ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, billions",
+    [("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-30b", 32.53), ("llama-65b", 65.29), ("gpt-8.3b", 8.3)],
+)
+def test_models_of_the_papers_have_the_parameters_they_are_known_for(name: str, billions: float) -> None:
+    assert describe(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
+
+
+def test_every_name_gives_a_model_near_its_size() -> None:
+    for name in MODELS:
+        size = float(name.partition("-")[2].removesuffix("b")) * 1e9
+        assert describe(name).parameters == pytest.approx(size, rel=0.1), name
+
+
+def config(folder: Path, kind: str, **values: object) -> Path:
+    file = folder / "config.json"
+    file.write_text(json.dumps({"model_type": kind, **values}))
+    return file
+
+
+LLAMA = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 176,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+GPT2 = {"vocab_size": 320, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
+
+
+@pytest.mark.parametrize("kind, values", [("llama", LLAMA), ("gpt2", GPT2)])
+def test_a_configuration_has_the_parameters_of_the_model_it_makes(
+    kind: str, values: dict[str, object], tmp_path: Path
+) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = config(tmp_path, kind, **values)
+    with torch.device("meta"):
+        live = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
+
+    found = describe(file)
+
+    assert found.parameters == sum(p.numel() for p in live.parameters())
+    assert found.length == 128
+
+
+def test_a_file_of_ones_own_may_say_what_the_model_is(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text("length = 256\nvocabulary = 512\nwidth = 1024\ndepth = 6\nheads = 8\nhidden = 4096\n")
+
+    assert describe(file) == SMALL.model("mine", 256)
+    assert describe(file, length=512).length == 512
+
+
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("width = 64", "vocabulary is missing"),
+        ("vocabulary = 1\nwidth = 64\ndepth = 2\nheads = 3\nhidden = 1\nlength = 1", "a multiple of heads = 3"),
+        ("vocabulary = 1\nwidth = 64\ndepth = 2\nheads = 2\nhidden = 1", "how long its sequences are"),
+        ("wide = 64", "unknown key 'wide'"),
+        ("width =", "cannot read"),
+    ],
+)
+def test_what_is_wrong_with_a_model_file_is_said(text: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        describe(file)
+
+
+def test_an_unknown_model_names_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"llama-7b.*config\.json"):
+        describe("llama-8b")
+
+
+# --- clusters --------------------------------------------------------------------------------------------------------
+
+
+def test_every_shipped_cluster_loads_and_says_where_its_numbers_are_from() -> None:
+    assert len(shipped()) >= 12
+    for name in shipped():
+        found = clusters.load(name)
+        text = Path(clusters.__file__).with_name("clusters").joinpath(f"{name}.toml").read_text()
+        assert found.peak_of("bfloat16") > 1e13 and "Assumed" in text, name
+    assert clusters.load("p4d", nodes=3).topology.nodes == 3
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"nodes": 0}, "nodes: got 0; expected a whole number"),
+        ({"memory": "80 GB"}, "memory: got '80 GB'; expected a number above 0"),
+        ({"inter": {"gigabits": 10}}, r"inter\.latency: it is missing"),
+        ({"inter": 10}, r"expected a section \[inter\]"),
+        ({"compute": {"reached": 0.5, "memory": 1}}, "TFLOP/s of one dtype"),
+        ({"colour": 1}, "unknown key 'colour'"),
+        ({"codecs": {"int8": 5}}, r"codecs\.int8: got 5; expected \[encode, decode\]"),
+        ({"racks": {"nodes": 2}}, r"racks\.gigabits"),
+    ],
+)
+def test_what_is_wrong_with_a_cluster_is_said_with_key_value_and_form(change: dict[str, object], told: str) -> None:
+    table: dict[str, object] = {
+        "nodes": 2,
+        "ranks_per_node": 2,
+        "memory": 8,
+        "compute": {"bfloat16": 50, "reached": 0.5, "memory": 400},
+        "intra": {"gigabytes": 20, "latency": 5},
+        "inter": {"gigabits": 10, "latency": 30},
+    }
+    with pytest.raises(ConfigError, match=told):
+        clusters.from_table("mine", table | change)
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["ddp", "zero1", "zero3", "mics", "paro-iig", "hpz", "zero++"])
+def test_states_and_buffers_are_the_schedules(label: str) -> None:
+    from towpath.core.presets import strategy
+    from towpath.core.schedule import plan_unit
+
+    cluster, model = small_cluster(), SMALL.model("small", 256)
+    precision = Precision("bfloat16", "bfloat16")
+    made = strategy(label, cluster.topology)
+    plans = [plan_unit(made, unit.spec, precision) for unit in model.units]
+
+    found = peak_bytes(model, plans, precision, ADAMW, 256, checkpointing=False)
+
+    planned = schedule(made, tuple(u.spec for u in model.units), 1, precision)
+    assert {k: found[k] for k in planned.memory_bytes()} == planned.memory_bytes()
+    assert {k: found[k] for k in planned.buffer_bytes()} == planned.buffer_bytes()
+    assert found["optimizer"] == 2 * found["master"]
+
+
+def test_checkpointing_keeps_less_and_more_tokens_keep_more() -> None:
+    model, precision = SMALL.model("small", 256), Precision("bfloat16", "bfloat16")
+
+    def kept(tokens: int, checkpointing: bool) -> int:
+        return peak_bytes(model, (), precision, ADAMW, tokens, checkpointing)["activations"]
+
+    assert kept(256, True) < 0.5 * kept(256, False)
+    assert kept(1024, False) == pytest.approx(4 * kept(256, False), rel=1e-6)
+
+
+# --- the search ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inter", [1.0, 100.0])
+def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(inter: float) -> None:
+    found = solver(small_cluster(2, 4, inter), batch=32, weights=("int8",), gradients=("int4",))
+    for candidate in list(found.candidates())[::7]:
+        priced = found.price(candidate)
+        assert found.bound(candidate) <= priced.seconds * (1 + 1e-9), candidate
+        assert found.least_memory(candidate) <= priced.peak_bytes, candidate
+
+
+@pytest.mark.parametrize("inter", [1.0, 25.0, 400.0])
+def test_the_first_is_the_best_of_all(inter: float) -> None:
+    found = solver(small_cluster(inter=inter), batch=8)
+    priced = map(found.price, found.candidates())
+    best = min(p.seconds for p in priced if p.peak_bytes <= found.workload.memory)
+
+    answer = found.solve(best=3, most=10_000)
+
+    assert isinstance(answer, Found) and answer.proven
+    assert answer.ranked[0].seconds == best
+    assert [p.seconds for p in answer.ranked] == sorted(p.seconds for p in answer.ranked)
+
+
+def test_codecs_are_used_only_where_they_are_allowed() -> None:
+    cluster = small_cluster(inter=0.5)
+    answers = [
+        solver(cluster).solve(best=1, most=200),
+        solver(cluster, weights=("int8",), gradients=("int4",)).solve(best=1, most=200),
+    ]
+    lossless, lossy = (answer.ranked[0] for answer in answers if isinstance(answer, Found))
+
+    assert not lossless.strategy.codecs(trainable=True)
+    assert lossy.strategy.codecs(trainable=True)
+    assert lossy.seconds < lossless.seconds
+
+
+def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
+    """Little memory forces a spread; over a narrow cable that stays inside the node."""
+    chosen = {}
+    for inter in (0.2, 800.0):
+        answer = solver(small_cluster(2, 4, inter, memory=2.0), batch=64).solve(best=1, most=100)
+        assert isinstance(answer, Found)
+        chosen[inter] = answer.ranked[0]
+    assert chosen[0.2].inter_bytes < chosen[800.0].inter_bytes
+
+
+def test_where_nothing_fits_it_says_by_how_much() -> None:
+    answer = solver(small_cluster(memory=0.05)).solve()
+
+    assert isinstance(answer, Infeasible)
+    assert answer.missing_bytes == answer.nearest.peak_bytes - int(0.05 * (1 << 30)) > 0
+
+
+def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"batch = 6 .* 4 ranks"):
+        solver(small_cluster(), batch=6).solve()
+    with pytest.raises(ConfigError, match="micro-batch 3"):
+        solver(small_cluster(), batch=16, micro_batches=(3,)).solve()
+
+
+def test_planning_needs_no_torch() -> None:
+    program = (
+        "import sys; from towpath.planner.solver import Solver; from towpath.planner import cluster, model; "
+        "sys.exit([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules] != [])"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+def test_a_plan_of_one_model_is_the_same_twice() -> None:
+    model: Model = SMALL.model("small", 256)
+    answers = [Solver(model, small_cluster(), Workload(16, 8 << 30)).solve(best=5, most=20) for _ in range(2)]
+    first, second = ([(p.strategy, p.seconds) for p in a.ranked] for a in answers if isinstance(a, Found))
+    assert first == second
+
+
+def test_legal_placements_are_those_that_pass_the_checks() -> None:
+    cluster = small_cluster(4, 2)
+    found = legal_placements(cluster.topology, copies=True)
+    assert len(found) == len(set(found))
+    for placement in found:
+        placement.check(cluster.topology)

@@ -1,0 +1,215 @@
+"""The simulator: what shares a resource, what a transfer needs, and a whole step by the clock."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from towpath.core.placement import legal_placements
+from towpath.core.precision import Precision
+from towpath.core.presets import strategies, strategy
+from towpath.core.routes import ROUTES
+from towpath.core.schedule import plan_unit, schedule
+from towpath.core.steady import steady_tasks
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
+from towpath.sim.loads import Travel, loads_of
+from towpath.sim.replay import Replay, Seconds, Timeline
+from towpath.topology.cluster import Topology
+
+SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]
+SPEED = CodecSpeed(1e9, 1e9)
+CODECS = tuple((name, SPEED) for name in ("int8", "int4", "bf16"))
+DEPTH = 4
+UNITS = (
+    UnitSpec("", (BucketSpec((5000, 64)),), kept=True),
+    *(UnitSpec(f"blocks.{i}", (BucketSpec((64 * 64, 64, 64 * 64)),)) for i in range(DEPTH)),
+)
+
+
+def hardware(topology: Topology, cable: float = 1e9, inside: float = 1e10, latency: float = 0.0) -> Hardware:
+    return Hardware(
+        topology, Link(inside, latency), Link(cable, latency), memory_rate=1e15, sum_rate=1e15, codecs=CODECS
+    )
+
+
+def replayed(made: Strategy, on: Hardware, compute: float = 1e-3, micro_steps: int = 1) -> Timeline:
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    seconds = Seconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
+    return Replay(made, plans, on, seconds, micro_steps).run()
+
+
+# --- sharing ---------------------------------------------------------------------------------------------------------
+
+
+def ends_of(fluid: Fluid, flows: dict[str, Flow]) -> dict[str, float]:
+    for flow in flows.values():
+        fluid.start(flow)
+    ends: dict[str, float] = {}
+    while fluid.flows:
+        for ended in fluid.advance():
+            ends |= {name: fluid.now for name, flow in flows.items() if flow is ended}
+    return ends
+
+
+def test_two_share_a_resource_evenly_and_the_last_has_it_alone() -> None:
+    fluid = Fluid({"cable": 10.0})
+
+    found = ends_of(fluid, {"short": Flow(1.0, {"cable": 10.0}), "long": Flow(3.0, {"cable": 30.0})})
+
+    assert found == pytest.approx({"short": 2.0, "long": 4.0})
+
+
+def test_what_one_cannot_use_the_others_get() -> None:
+    fluid = Fluid({"cable": 10.0})
+
+    found = ends_of(fluid, {"slow": Flow(10.0, {"cable": 20.0}), "quick": Flow(1.0, {"cable": 10.0})})
+
+    assert found == pytest.approx({"slow": 10.0, "quick": 1.25})  # 8 of 10 a second, beside 2
+
+
+def test_what_needs_different_things_goes_on_at_once() -> None:
+    found = ends_of(Fluid({"a": 1.0, "b": 1.0}), {"x": Flow(2.0, {"a": 2.0}), "y": Flow(3.0, {"b": 3.0})})
+
+    assert found == pytest.approx({"x": 2.0, "y": 3.0})
+
+
+def test_what_waits_for_one_thing_takes_little_of_another() -> None:
+    """Two transfers share the cable, and need a little of the processor: who computes gets all the rest of that."""
+    cable, little = {"cable": 10.0}, {"processor": 0.1}
+    fluid = Fluid({"cable": 10.0, "processor": 1.0})
+
+    found = ends_of(
+        fluid,
+        {
+            "one": Flow(1.0, cable | little),
+            "other": Flow(1.0, cable | little),
+            "computing": Flow(2.0, {"processor": 2.0}),
+        },
+    )
+
+    assert found == pytest.approx({"one": 2.0, "other": 2.0, "computing": 2.2})
+
+
+def test_no_resource_is_ever_given_out_twice() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        capacities = {"a": draw.uniform(1, 10), "b": draw.uniform(1, 10)}
+        fluid = Fluid(capacities)
+        for _ in range(draw.randrange(1, 7)):
+            needs = {name: draw.uniform(0, 5) for name in ("a", "b") if draw.random() < 0.7}
+            fluid.start(Flow(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
+        while fluid.flows:
+            for name, capacity in capacities.items():
+                assert sum(f.rate * f.needs.get(name, 0) for f in fluid.flows) <= capacity * (1 + 1e-9)
+            assert all(0 < f.rate <= 1 / f.seconds * (1 + 1e-9) for f in fluid.flows)
+            fluid.advance()
+
+
+# --- transfers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("topology", SHAPES, ids=str)
+def test_transfers_need_of_the_cables_what_the_schedule_counts(topology: Topology) -> None:
+    """Within what padding makes of slices that are not all of one length."""
+    on = hardware(topology)
+    labels = [(name, {}) for name in strategies()] + [("zero3", {"route": route}) for route in ROUTES]
+    for name, options in labels:
+        made = schedule(strategy(name, topology, **options), UNITS, micro_steps=2)
+        for transfer in made.transfers:
+            if transfer.kind is Kind.USAGE:
+                continue
+            loads = loads_of(Travel.of(transfer), on)
+            cable = sum(load.needs.get(CABLE, 0) for load in loads) * topology.nodes
+            inside = sum(load.needs.get(INSIDE, 0) for load in loads)
+            assert cable == pytest.approx(transfer.inter_bytes, rel=0.02, abs=64), (name, options, str(transfer))
+            assert inside * topology.world >= transfer.intra_bytes * 0.98, (name, options, str(transfer))
+
+
+def test_a_ring_leaves_a_rack_once_and_all_to_all_from_every_node() -> None:
+    """Eight nodes in racks of four; a rack's way out carries what one cable does, or most of what its nodes send."""
+    topology = Topology(8, 2)
+    on = replace(hardware(topology), racks=Racks(4, 1e9))
+    for route, cables in (("flat", 1.0), ("one-hop", 4 * 4 / 7)):
+        made = schedule(strategy("zero3", topology, route=route), UNITS, 1)
+        (first, *_) = [t for t in made.transfers if t.kind is Kind.GATHER]
+        (load,) = loads_of(Travel.of(first), on)
+        assert load.needs["spine"] == pytest.approx(cables * load.needs[CABLE])
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", strategies())
+def test_each_queue_carries_out_what_the_schedule_has_in_its_order(name: str) -> None:
+    made = strategy(name, Topology(2, 2))
+    found = replayed(made, hardware(Topology(2, 2), latency=1e-5), micro_steps=2)
+
+    facts = [plan_unit(made, unit, Precision()).facts() for unit in UNITS]
+    expected = [(m, t.kind, facts[t.unit].name) for m, t in steady_tasks(facts, 2)]
+    for queue in {e.track for e in found.events} - {"compute", "waiting"}:
+        events = [e for e in sorted(found.events, key=lambda e: e.end) if e.track == queue]
+        kinds = {e.kind for e in events} - {Kind.USAGE}
+        assert [(e.micro_step, e.kind, e.unit) for e in events if e.kind in kinds] == [
+            e for e in expected if e[1] in kinds
+        ]
+
+
+def test_links_without_limits_leave_what_is_computed() -> None:
+    fast = hardware(Topology(2, 2), cable=1e18, inside=1e18)
+
+    found = replayed(strategy("zero3", Topology(2, 2)), fast, compute=1e-3)
+
+    assert found.seconds == pytest.approx(3 * DEPTH * 1e-3)
+    assert found.computed == pytest.approx(found.seconds)
+    assert sum(found.exposed.values()) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["zero3", "mics", "paro-iig", "ddp", "zero++"])
+def test_a_slow_cable_leaves_what_it_carries(name: str) -> None:
+    """Where everything waits for one cable, the step takes what its bytes do."""
+    topology = Topology(2, 2)
+    slow = hardware(topology, cable=1e6, inside=1e15)
+    made = strategy(name, topology)
+
+    found = replayed(made, slow, compute=1e-9)
+
+    carried = schedule(made, UNITS, 1).cable_bytes(0)
+    assert found.seconds == pytest.approx(carried / 1e6, rel=0.05)
+
+
+def test_transfers_overlap_with_what_is_computed() -> None:
+    """Slow enough to be seen, quick enough to be hidden: only the first gathers and the last reductions are exposed."""
+    topology = Topology(2, 2)
+    made, on = strategy("zero3", topology), hardware(topology, cable=1e8)
+    one = replayed(made, on, compute=1e-9).seconds / (3 * DEPTH)  # about what a unit's transfer takes
+
+    found = replayed(made, on, compute=4 * one)
+
+    assert found.seconds < 3 * DEPTH * 4 * one * 1.25
+    assert sum(found.exposed.values()) < 0.2 * found.seconds
+
+
+def test_what_computes_and_what_moves_share_the_cores_where_these_do_both() -> None:
+    """Four ranks on two cores take twice as long; bytes that the cores move take from what computes."""
+    topology = Topology(2, 2)
+    apart = hardware(topology, cable=1e18, inside=1e18)
+    shared = replace(apart, cores=2.0, ranks_sharing=4)
+
+    plain = replayed(strategy("zero3", topology), shared)
+    moving = replayed(strategy("zero3", topology), replace(shared, inter=Link(1e18, 0.0, work=1e-8)))
+
+    assert plain.seconds == pytest.approx(2 * replayed(strategy("zero3", topology), apart).seconds)
+    bytes_moved = schedule(strategy("zero3", topology), UNITS, 1).inter_bytes
+    assert moving.seconds == pytest.approx(plain.seconds + bytes_moved * 1e-8 / 2, rel=0.1)
+
+
+def test_every_legal_placement_replays() -> None:
+    topology = Topology(2, 4)
+    for placement in legal_placements(topology, copies=True):
+        found = replayed(Strategy(topology, placement), hardware(topology, latency=1e-6), micro_steps=2)
+        assert found.seconds >= 2 * 3 * DEPTH * 1e-3, placement
