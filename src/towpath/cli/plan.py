@@ -112,10 +112,10 @@ def plan(
     for number, priced in enumerate(found.ranked, 1):
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
-    proven = "no other is quicker" if found.proven else "the others have lower bounds that were not replayed"
+    rest = "no other can be quicker" if found.proven else "among the others one might be quicker, by a little"
     console.print(
-        f"{found.considered:,} considered, {found.fitting:,} fit into {solver.workload.memory / GIB:.1f} GiB a rank, "
-        f"{found.replayed} replayed; {proven}. {time.monotonic() - began:.1f} s.",
+        f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.workload.memory / GIB:.1f} GiB a "
+        f"rank, {found.replayed} were replayed, the most promising first; {rest}. {time.monotonic() - began:.1f} s.",
         style="dim",
     )
     if output is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 
 from towpath.core.placement import Placement
 from towpath.core.routes import Group, Op
@@ -112,28 +113,28 @@ def everyone(topology: Topology) -> tuple[Move, ...]:
 
 def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> Cut:
     """Number the slices by mixed radix: one digit per level, so that each level's cut lies inside the one before."""
+    digits: list[tuple[int, int, int, int]] = []
+    outer = Extent(1)
+    for extent in levels:
+        digits.append((extent.local // outer.local, extent.nodes // outer.nodes, outer.local, outer.nodes))
+        outer = extent
     slots: list[int] = []
-    for rank in range(topology.world):
-        local, node = topology.local_of(rank), topology.node_of(rank)
-        slot, outer = 0, Extent(1)
-        for extent in levels:
-            locals_, nodes = extent.local // outer.local, extent.nodes // outer.nodes
-            column, row = local // outer.local % locals_, node // outer.nodes % nodes
+    for node, local in product(range(topology.nodes), range(topology.ranks_per_node)):
+        slot = 0
+        for locals_, nodes, outer_local, outer_nodes in digits:
+            column, row = local // outer_local % locals_, node // outer_nodes % nodes
             slot = slot * locals_ * nodes + (column * nodes + row if local_major else row * locals_ + column)
-            outer = extent
         slots.append(slot)
     return Cut(levels[-1], tuple(slots))
 
 
+@lru_cache(maxsize=256)
 def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
     """By rank: the number of the full copy that it belongs to."""
     numbers: dict[tuple[int, int], int] = {}
-    return tuple(numbers.setdefault(_replica(extent, rank, topology), len(numbers)) for rank in range(topology.world))
-
-
-def _replica(extent: Extent, rank: int, topology: Topology) -> tuple[int, int]:
-    """Which full copy a rank belongs to."""
-    return topology.local_of(rank) // extent.local, topology.node_of(rank) // extent.nodes
+    ranks = product(range(topology.nodes), range(topology.ranks_per_node))
+    copies = ((local // extent.local, node // extent.nodes) for node, local in ranks)
+    return tuple(numbers.setdefault(copy, len(numbers)) for copy in copies)
 
 
 def _between(op: Op, coarse: Cut, fine: Cut, topology: Topology) -> tuple[Move, ...]:
@@ -141,11 +142,11 @@ def _between(op: Op, coarse: Cut, fine: Cut, topology: Topology) -> tuple[Move, 
     ratio = fine.count // coarse.count
     if ratio == 1:
         return ()
-    members: dict[tuple[tuple[int, int], int], list[int]] = {}
-    for rank in range(topology.world):
-        members.setdefault((_replica(fine.extent, rank, topology), coarse.slots[rank]), []).append(rank)
+    members: dict[tuple[int, int], list[int]] = {}
+    for rank, (copy, slot) in enumerate(zip(replicas(fine.extent, topology), coarse.slots, strict=True)):
+        members.setdefault((copy, slot), []).append(rank)
     groups = tuple(Group(tuple(ranks), tuple(fine.slots[r] % ratio for r in ranks)) for ranks in members.values())
-    return (Move(op, coarse.count, groups),)
+    return (_the_same(Move(op, coarse.count, groups)),)
 
 
 def _over_replicas(cut: Cut, topology: Topology) -> tuple[Move, ...]:
@@ -155,4 +156,12 @@ def _over_replicas(cut: Cut, topology: Topology) -> tuple[Move, ...]:
     for rank in range(topology.world):
         members.setdefault(cut.slots[rank], []).append(rank)
     groups = tuple(Group(tuple(ranks), tuple(range(len(ranks)))) for ranks in members.values())
-    return (Move(Op.ALL_REDUCE, cut.count, groups),)
+    return (_the_same(Move(Op.ALL_REDUCE, cut.count, groups)),)
+
+
+_moves: dict[Move, Move] = {}
+
+
+def _the_same(move: Move) -> Move:
+    """Equal moves are one object: of thousands of ranks, to find out that two are equal takes a while."""
+    return _moves.setdefault(move, move)

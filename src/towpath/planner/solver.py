@@ -147,8 +147,10 @@ class Solver:
 
     # Bounds ---------------------------------------------------------------------------------------------------------
 
-    def bound(self, candidate: Candidate) -> float:
-        """Seconds that a step takes at least: of the busiest of all that is shared, or of what cannot overlap."""
+    def bound(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds that a step takes at least: of the busiest of all that is shared, or of what cannot overlap. And those
+        of all that is shared together: of two with the same bound, the one with less to do may be quicker.
+        """
         per_step, per_micro_step = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         first = last = 0.0
         for (numel, kept), count in self._kinds.items():
@@ -166,7 +168,7 @@ class Solver:
         computed = candidate.micro_steps * compute + optimizer
         busy = [candidate.micro_steps * m + s for m, s in zip(per_micro_step, per_step, strict=True)]
         busy[2] += self._hardware.processor(computed) / self._hardware.capacities[PROCESSOR]
-        return max(*busy, first + computed + last)
+        return max(*busy, first + computed + last), sum(busy)
 
     def _computing(self, candidate: Candidate) -> tuple[float, float]:
         tokens = candidate.micro_batch * self.model.length
@@ -234,19 +236,19 @@ class Solver:
 
     # The search -----------------------------------------------------------------------------------------------------
 
-    def solve(self, best: int = 10, most: int = 40) -> Found | Infeasible:
+    def solve(self, best: int = 10, most: int = 60) -> Found | Infeasible:
         """The `best` candidates, of which `most` at most are replayed."""
         candidates = list(self.candidates())
         fitting = [c for c in candidates if self.least_memory(c) <= self.workload.memory]
         if not fitting:
             nearest = self.price(min(candidates, key=self.least_memory))
             return Infeasible(nearest, nearest.peak_bytes - self.workload.memory)
-        order = [(self.bound(c), i, c) for i, c in enumerate(fitting)]
+        order = [(*self.bound(c), i, c) for i, c in enumerate(fitting)]
         heapq.heapify(order)
         priced: list[Priced] = []
         replayed, proven = 0, False
         while order:
-            bound, _, candidate = heapq.heappop(order)
+            bound, _, _, candidate = heapq.heappop(order)
             if len(priced) >= best and bound >= sorted(p.seconds for p in priced)[best - 1]:
                 proven = True
                 break
@@ -271,14 +273,15 @@ class Solver:
         seconds = computing(self.model, plans, self.cluster, precision, optimizer, tokens, candidate.checkpointing)
 
         timeline = self._replayed(strategy, plans, seconds, candidate.micro_steps)
-        per_step = [
-            (t, 1 if kind in (Kind.SYNC, Kind.PUBLISH) else candidate.micro_steps)
-            for plan in plans
-            for bucket in plan.buckets
-            for kind, transfers in bucket.transfers.items()
-            for t in transfers
-            if not (plan.spec.kept and kind is Kind.BACKWARD_GATHER)
-        ]
+        inter_bytes = intra_bytes = 0
+        counts = Counter(map(id, plans))  # of like units there is one plan
+        for plan in {id(plan): plan for plan in plans}.values():
+            count = counts[id(plan)]
+            for kind, transfers in ((k, ts) for bucket in plan.buckets for k, ts in bucket.transfers.items()):
+                times = 1 if kind in (Kind.SYNC, Kind.PUBLISH) else candidate.micro_steps
+                if not (plan.spec.kept and kind is Kind.BACKWARD_GATHER):
+                    inter_bytes += count * times * sum(t.inter_bytes for t in transfers)
+                    intra_bytes += count * times * sum(t.intra_bytes for t in transfers)
         return Priced(
             strategy,
             candidate,
@@ -287,8 +290,8 @@ class Solver:
             timeline.exposed,
             timeline.in_flight,
             peak_bytes(self.model, plans, precision, optimizer, tokens, candidate.checkpointing),
-            sum(t.inter_bytes * times for t, times in per_step),
-            sum(t.intra_bytes * times for t, times in per_step),
+            inter_bytes,
+            intra_bytes,
         )
 
     def timeline(self, strategy: Strategy, candidate: Candidate) -> Timeline:
