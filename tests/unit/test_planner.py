@@ -31,8 +31,8 @@ def small_cluster(nodes: int = 2, ranks: int = 2, inter: float = 10.0, memory: f
         "ranks_per_node": ranks,
         "memory": memory,
         "compute": {"bfloat16": 50, "float32": 25, "reached": 0.5, "memory": 400},
-        "intra": {"gigabytes": 20, "latency": 5},
-        "inter": {"gigabits": inter, "latency": 30},
+        "intra": {"gigabytes": 20, "latency": 5, "message": 1},
+        "inter": {"gigabits": inter, "latency": 30, "message": 2},
     }
     return clusters.from_table("small", table)
 
@@ -142,7 +142,7 @@ def test_every_shipped_cluster_loads_and_says_where_its_numbers_are_from() -> No
     [
         ({"nodes": 0}, "nodes: got 0; expected a whole number"),
         ({"memory": "80 GB"}, "memory: got '80 GB'; expected a number above 0"),
-        ({"inter": {"gigabits": 10}}, r"inter\.latency: it is missing"),
+        ({"inter": {"gigabits": 10, "message": 2}}, r"inter\.latency: it is missing"),
         ({"inter": 10}, r"expected a section \[inter\]"),
         ({"compute": {"reached": 0.5, "memory": 1}}, "TFLOP/s of one dtype"),
         ({"colour": 1}, "unknown key 'colour'"),
@@ -156,8 +156,8 @@ def test_what_is_wrong_with_a_cluster_is_said_with_key_value_and_form(change: di
         "ranks_per_node": 2,
         "memory": 8,
         "compute": {"bfloat16": 50, "reached": 0.5, "memory": 400},
-        "intra": {"gigabytes": 20, "latency": 5},
-        "inter": {"gigabits": 10, "latency": 30},
+        "intra": {"gigabytes": 20, "latency": 5, "message": 1},
+        "inter": {"gigabits": 10, "latency": 30, "message": 2},
     }
     with pytest.raises(ConfigError, match=told):
         clusters.from_table("mine", table | change)

@@ -29,12 +29,15 @@ def test_rounds_and_loads_are_those_of_the_messages(route: str) -> None:
         nodes = [i // grid.width for i in range(members)]
         for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
             leaving, inside, rounds = Counter[int](), Counter[int](), 0
+            sent_out, sent_inside = Counter[int](), Counter[int]()
             for send in sends(op, route, group, nodes, parts):
                 one = 1 / send.parts
                 if nodes[send.source] == nodes[send.target]:
                     inside[send.source] += one
+                    sent_inside[send.source] += 1
                 else:
                     leaving[nodes[send.source]] += one
+                    sent_out[send.source] += 1
                 rounds = max(rounds, send.until)
 
             found = phases(op, route, grid, parts)
@@ -42,6 +45,8 @@ def test_rounds_and_loads_are_those_of_the_messages(route: str) -> None:
             assert sum(p.rounds for p in found) == rounds, (op, grid)
             assert sum(p.leaving for p in found) == pytest.approx(max(leaving.values(), default=0)), (op, grid)
             assert sum(p.inside for p in found) == pytest.approx(max(inside.values(), default=0)), (op, grid)
+            assert sum(p.messages_out for p in found) == max(sent_out.values(), default=0), (op, grid)
+            assert sum(p.messages_inside for p in found) == max(sent_inside.values(), default=0), (op, grid)
         assert phases(Op.ALL_REDUCE, route, grid, parts) == phases(op, route, grid, parts) + phases(
             Op.ALL_GATHER, route, grid, parts
         )

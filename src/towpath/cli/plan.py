@@ -251,8 +251,8 @@ def _heading(solver: Solver) -> str:
     model, found, topology = solver.model, solver.cluster, solver.cluster.topology
     links = found.hardware
     return (
-        f"{model.name} ({model.parameters / 1e9:.3g} billion parameters, {model.length} tokens) on {found.name}: "
-        f" {topology.nodes} nodes × {topology.ranks_per_node} ranks, "
+        f"{model.name}: {model.parameters / 1e9:.3g} billion parameters, sequences of {model.length:,} tokens\n"
+        f"{found.name}: {topology.nodes} nodes × {topology.ranks_per_node} ranks, "
         f"{links.inter.rate * 8 / 1e9:.3g} Gbit/s a node"
     )
 

@@ -18,12 +18,14 @@ from towpath.core.routes import HO_RING_STEPS, Grid, Op, travelled
 class Phase:
     """In slices of the region: `leaving` those that leave each node, `inside` those that a rank sends to its node.
 
-    Both of the whole phase, over all its rounds.
+    `messages_out`, `messages_inside`: how many messages a rank sends there. All of the whole phase, over its rounds.
     """
 
     rounds: int
     leaving: float
     inside: float
+    messages_out: int
+    messages_inside: int
 
 
 @lru_cache(maxsize=4096)
@@ -31,7 +33,7 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
     """Of one collective of a group, in their order."""
     if op is Op.SEND:
         crosses = grid.nodes > 1
-        return (Phase(1, float(crosses), float(not crosses)),)
+        return (Phase(1, crosses, not crosses, crosses, not crosses),)
     gather = tuple(p for p in _GATHERS[travelled(route, grid)](grid, parts) if p.rounds)
     return {
         Op.ALL_GATHER: gather,
@@ -42,31 +44,35 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
 
 def _ring(grid: Grid, parts: int) -> Iterator[Phase]:
     others = grid.nodes * grid.width - 1
-    yield Phase(others, others * (grid.nodes > 1), others * (grid.width > 1))
+    out, inside = others * (grid.nodes > 1), others * (grid.width > 1)
+    yield Phase(others, out, inside, out, inside)
 
 
 def _hierarchical(grid: Grid, parts: int) -> Iterator[Phase]:
-    yield Phase(grid.nodes - 1, grid.width * (grid.nodes - 1), 0)
-    yield Phase(grid.width - 1, 0, (grid.width - 1) * grid.nodes)
+    out, inside = grid.nodes - 1, (grid.width - 1) * grid.nodes
+    yield Phase(out, grid.width * out, 0, out, 0)
+    yield Phase(grid.width - 1, 0, inside, 0, inside)
 
 
 def _ho_ring(grid: Grid, parts: int) -> Iterator[Phase]:
     """The node shares out what has crossed while the next part crosses; the last part alone."""
     within = min(HO_RING_STEPS, parts)
-    last = (grid.width - 1) / parts
-    shared = (grid.width - 1) * grid.nodes - last
-    yield Phase((grid.nodes - 1) * parts - 1 + within, grid.width * (grid.nodes - 1), shared)
-    yield Phase(within, 0, last)
+    out, last = (grid.nodes - 1) * parts, grid.width - 1
+    shared = last * (grid.nodes * parts - 1)
+    yield Phase(out - 1 + within, grid.width * (grid.nodes - 1), shared / parts, out, shared)
+    yield Phase(within, 0, last / parts, 0, last)
 
 
 def _two_hop(grid: Grid, parts: int) -> Iterator[Phase]:
-    last = (grid.width - 1) * grid.nodes / parts
-    yield Phase(parts, grid.width * (grid.nodes - 1), last * (parts - 1))
-    yield Phase(1, 0, last)
+    out, last = (grid.nodes - 1) * parts, (grid.width - 1) * grid.nodes
+    shared = last * (parts - 1)
+    yield Phase(parts, grid.width * (grid.nodes - 1), shared / parts, out, shared)
+    yield Phase(1, 0, last / parts, 0, last)
 
 
 def _one_hop(grid: Grid, parts: int) -> Iterator[Phase]:
-    yield Phase(1, grid.width * grid.width * (grid.nodes - 1), grid.width - 1)
+    out, inside = grid.width * (grid.nodes - 1), grid.width - 1
+    yield Phase(1, grid.width * out, inside, out, inside)
 
 
 _GATHERS: dict[str, Callable[[Grid, int], Iterator[Phase]]] = {

@@ -12,11 +12,13 @@
 
     [intra]                         # inside a node
     gigabytes = 240                 # a second, of each rank, each way
-    latency = 8                     # microseconds
+    latency = 8                     # microseconds from the start of a message to its first byte
+    message = 1                     # microseconds that each message keeps its sender busy
 
     [inter]                         # between nodes
     gigabits = 400                  # a second, of each node, each way
     latency = 15
+    message = 2
 
     [racks]                         # if nodes of different racks share fewer links
     nodes = 32
@@ -118,8 +120,8 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
     if reached > 1:
         compute.refuse("reached", "a share from 0 to 1")
     links = (
-        Link(intra.number("gigabytes") * 1e9, intra.number("latency") / 1e6),
-        Link(inter.number("gigabits") * 1e9 / 8, inter.number("latency") / 1e6),
+        Link(intra.number("gigabytes") * 1e9, intra.number("latency") / 1e6, intra.number("message") / 1e6),
+        Link(inter.number("gigabits") * 1e9 / 8, inter.number("latency") / 1e6, inter.number("message") / 1e6),
     )
     racks = None
     if "racks" in root.table:

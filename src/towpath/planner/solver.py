@@ -148,8 +148,9 @@ class Solver:
     # Bounds ---------------------------------------------------------------------------------------------------------
 
     def bound(self, candidate: Candidate) -> tuple[float, float]:
-        """Seconds that a step takes at least: of the busiest of all that is shared, or of what cannot overlap. And those
-        of all that is shared together: of two with the same bound, the one with less to do may be quicker.
+        """Seconds that a step takes at least: of the busiest of all that is shared, or of what cannot overlap.
+
+        And those of all that is shared together: of two with the same bound, the one with less to do may be quicker.
         """
         per_step, per_micro_step = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         first = last = 0.0

@@ -11,12 +11,14 @@ from towpath.topology.cluster import Topology
 class Link:
     """`rate`: bytes a second, each way: of a node's cable, or of what one rank sends inside its node.
 
-    `latency`: seconds from the start of a message to its first byte. `work`: seconds of a processor core that each byte
-    takes, at both ends together, where processors move it.
+    `latency`: seconds from the start of a message to its first byte. `message`: seconds that each message keeps its
+    sender busy, however short. `work`: seconds of a processor core that each byte takes, at both ends together, where
+    processors move it.
     """
 
     rate: float
     latency: float
+    message: float = 0.0
     work: float = 0.0
 
 

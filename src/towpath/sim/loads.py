@@ -102,6 +102,7 @@ def _moved(travel: Travel, phase: Phase, hardware: Hardware) -> Load:
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * travel.slice_bytes * groups, phase.inside * travel.slice_bytes
     latency = max(hardware.inter.latency if phase.leaving else 0.0, hardware.intra.latency if phase.inside else 0.0)
+    messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
     nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
     work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
     if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and travel.codec is None:
@@ -110,7 +111,7 @@ def _moved(travel: Travel, phase: Phase, hardware: Hardware) -> Load:
     needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
     if hardware.racks is not None:
         needs[SPINE] = cable * _share_leaving_racks(travel, hardware)
-    return Load(phase.rounds * latency, {name: amount for name, amount in needs.items() if amount})
+    return Load(phase.rounds * latency + messages, {name: amount for name, amount in needs.items() if amount})
 
 
 def _share_leaving_racks(travel: Travel, hardware: Hardware) -> float:

@@ -186,6 +186,10 @@ class Replay:
         waited = task.handle
         if not isinstance(waited, _Running) or waited.ended:  # of a step before
             return
+        for earlier in task.after:  # so that its seconds are told to those whose they are
+            yield from self._wait(earlier)
+        if waited.ended:
+            return
         began = self._fluid.now
         yield waited
         self._timeline.events.append(Event("waiting", f"for {task}", began, self._fluid.now, task.kind))

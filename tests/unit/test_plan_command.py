@@ -1,0 +1,138 @@
+"""`towpath plan`, `explain` and `simulate`, as people and machines call them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from towpath.cli import main
+from towpath.core.strategy import Strategy
+from towpath.train.config import Config
+
+PLAN = ("plan", "gpt-2.5b", "--cluster", "ethernet-10g", "--batch", "32", "--top", "3")
+SIDES = ("--model", "bert-10b", "--cluster", "p3dn", "--micro-batch", "8", "--micro-steps", "4", "--checkpointing")
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(main.app, list(arguments))
+
+
+def told(*arguments: str) -> str:
+    found = run(*arguments)
+    assert found.exit_code == 0, found.output
+    assert all(len(line) <= 100 for line in found.output.splitlines()), found.output
+    return found.output
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "simulate"])
+def test_help_has_an_example_that_works(command: str) -> None:
+    help_text = re.sub(r"\s+", " ", told(command, "--help"))
+    example = re.search(rf"Example: (?:`)?towpath ({command} [^`│]*?)(?:`|(?= (?:Considers|╭)))", help_text)
+    assert example is not None, help_text
+    arguments = example[1].split()
+    assert told(*[a for a in arguments if a not in ("--trace", "step.json")])
+
+
+def test_a_table_ranks_what_fits_and_says_how_much_was_looked_at() -> None:
+    output = told(*PLAN)
+
+    rows = [line.split() for line in output.splitlines() if re.match(r"\d ", line)]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    assert "were considered" in output and "fit into 22.0 GiB" in output and "gpt-2.5b: 2.4" in output
+
+
+def test_for_machines_all_of_it_is_json() -> None:
+    found = json.loads(told_wide(*PLAN, "--json"))
+
+    seconds = [each["seconds"] for each in found["plans"]]
+    assert seconds == sorted(seconds) and len(seconds) == 3
+    first = found["plans"][0]
+    assert first["margin_bytes"] >= 0
+    assert first["peak_bytes"] == sum(first["memory_bytes"].values())
+    assert 0 < first["mfu"] < 1
+    assert Strategy.from_toml(first["toml"]).name == first["strategy"]
+
+
+def told_wide(*arguments: str) -> str:
+    found = run(*arguments)
+    assert found.exit_code == 0, found.output
+    return found.output
+
+
+def test_what_it_writes_is_a_strategy_that_train_takes(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+
+    output = told_wide(*PLAN, "-o", str(file))
+
+    overrides = re.search(r"CONFIG\.toml (.*)", output)
+    assert overrides is not None
+    config = tmp_path / "config.toml"
+    config.write_text("[train]\nbatch = 32\n")
+    made = Config.load(config, overrides[1].split())
+    assert made.strategy.file == file
+    made.strategy.make(Strategy.from_toml(file.read_text()).topology)
+
+
+def test_codecs_are_planned_only_where_they_are_allowed() -> None:
+    plans = [json.loads(told_wide(*PLAN, "--json", *more))["plans"] for more in ((), ("--allow", "int8,int4"))]
+    codecs = [any("int" in wire for each in found for wire in each["wires"].values()) for found in plans]
+    assert codecs == [False, True]
+
+
+def test_two_strategies_are_set_side_by_side_and_one_sentence_says_what_decides() -> None:
+    output = told("explain", "zero3", "mics", *SIDES)
+
+    assert re.search(r"mics is 1\.\d+ times as fast: it waits .* less for gather", output)
+    assert re.search(r"GB out of a node +2\d\d\.\d +3\d\.\d", output)
+
+
+def test_what_does_not_fit_is_said_with_the_part_that_is_too_much() -> None:
+    output = told("explain", "ddp", "zero3", *SIDES)
+
+    assert re.search(r"ddp does not fit: [\d.]+ GiB more than the 31\.0 GiB of a rank, most\s+of it optimizer", output)
+
+
+def test_where_nothing_fits_the_exit_code_is_1_and_the_message_names_what_would_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main._run(["plan", "llama-65b", "--cluster", "two-desktops", "--batch", "8"])
+
+    message = capsys.readouterr().err
+    assert status == 1
+    assert re.search(r"nothing fits into 22\.0 GiB a rank: .* too many, most of it optimizer .*--nodes \d+", message)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("plan", "llama-8b", "--cluster", "p4d", "--batch", "64"), "model 'llama-8b': expected a name"),
+        (("plan", "llama-7b", "--cluster", "p5d", "--batch", "64"), "cluster 'p5d': expected a .toml file"),
+        (("plan", "llama-7b", "--cluster", "p4d", "--batch", "63"), "batch = 63 sequences cannot be shared out"),
+        ((*PLAN, "--allow", "int7"), "'int7' is no codec"),
+        ((*PLAN, "--optimizer", "muon"), "optimizer 'muon': expected one of adamw"),
+        (("simulate", "zero4", *SIDES), "unknown strategy 'zero4'; did you mean"),
+        (("simulate", "missing.toml", *SIDES), "cannot read missing.toml"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main._run(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+
+    told_wide("simulate", "zero3", *SIDES, "--trace", str(file))
+
+    events = json.loads(file.read_text())["traceEvents"]
+    rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert {"compute", "waiting", "between nodes"} <= rows
+    assert {"gather of blocks.0", "forward of blocks.0", "backward of blocks.0"} <= {e["name"] for e in events}
