@@ -136,3 +136,13 @@ def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
     rows = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert {"compute", "waiting", "between nodes"} <= rows
     assert {"gather of blocks.0", "forward of blocks.0", "backward of blocks.0"} <= {e["name"] for e in events}
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("shown", re.findall(r"```console\n\$ towpath (.*?)```", PAGE, re.DOTALL), ids=lambda s: s[:20])
+def test_the_documentation_shows_what_the_commands_print(shown: str) -> None:
+    command, _, expected = shown.partition("\n")
+    output = re.sub(r" [\d.]+ s\.\n$", "\n", told(*command.split()))
+    assert [line.rstrip() for line in output.splitlines()] == [line.rstrip() for line in expected.splitlines()]

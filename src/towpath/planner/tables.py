@@ -14,7 +14,7 @@ HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB
 
 def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
     candidate = priced.candidate
-    again = ", recomputed" if candidate.checkpointing else ""
+    again = ", ckpt" if candidate.checkpointing else ""
     return (
         str(number),
         label(priced.strategy),
