@@ -18,8 +18,10 @@ from towpath.planner import cluster as clusters
 from towpath.planner.cluster import Cluster, shipped
 from towpath.planner.memory import peak_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
+from towpath.planner.profile import Point, Profile, fitted
 from towpath.planner.solver import Found, Infeasible, Solver
 from towpath.planner.workload import Optimizer, Workload
+from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
 ADAMW = Optimizer.named("adamw")
@@ -258,7 +260,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
 
 def test_planning_needs_no_torch() -> None:
     program = (
-        "import sys; from towpath.planner.solver import Solver; from towpath.planner import cluster, model; "
+        "import sys; from towpath.planner.solver import Solver; from towpath.planner import cluster, model, profile; "
         "sys.exit([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules] != [])"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
@@ -277,3 +279,87 @@ def test_legal_placements_are_those_that_pass_the_checks() -> None:
     assert len(found) == len(set(found))
     for placement in found:
         placement.check(cluster.topology)
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+
+def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
+    return [(size, latency + size / rate) for size in sizes]
+
+
+def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
+    exact = fitted(line(2e-3, 1e6, 100, 10_000, 1_000_000))
+    bent = fitted([*line(2e-3, 1e6, 100, 10_000), (1_000_000, 2.0)])
+
+    assert (exact.latency, exact.rate) == pytest.approx((2e-3, 1e6))
+    assert exact.error == pytest.approx(0, abs=1e-9)
+    assert bent.error > 0.05
+
+
+def made_profile() -> Profile:
+    """Four ranks that share two cores of one host."""
+
+    def points(what: str, latency: float, rate: float, busy: float = 0.0) -> list[Point]:
+        return [Point(what, n, (s, s, 9 * s), busy * n) for n, s in line(latency, rate, 4096, 1 << 20)]
+
+    links = [
+        *points("inter, one", 1e-4, 2e7),
+        *points("inter, all", 1e-4, 1e7, busy=4e-9),
+        Point("inter, several", 4096, (1e-4 + 4096 / 2e7 + 8e-5,)),
+        *points("intra, one", 5e-5, 1e9),
+        *points("intra, all", 5e-5, 5e8, busy=2e-9),
+        Point("intra, several", 4096, (5e-5 + 4096 / 1e9 + 4e-5,)),
+    ]
+    alone = [
+        *points("copy", 0, 1e10),
+        *points("add", 0, 8e9),
+        Point("matmul float32", 100, (2e-5,)),
+        Point("matmul alone", 100, (2e-5,)),
+        Point("matmul together", 100, (4e-5,)),
+        *points("encode int8", 0, 1e9),
+        *points("decode int8", 0, 2e9),
+    ]
+    return Profile(Topology(2, 2), "cpu", "here", "2026-01-01 00:00", 2, 4, 4 << 30, (*links, *alone))
+
+
+def test_a_profile_is_a_cluster() -> None:
+    """The cable's rate is that of all its ranks together; a slow repetition does not count."""
+    found = made_profile().cluster()
+
+    hardware = found.hardware
+    assert (hardware.inter.rate, hardware.inter.latency) == pytest.approx((2e7, 1e-4))
+    assert (hardware.inter.message, hardware.inter.work) == pytest.approx((1e-5, 1e-9))
+    assert (hardware.intra.rate, hardware.intra.work) == pytest.approx((5e8, 5e-10))
+    assert hardware.cores == pytest.approx(2.0) and hardware.ranks_sharing == 4
+    assert found.flops_of("float32") == pytest.approx(2 * 100**3 / 2e-5)
+    speed = hardware.codec_speed("int8")
+    assert speed is not None and (speed.encode, speed.decode) == pytest.approx((1e9, 2e9))
+
+
+def test_a_profile_is_read_as_it_was_written_and_planned_with(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(made_profile().to_json())
+
+    assert Profile.load(file) == made_profile()
+    asked = Workload(8, 4 << 30, Precision())
+    answer = Solver(SMALL.model("small", 64), clusters.load(file), asked).solve(best=1, most=50)
+    assert isinstance(answer, Found)
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [({"version": 7}, "version 7; this Towpath reads 1"), ({"points": 3}, "cannot be"), ({"more": 1}, "cannot be")],
+)
+def test_a_file_that_is_no_profile_is_refused(change: dict[str, object], told: str, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(json.loads(made_profile().to_json()) | change))
+    with pytest.raises(ConfigError, match=told):
+        Profile.load(file)
+
+
+def test_a_profile_of_another_number_of_nodes_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(made_profile().to_json())
+    with pytest.raises(ConfigError, match="is of 2 nodes, and --nodes asks for 4"):
+        clusters.load(file, nodes=4)

@@ -19,6 +19,7 @@ from towpath.cli import checkpoint, data, export, lab
 from towpath.cli.demo import demo
 from towpath.cli.output import Output
 from towpath.cli.plan import explain, plan, simulate
+from towpath.cli.probe import probe
 from towpath.cli.train import train
 from towpath.errors import PlanError, TowpathError, TrainError
 
@@ -42,6 +43,7 @@ app.command()(train)
 app.command()(plan)
 app.command()(explain)
 app.command()(simulate)
+app.command()(probe)
 app.add_typer(data.app, name="data")
 app.add_typer(lab.app, name="lab")
 app.add_typer(checkpoint.app, name="checkpoint")

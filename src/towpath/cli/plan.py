@@ -39,7 +39,12 @@ ModelName = Annotated[
     ),
 ]
 ClusterName = Annotated[
-    str, typer.Option("--cluster", metavar="NAME", help="A shipped one (p4d, ethernet-10g, …) or a .toml file.")
+    str,
+    typer.Option(
+        "--cluster",
+        metavar="NAME",
+        help="A shipped one (p4d, ethernet-10g, …), a .toml file, or what `towpath probe` wrote.",
+    ),
 ]
 Nodes = Annotated[int | None, typer.Option(min=1, help="So many nodes, in place of what the cluster says.")]
 Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")]

@@ -88,7 +88,20 @@ def shipped() -> list[str]:
 
 
 def load(what: str | Path, nodes: int | None = None) -> Cluster:
-    """A shipped cluster by its name, or one from a file. `nodes`: so many of them, in place of what it says."""
+    """A shipped cluster by its name, one from a file, or what `towpath probe` has measured (.json).
+
+    `nodes`: so many of them, in place of what it says.
+    """
+    if Path(what).suffix == ".json":
+        from towpath.planner.profile import Profile
+
+        profile = Profile.load(what)
+        if nodes not in (None, profile.topology.nodes):
+            raise ConfigError(
+                f"profile {what} is of {profile.topology.nodes} nodes, and --nodes asks for {nodes}: what was "
+                "measured on one number of nodes does not hold for another. Probe there, or describe it in a .toml."
+            )
+        return profile.cluster()
     if str(what) in shipped():
         name, text = str(what), files(_SHIPPED).joinpath(f"{what}.toml").read_text(encoding="utf-8")
     else:

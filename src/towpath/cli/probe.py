@@ -1,0 +1,81 @@
+"""`towpath probe`: what a cluster's links, processors and kernels can do, measured on all its ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from towpath.errors import ConfigError
+
+
+def probe(
+    output: Annotated[Path, typer.Option("-o", "--output", help="The profile, for `towpath plan --cluster`.")] = Path(
+        "profile.json"
+    ),
+    seconds: Annotated[float, typer.Option(min=1, help="How long it may take, about.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile, too.")] = False,
+) -> None:
+    """Measure the cluster that this runs on: messages, codecs, memory, matrix products.
+
+    Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- -m towpath probe -o profile.json`
+
+    On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath probe`
+
+    Then: `towpath plan … --cluster profile.json`
+    """
+    from towpath.topology.groups import launched
+
+    if not launched():
+        raise ConfigError(
+            "probe measures between ranks, and no launcher has placed this process as one. Start it by torchrun … -m "
+            "towpath probe on every node, or by towpath lab run … -- -m towpath probe."
+        )
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}.")
+    import torch
+    import torch.distributed as dist
+
+    from towpath.planner.probe import probe as measure
+    from towpath.train.observe.bar import progress_bar
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        first = dist.get_rank() == 0
+        if first:
+            with progress_bar("Probing") as say:
+                profile = measure(budget_seconds=seconds, say=say)
+        else:
+            profile = measure(budget_seconds=seconds)
+    finally:
+        dist.destroy_process_group()
+    if not first:
+        return
+    output.write_text(profile.to_json(), encoding="utf-8")
+    if as_json:
+        sys.stdout.write(profile.to_json())
+        return
+    console = Console(width=100, highlight=False)
+    console.print(f"{profile.topology.nodes} nodes × {profile.topology.ranks_per_node} ranks on {profile.host}")
+    table = Table("what", "sizes", "latency", "rate", "error of the fit", box=None, pad_edge=False)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    for what in dict.fromkeys(point.what for point in profile.points):
+        points = profile.of(what)
+        fit = profile.fit(what)
+        sizes = f"{points[0].size:,} to {points[-1].size:,}" if len(points) > 1 else f"{points[0].size:,}"
+        unit, scale = ("Gelements/s", 1e9) if "code " in what else ("GB/s", 1e9)
+        if what.startswith("matmul"):
+            side, usual = points[-1].size, points[-1].usual
+            table.add_row(what, sizes, "", f"{2 * side**3 / usual / 1e9:.4g} GFLOP/s", "")
+            continue
+        table.add_row(what, sizes, f"{fit.latency * 1e6:.0f} µs", f"{fit.rate / scale:.4g} {unit}", f"{fit.error:.0%}")
+    console.print(table)
+    console.print(f"The profile: {output}", soft_wrap=True)

@@ -1,0 +1,227 @@
+"""Measures, on every rank of a running job, what the planner has to know of its cluster.
+
+Every rank must call `probe`: all measure together, between barriers, and what counts is the slowest of them. How often
+and how large is decided by what was measured before, alike on all ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.core.formats import Codec
+from towpath.errors import TopologyError
+from towpath.planner.profile import Point, Profile, several_messages
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
+_GROWTH = 8
+_REPEATS = 5
+_SHORT_SECONDS, _MOST_AT_ONCE = 0.01, 200
+_ELEMENTS = 1 << 20  # that a codec encodes
+_SIDE = {"cpu": 768, "cuda": 8192}
+# What each part of the measurement may take of the whole; those of links first.
+_SHARES = {"inter": 0.4, "intra": 0.15, "codecs": 0.15, "memory": 0.1, "compute": 0.2}
+
+Work = Callable[[], None]
+Say = Callable[[int, int], None]
+
+
+def probe(
+    topology: Topology | None = None, budget_seconds: float = 60.0, say: Say = lambda done, total: None
+) -> Profile:
+    """On every rank the same."""
+    if not dist.is_initialized():
+        raise TopologyError("probe: there is no process group. Call torch.distributed.init_process_group() first.")
+    groups = Groups()
+    topology = topology or Topology.detect()
+    if topology.world != groups.world:
+        raise TopologyError(f"probe: the job has {groups.world} ranks, and {topology} are {topology.world}.")
+    return _Prober(groups, topology, budget_seconds, say).run()
+
+
+class _Prober:
+    def __init__(self, groups: Groups, topology: Topology, budget: float, say: Say) -> None:
+        self._groups, self._topology, self._budget, self._say = groups, topology, budget, say
+        backend = dist.get_backend()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._rank = groups.rank
+        homes = groups.gather_objects((_boot_id(), socket.gethostname()))
+        self._ranks_on_host = sum(home[0] == homes[self._rank][0] for home in homes)
+        self._first_on_host = [home[0] for home in homes].index(homes[self._rank][0]) == self._rank
+        self._points: list[Point] = []
+        self._spent = 0.0  # seconds, by the last measurement
+        self._host = homes[0][1]
+
+    def run(self) -> Profile:
+        parts: dict[str, Callable[[float], None]] = {
+            "inter": lambda seconds: self._links("inter", seconds),
+            "intra": lambda seconds: self._links("intra", seconds),
+            "codecs": self._codecs,
+            "memory": self._memory,
+            "compute": self._compute,
+        }
+        done = 0.0
+        for name, part in parts.items():
+            part(self._budget * _SHARES[name])
+            done += _SHARES[name]
+            self._say(round(100 * done), 100)
+        memory = self._memory_of_a_rank()
+        return Profile(
+            self._topology,
+            self._device.type,
+            self._host,
+            datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
+            os.cpu_count() or 1,
+            self._ranks_on_host,
+            memory,
+            tuple(self._points),
+        )
+
+    # Links ----------------------------------------------------------------------------------------------------------
+
+    def _links(self, which: str, seconds: float) -> None:
+        """Messages to a neighbour, which sends as many back: from one rank alone, several at once, from all ranks."""
+        topology = self._topology
+        if (topology.nodes if which == "inter" else topology.ranks_per_node) == 1:
+            return
+        node, local = topology.node_of(self._rank), topology.local_of(self._rank)
+        ranks = topology.ranks_per_node
+        if which == "inter":
+            to, origin = (node + 1) % topology.nodes * ranks + local, (node - 1) % topology.nodes * ranks + local
+            alone = local == 0
+        else:
+            to, origin = node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
+            alone = node == 0
+        ways = {"one": alone, "all": True}
+        for way, takes_part in ways.items():
+            for size in self._sizes(seconds / 3):
+                work = self._exchange(to, origin, size, 1) if takes_part else _nothing
+                self._measure(f"{which}, {way}", size, work)
+        work = self._exchange(to, origin, SMALLEST, several_messages()) if alone else _nothing
+        self._measure(f"{which}, several", SMALLEST, work)
+
+    def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
+        sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
+        received = [torch.empty_like(tensor) for tensor in sent]
+
+        def work() -> None:
+            operations = [dist.P2POp(dist.irecv, tensor, origin) for tensor in received]
+            operations += [dist.P2POp(dist.isend, tensor, to) for tensor in sent]
+            for handle in dist.batch_isend_irecv(operations):
+                handle.wait()
+
+        return work
+
+    def _sizes(self, seconds: float) -> Iterator[int]:
+        """Larger ones, as long as the next is likely to fit into what is left of `seconds`."""
+        size, left = SMALLEST, seconds
+        while size <= LARGEST:
+            yield size
+            left -= self._spent
+            if (_REPEATS + 2) * self._points[-1].usual * _GROWTH > left:
+                return
+            size *= _GROWTH
+
+    # What ranks do alone ---------------------------------------------------------------------------------------------
+
+    def _codecs(self, seconds: float) -> None:
+        kernels = kernels_for(self._device)
+        x = torch.randn(_ELEMENTS, device=self._device)
+        for name in ("int8", "int4", "bf16"):
+            codec = Codec.parse(name)
+            message = torch.empty(codec.encoded_bytes(_ELEMENTS), dtype=torch.uint8, device=self._device)
+            self._measure(f"encode {name}", _ELEMENTS, lambda c=codec, m=message: kernels.encode(c, x, m), alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, lambda c=codec, m=message: kernels.decode(c, m, x), alone=True)
+
+    def _memory(self, seconds: float) -> None:
+        for size in (1 << 16, 1 << 20, 1 << 24):
+            x, y = (torch.ones(size // 4, device=self._device) for _ in range(2))
+            self._measure("copy", size, lambda a=x, b=y: _ignore(a.copy_(b)), alone=True)
+            self._measure("add", size, lambda a=x, b=y: _ignore(a.add_(b)), alone=True)
+
+    def _compute(self, seconds: float) -> None:
+        side = _SIDE[self._device.type]
+        for dtype in (torch.float32, torch.bfloat16):
+            a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
+            out = torch.empty_like(a)
+            product = lambda a=a, b=b, out=out: _ignore(torch.mm(a, b, out=out))  # noqa: E731
+            name = str(dtype).removeprefix("torch.")
+            self._measure(f"matmul {name}", side, product, alone=True)
+            if dtype == torch.float32:
+                self._measure("matmul alone", side, product, alone=True)
+                self._measure("matmul together", side, product)
+
+    # Measuring ------------------------------------------------------------------------------------------------------
+
+    def _measure(self, what: str, size: int, work: Work, alone: bool = False) -> None:
+        """Of the slowest rank, and each repetition. `alone`: rank 0 does it while the others wait."""
+        if alone and self._rank:
+            work = _nothing
+        work()  # connections are made, caches filled
+        # Ranks do not leave a barrier together: what is short is done many times between two of them.
+        once = max(self._groups.gather_objects(self._timed(work, 1)))
+        count = max(1, min(_MOST_AT_ONCE, round(_SHORT_SECONDS / once)))
+        taken: list[float] = []
+        self._groups.barrier()
+        busy = _busy_seconds()
+        for _ in range(_REPEATS):
+            self._groups.barrier()
+            taken.append(self._timed(work, count))
+        self._groups.barrier()
+        busy = (_busy_seconds() - busy) / (_REPEATS * count) if self._first_on_host else 0.0
+        rows = self._groups.gather_objects((taken, busy))
+        slowest = tuple(max(row[0][i] for row in rows) for i in range(_REPEATS))
+        self._points.append(Point(what, size, slowest, max(row[1] for row in rows)))
+        self._spent = once + count * sum(slowest)
+
+    def _timed(self, work: Work, count: int) -> float:
+        """Seconds of each."""
+        began = time.perf_counter()
+        for _ in range(count):
+            work()
+        self._settle()
+        return (time.perf_counter() - began) / count
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _memory_of_a_rank(self) -> int:
+        if self._device.type == "cuda":
+            return min(self._groups.gather_objects(torch.cuda.get_device_properties(self._device).total_memory))
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(self._groups.gather_objects(total // self._ranks_on_host))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignore(_: torch.Tensor) -> None:
+    pass
+
+
+def _boot_id() -> str:
+    """The same for all that run on one kernel: containers and network namespaces share its processors."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else socket.gethostname()
+
+
+def _busy_seconds() -> float:
+    """Of all processors of this host, the kernel's own work for the network too."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,169 @@
+"""What `towpath probe` has measured, as a file: raw points, and the cluster that they make.
+
+    {"version": 1, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
+
+A link is latency + bytes / rate; of its points the one that is farthest off from that is said with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from towpath.errors import ConfigError
+from towpath.planner.cluster import Cluster
+from towpath.sim.hardware import CodecSpeed, Hardware, Link
+from towpath.topology.cluster import Topology
+
+VERSION = 1
+_HALF = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`what` was done with `size` (bytes, elements or a matrix's side), several times: its seconds, each time.
+
+    `busy`: processor seconds of the whole host, each time, where the kernel tells them.
+    """
+
+    what: str
+    size: int
+    seconds: tuple[float, ...]
+    busy: float = 0.0
+
+    @property
+    def usual(self) -> float:
+        return median(self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """`error`: of the point that is farthest off, as a share of what was measured."""
+
+    latency: float
+    rate: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    topology: Topology
+    device: str
+    host: str
+    date: str
+    cores: int
+    ranks_on_host: int
+    memory: int
+    points: tuple[Point, ...]
+
+    def of(self, what: str) -> list[Point]:
+        found = [point for point in self.points if point.what == what]
+        if not found:
+            raise ConfigError(f"the profile has no measurement of {what!r}: probe anew.")
+        return sorted(found, key=lambda point: point.size)
+
+    def has(self, what: str) -> bool:
+        return any(point.what == what for point in self.points)
+
+    def fit(self, what: str) -> Fit:
+        return fitted([(point.size, point.usual) for point in self.of(what)])
+
+    def cluster(self) -> Cluster:
+        """As the planner takes it."""
+        inter = self._link("inter") if self.has("inter, one") else self._link("intra")
+        intra = self._link("intra") if self.has("intra, one") else inter
+        flops = tuple((name, _flops(self.of(f"matmul {name}"))) for name in self._dtypes())
+        codecs = tuple(
+            (name, CodecSpeed(self._elements_per_second(f"encode {name}"), self._elements_per_second(f"decode {name}")))
+            for name in self._codecs()
+        )
+        hardware = Hardware(
+            self.topology,
+            intra,
+            inter,
+            memory_rate=self.fit("copy").rate,
+            sum_rate=self.fit("add").rate,
+            codecs=codecs,
+            cores=self._cores(),
+            ranks_sharing=self.ranks_on_host,
+        )
+        return Cluster("probed", hardware, self.memory, flops, 1.0)
+
+    def _dtypes(self) -> list[str]:
+        return [p.what.removeprefix("matmul ") for p in self.points if p.what.startswith("matmul ")]
+
+    def _codecs(self) -> list[str]:
+        return list(dict.fromkeys(p.what.removeprefix("encode ") for p in self.points if p.what.startswith("encode ")))
+
+    def _link(self, which: str) -> Link:
+        """Its latency is that of one message, its rate that of all ranks at once, and what it keeps processors busy."""
+        one, everyone = self.fit(f"{which}, one"), self.fit(f"{which}, all")
+        largest = self.of(f"{which}, all")[-1]
+        several = self.of(f"{which}, several")[0]
+        sent = largest.size * self.ranks_on_host  # on this host, by all its ranks
+        rate = everyone.rate * (self.topology.ranks_per_node if which == "inter" else 1)
+        single = self.of(f"{which}, one")[0].usual
+        message = max(several.usual - single, 0.0) / (several_messages() - 1)
+        work = 0.0 if self.device != "cpu" else largest.busy / sent
+        return Link(rate, one.latency, message, work)
+
+    def _cores(self) -> float | None:
+        """How many of them compute at once, as products of matrices tell: each rank alone, and all together."""
+        if self.device != "cpu":
+            return None
+        alone, together = self.of("matmul alone")[0].usual, self.of("matmul together")[0].usual
+        return self.ranks_on_host * min(1.0, alone / together)
+
+    def _elements_per_second(self, what: str) -> float:
+        return self.fit(what).rate
+
+    def to_json(self) -> str:
+        found = asdict(self)
+        return json.dumps({"version": VERSION, **found}, indent=1) + "\n"
+
+    @staticmethod
+    def load(path: str | Path) -> Profile:
+        try:
+            found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            version = found.pop("version")
+            if version != VERSION:
+                raise ConfigError(f"profile {path}: version {version}; this Towpath reads {VERSION}. Probe anew.")
+            points = tuple(Point(p["what"], p["size"], tuple(p["seconds"]), p["busy"]) for p in found.pop("points"))
+            return Profile(topology=Topology(**found.pop("topology")), points=points, **found)
+        except ConfigError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"profile {path}: cannot be read: {error}. Expected what `towpath probe` writes."
+            ) from None
+
+
+def several_messages() -> int:
+    """How many messages 'several' sends at once."""
+    return 9
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> Fit:
+    """latency + size / rate. The rate is what the largest point takes more than the one before it, the latency what is
+    left of the smallest: a line through all points would bend to those that a shaped link lets pass at once.
+    """
+    ordered = sorted(points)
+    size, seconds = ordered[-1]
+    rate = size / seconds
+    if len(ordered) > 1:
+        before, earlier = ordered[-2]
+        if seconds > earlier:
+            rate = (size - before) / (seconds - earlier)
+    smallest, least = ordered[0]
+    latency = max(least - smallest / rate, 0.0) if len(ordered) > 1 else 0.0
+    error = max(abs(latency + size / rate - seconds) / seconds for size, seconds in ordered)
+    return Fit(latency, rate, error)
+
+
+def _flops(points: Sequence[Point]) -> float:
+    best = max(points, key=lambda point: point.size)
+    return 2 * best.size**3 / best.usual

@@ -1,0 +1,30 @@
+"""`towpath probe` on a shaped cluster: it finds the rate that the cables were given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from towpath.lab import Lab, Rate
+from towpath.planner.profile import Profile
+from towpath.topology.cluster import Topology
+
+RATE = "100mbit"
+
+
+def measured(rank: int, world: int) -> Profile:
+    from towpath.planner.probe import probe
+
+    return probe(Topology(2, 2), budget_seconds=6)
+
+
+def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: Callable[..., Lab]) -> None:
+    profiles = lab(2, 2, inter=RATE).call(measured)
+
+    assert all(profile == profiles[0] for profile in profiles)
+    found = profiles[0].cluster().hardware
+    # Headers take a few per cent; the bucket that shapes the cable lets the first bytes of a message pass.
+    assert found.inter.rate == pytest.approx(Rate.parse(RATE).bits_per_second / 8, rel=0.25)
+    assert found.intra.rate > 3 * found.inter.rate
+    assert found.cores is not None and found.ranks_sharing == 4
