@@ -20,7 +20,7 @@ from towpath.planner.memory import peak_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
 from towpath.planner.profile import Point, Profile, fitted
 from towpath.planner.solver import Found, Infeasible, Solver
-from towpath.planner.workload import Optimizer, Workload
+from towpath.planner.workload import BF16, Optimizer, Workload
 from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
@@ -192,16 +192,21 @@ def test_checkpointing_keeps_less_and_more_tokens_keep_more() -> None:
     def kept(tokens: int, checkpointing: bool) -> int:
         return peak_bytes(model, (), precision, ADAMW, tokens, checkpointing)["activations"]
 
+    root, block, *_ = model.units
     assert kept(256, True) < 0.5 * kept(256, False)
+    assert kept(256, True) >= 256 * 2 * (root.kept + block.kept)  # the block that is recomputed is there whole
     assert kept(1024, False) == pytest.approx(4 * kept(256, False), rel=1e-6)
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("inter", [1.0, 100.0])
-def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(inter: float) -> None:
-    found = solver(small_cluster(2, 4, inter), batch=32, weights=("int8",), gradients=("int4",))
+@pytest.mark.parametrize("inter, precision", [(1.0, BF16), (100.0, BF16), (1.0, Precision())], ids=str)
+def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(
+    inter: float, precision: Precision
+) -> None:
+    codecs: dict[str, Any] = {"weights": ("int8",), "gradients": ("int4",)}
+    found = solver(small_cluster(2, 4, inter), batch=32, precision=precision, **codecs)
     for candidate in list(found.candidates())[::7]:
         priced = found.price(candidate)
         assert found.bound(candidate)[0] <= priced.seconds * (1 + 1e-9), candidate

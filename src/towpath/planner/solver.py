@@ -136,8 +136,6 @@ class Solver:
         crosses = any(s.grid.nodes > 1 for s in shapes)
         codec = candidate.weights if kind in WEIGHTS else candidate.gradients
         codec = codec if crosses else "none"
-        if kind is Kind.BACKWARD_GATHER and candidate.placement.backward_params is None:
-            kind = Kind.GATHER  # it must bring the same weights
         reduces = any(s.op is not Op.ALL_GATHER for s in shapes)
         if codec != "none" and reduces:
             yield from (Wire(route, codec) for route in ALL_TO_ALL)
@@ -221,7 +219,9 @@ class Solver:
         place, numel = candidate.placement, self.model.parameters
         compute, summed, own = map(item_bytes, (self._compute, self._summed, self.workload.own))
         states = numel * (compute / place.params.size + summed / place.grads.size)
-        master = self._compute != self.workload.own or candidate.weights != "none"
+        publishes = move_shapes(place, self._topology)[Kind.PUBLISH]
+        encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in publishes)
+        master = self._compute != self.workload.own or encoded
         states += numel / place.optimizer.size * own * (self.workload.optimizer.states + master)
         states += numel / place.optimizer.size * own * (self._summed != self.workload.own)
         if place.backward_params is not None:

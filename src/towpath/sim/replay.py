@@ -97,11 +97,13 @@ class _Running:
     began: float | None = None
     ended: bool = False
     crosses: bool = False
+    crosses_now: bool = False
 
     @property
     def links_are_free(self) -> bool:
         """Nothing of it crosses any more."""
-        return self.ended or (self.began is not None and not any(load.crosses for load in self.loads))
+        still = self.crosses_now or any(load.crosses for load in self.loads)
+        return self.ended or (self.began is not None and not still)
 
 
 class Replay:
@@ -264,6 +266,7 @@ class Replay:
                     again = True
                     continue
                 load = running.loads.popleft()
+                running.crosses_now = load.crosses
                 alone = self._fluid.alone(load.needs)
                 flow = Flow(load.seconds + alone, load.needs)
                 self._started[flow] = running
@@ -291,6 +294,7 @@ class Replay:
 
     def _ends(self, running: _Running) -> None:
         """A phase of it."""
+        running.crosses_now = False
         if not running.loads and (running.before is None or running.before.ended):
             self._end(running)
 

@@ -1,0 +1,80 @@
+"""A live module is described as the formulas describe it, and without memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from towpath.errors import ConfigError
+from towpath.planner.live import describe_live
+from towpath.planner.model import describe
+
+LENGTH, BATCH = 64, 2
+
+
+@pytest.mark.parametrize(
+    "kind, values",
+    [
+        (
+            "llama",
+            {
+                "vocab_size": 512,
+                "hidden_size": 128,
+                "num_hidden_layers": 3,
+                "num_attention_heads": 4,
+                "intermediate_size": 352,
+                "max_position_embeddings": LENGTH,
+                "tie_word_embeddings": False,
+            },
+        ),
+        (
+            "gpt2",
+            {"vocab_size": 512, "n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
+            | {"activation_function": "gelu", "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        ),
+    ],
+)
+def test_formulas_and_what_pytorch_counts_agree(kind: str, values: dict[str, object], tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": kind, **values}))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
+        ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+
+    found = describe_live(model, [ids], BATCH * LENGTH, length=LENGTH)
+
+    expected = describe(file)
+    assert found.parameters == expected.parameters
+    assert found.flops == pytest.approx(expected.flops, rel=0.02)
+    blocks = [sum(u.kept for u in m.units if u.spec.name) for m in (found, expected)]
+    assert blocks[0] == pytest.approx(blocks[1], rel=0.35)  # what each implementation keeps is its own affair
+
+
+def test_nothing_is_allocated_and_the_model_stays_as_it_was() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(1 << 15, 1 << 15, device="meta") for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model = Wide()
+    found = describe_live(model, [torch.zeros(4, 1 << 15, device="meta")], 4)
+
+    assert [u.flops for u in found.units if u.spec.name] == [2.0 * (1 << 30)] * 2
+    assert [u.entering for u in found.units if u.spec.name] == [1 << 15] * 2
+    assert not model.blocks[0]._forward_hooks and model.blocks[0].weight.is_meta
+
+
+def test_inputs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be run with the inputs"):
+        describe_live(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.zeros(2, 5)], 2)
