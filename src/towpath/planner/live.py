@@ -76,7 +76,11 @@ def _traced(
         return tensor
 
     counter = FlopCounterMode(display=False)
-    given = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x, tuple(inputs))
+
+    def faked(value: Any) -> Any:
+        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+    given = tree_map(faked, tuple(inputs))
     with (
         mode,
         _noting_units(layouts, inside, entering),
