@@ -27,7 +27,7 @@ from towpath.engine.uneven_data import Batch, joined
 from towpath.engine.whole import reshard, unshard
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, check_process_group, detect_topology
+from towpath.topology.groups import Groups, check_process_group, detect_shape
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -60,7 +60,7 @@ def shard(
     lines: list[str] = []
     failure: TowpathError | None = None
     if topology is None and not isinstance(strategy, Strategy):
-        topology = detect_topology(groups)
+        topology = Topology(*detect_shape(groups))
     try:
         resolved = _resolve(strategy, topology, groups.world)
         _check_class(model)

@@ -14,8 +14,9 @@ from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
 from towpath.core.schedule import schedule
 from towpath.errors import ConfigError
-from towpath.planner import cluster as clusters
-from towpath.planner.cluster import Cluster, shipped
+from towpath.planner import clusters
+from towpath.planner.cluster import Cluster, from_table
+from towpath.planner.clusters import shipped
 from towpath.planner.memory import peak_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
 from towpath.planner.profile import Point, Profile, fitted
@@ -36,7 +37,7 @@ def small_cluster(nodes: int = 2, ranks: int = 2, inter: float = 10.0, memory: f
         "intra": {"gigabytes": 20, "latency": 5, "message": 1},
         "inter": {"gigabits": inter, "latency": 30, "message": 2},
     }
-    return clusters.from_table("small", table)
+    return from_table("small", table)
 
 
 def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
@@ -134,7 +135,7 @@ def test_every_shipped_cluster_loads_and_says_where_its_numbers_are_from() -> No
     assert len(shipped()) >= 12
     for name in shipped():
         found = clusters.load(name)
-        text = Path(clusters.__file__).with_name("clusters").joinpath(f"{name}.toml").read_text()
+        text = Path(clusters.__file__).with_name(f"{name}.toml").read_text()
         assert found.peak_of("bfloat16") > 1e13 and "Assumed" in text, name
     assert clusters.load("p4d", nodes=3).topology.nodes == 3
 
@@ -162,7 +163,7 @@ def test_what_is_wrong_with_a_cluster_is_said_with_key_value_and_form(change: di
         "inter": {"gigabits": 10, "latency": 30, "message": 2},
     }
     with pytest.raises(ConfigError, match=told):
-        clusters.from_table("mine", table | change)
+        from_table("mine", table | change)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
 
 def test_planning_needs_no_torch() -> None:
     program = (
-        "import sys; from towpath.planner.solver import Solver; from towpath.planner import cluster, model, profile; "
+        "import sys; from towpath.planner.solver import Solver; from towpath.planner import clusters, model, profile; "
         "sys.exit([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules] != [])"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

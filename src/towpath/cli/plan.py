@@ -17,9 +17,8 @@ from towpath.core.formats import CODECS
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
-from towpath.planner import cluster as clusters
+from towpath.planner import clusters, tables
 from towpath.planner import model as models
-from towpath.planner import tables
 from towpath.planner.cluster import GIB
 from towpath.planner.solver import Candidate, Found, Infeasible, Solver
 from towpath.planner.workload import OPTIMIZERS, Optimizer, Workload

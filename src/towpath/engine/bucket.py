@@ -32,10 +32,13 @@ from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
 from towpath.engine.partial import Replica
-from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.shard_operations import operation
+from towpath.engine.shard_tensor import ShardTensor, handlers_are_chosen_by
 from towpath.engine.span import Span
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
+
+handlers_are_chosen_by(operation)
 
 
 class Bucket:

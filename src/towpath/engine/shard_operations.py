@@ -10,7 +10,7 @@ that it shares with its aliases (`_version` does not tell: foreach, fused and `.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, cast
@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from towpath.engine.partial import Partial
-from towpath.engine.shard_tensor import ShardTensor, in_backward
+from towpath.engine.shard_tensor import Handler, ShardTensor, in_backward
 from towpath.engine.span import Span
 from towpath.errors import ShardTensorError
 
 aten = torch.ops.aten
 
 Arguments = Sequence[Any]
-Handler = Callable[[Any, Arguments, dict[str, Any]], Any]
 
 # Elementwise in effect, though PyTorch does not tag them so.
 _ELEMENTWISE = {

@@ -206,8 +206,18 @@ class _FullTensor(torch.autograd.Function):
         return ShardTensor(ctx.span.part_of(mean).clone(), ctx.span)
 
 
-@lru_cache(maxsize=1024)
-def _operation(func: Any) -> Callable[[Any, Sequence[Any], dict[str, Any]], Any]:
-    from towpath.engine.shard_operations import operation  # which is made of ShardTensors
+Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
-    return operation(func)
+_chooses: Callable[[Any], Handler] | None = None
+
+
+def handlers_are_chosen_by(choose: Callable[[Any], Handler]) -> None:
+    """Before the first ShardTensor is made. (Handlers are made of ShardTensors: this module cannot import them.)"""
+    global _chooses
+    _chooses = choose
+
+
+@lru_cache(maxsize=1024)
+def _operation(func: Any) -> Handler:
+    assert _chooses is not None, "see handlers_are_chosen_by"
+    return _chooses(func)

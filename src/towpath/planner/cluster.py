@@ -1,4 +1,4 @@
-"""A cluster as the planner knows it, described in a TOML file: shipped ones by name, your own by its path.
+"""A cluster as the planner knows it, and how a TOML file describes one.
 
     nodes = 16
     ranks_per_node = 8
@@ -32,11 +32,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from towpath.core.formats import CODECS, FLOATING
@@ -47,8 +44,6 @@ from towpath.topology.cluster import Topology
 GIB = 1 << 30
 # A codec reads what it encodes and writes less, and the other way round: about as fast as an element is copied.
 _BYTES_OF_A_CODED_ELEMENT = 4.0
-
-_SHIPPED = "towpath.planner.clusters"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,43 +76,6 @@ class Cluster:
         """The same with another number of nodes."""
         topology = Topology(nodes, self.topology.ranks_per_node)
         return replace(self, hardware=replace(self.hardware, topology=topology))
-
-
-def shipped() -> list[str]:
-    return sorted(f.name.removesuffix(".toml") for f in files(_SHIPPED).iterdir() if f.name.endswith(".toml"))
-
-
-def load(what: str | Path, nodes: int | None = None) -> Cluster:
-    """A shipped cluster by its name, one from a file, or what `towpath probe` has measured (.json).
-
-    `nodes`: so many of them, in place of what it says.
-    """
-    if Path(what).suffix == ".json":
-        from towpath.planner.profile import Profile
-
-        profile = Profile.load(what)
-        if nodes not in (None, profile.topology.nodes):
-            raise ConfigError(
-                f"profile {what} is of {profile.topology.nodes} nodes, and --nodes asks for {nodes}: what was "
-                "measured on one number of nodes does not hold for another. Probe there, or describe it in a .toml."
-            )
-        return profile.cluster()
-    if str(what) in shipped():
-        name, text = str(what), files(_SHIPPED).joinpath(f"{what}.toml").read_text(encoding="utf-8")
-    else:
-        path = Path(what)
-        if not path.is_file():
-            raise ConfigError(f"cluster {str(what)!r}: expected a .toml file, or one of {', '.join(shipped())}.")
-        try:
-            name, text = path.stem, path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cluster: cannot read {path}: {error}.") from None
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster {what}: not TOML: {error}.") from None
-    found = from_table(name, table)
-    return found if nodes is None else found.on(nodes)
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:

@@ -68,7 +68,7 @@ class Topology:
         """
         from towpath.topology import groups  # torch stays out of planning
 
-        return groups.detect_topology()
+        return Topology(*groups.detect_shape())
 
     def __str__(self) -> str:
         return f"{self.nodes} × {self.ranks_per_node}"

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from towpath.errors import TopologyError
-from towpath.topology.cluster import Topology
 
 Partition = tuple[tuple[int, ...], ...]
 Shared = TypeVar("Shared")
@@ -199,8 +198,8 @@ def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
     }
 
 
-def detect_topology(groups: Groups | None = None) -> Topology:
-    """Nodes as the launcher placed them (or by host name), or the reason why they do not form a topology."""
+def detect_shape(groups: Groups | None = None) -> tuple[int, int]:
+    """Nodes, and ranks on each, as the launcher placed them (or by host name); or why they do not form a topology."""
     groups = groups or Groups()
     homes = groups.gather_objects(os.environ.get("GROUP_RANK") or socket.gethostname())
     sizes = Counter(homes)
@@ -216,4 +215,4 @@ def detect_topology(groups: Groups | None = None) -> Topology:
             f"the ranks of a node are not consecutive: rank by rank they run on {homes}. Start them node by node, "
             "as torchrun does, or pass a topology of your own."
         )
-    return Topology(len(sizes), ranks)
+    return len(sizes), ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from towpath.errors import ConfigError, StepError, TrainError
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_topology, launched, local_rank, meeting_point
+from towpath.topology.groups import Groups, detect_shape, launched, local_rank, meeting_point
 from towpath.topology.meeting import meet
 
 
@@ -98,7 +98,7 @@ def joined() -> Generator[Job]:
         _initialise(device)
     try:
         groups = Groups()
-        yield Job(groups, detect_topology(groups), device)
+        yield Job(groups, Topology(*detect_shape(groups)), device)
     finally:
         if made:
             dist.destroy_process_group()
