@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,12 +88,9 @@ def plan(
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     codecs = _codecs(allow)
-    asked = Workload(
-        batch,
-        solver.workload.memory,
-        solver.workload.precision,
-        optimizer=solver.workload.optimizer,
-        weights=tuple(c for c in codecs if c != "int4"),
+    asked = replace(
+        solver.workload,
+        weights=tuple(c for c in codecs if not c.startswith("int4")),  # too coarse for weights
         gradients=codecs,
         micro_batches=tuple(micro_batch or ()),
         checkpointing=checkpointing,
@@ -102,12 +100,15 @@ def plan(
     found = solver.solve(best=top)
     if isinstance(found, Infeasible):
         raise PlanError(_what_would_fit(found, solver))
-    first = found.ranked[0]
     if output is not None:
-        output.write_text(first.strategy.to_toml(), encoding="utf-8")
+        output.write_text(found.ranked[0].strategy.to_toml(), encoding="utf-8")
     if as_json:
         print(json.dumps(_found_as_json(found, solver), indent=2))
-        return
+    else:
+        _show(found, solver, time.monotonic() - began, output)
+
+
+def _show(found: Found, solver: Solver, took_seconds: float, output: Path | None) -> None:
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
     table = Table(*tables.HEADINGS, box=None, pad_edge=False)
@@ -119,12 +120,13 @@ def plan(
     rest = "no other can be quicker" if found.proven else "among the others one might be quicker, by a little"
     console.print(
         f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.workload.memory / GIB:.1f} GiB a "
-        f"rank, {found.replayed} were replayed, the most promising first; {rest}. {time.monotonic() - began:.1f} s.",
+        f"rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
     if output is not None:
-        settings = [f"strategy.name={output}", f"train.micro_batch={first.candidate.micro_batch}"]
-        settings += [f"train.checkpointing={str(first.candidate.checkpointing).lower()}"]
+        candidate = found.ranked[0].candidate
+        settings = [f"strategy.name={output}", f"train.micro_batch={candidate.micro_batch}"]
+        settings += [f"train.checkpointing={str(candidate.checkpointing).lower()}"]
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.errors import ConfigError
+from towpath.planner.profile import Profile
 
 
 def probe(
@@ -62,6 +63,10 @@ def probe(
     if as_json:
         sys.stdout.write(profile.to_json())
         return
+    _show(profile, output)
+
+
+def _show(profile: Profile, output: Path) -> None:
     console = Console(width=100, highlight=False)
     console.print(f"{profile.topology.nodes} nodes × {profile.topology.ranks_per_node} ranks on {profile.host}")
     table = Table("what", "sizes", "latency", "rate", "error of the fit", box=None, pad_edge=False)
