@@ -104,6 +104,7 @@ def test_no_resource_is_ever_given_out_twice() -> None:
             needs = {name: draw.uniform(0, 5) for name in ("a", "b") if draw.random() < 0.7}
             fluid.start(Flow(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
         while fluid.flows:
+            fluid.share_out()
             for name, capacity in capacities.items():
                 assert sum(f.rate * f.needs.get(name, 0) for f in fluid.flows) <= capacity * (1 + 1e-9)
             assert all(0 < f.rate <= 1 / f.seconds * (1 + 1e-9) for f in fluid.flows)

@@ -21,8 +21,9 @@ from towpath.errors import ConfigError, PlanError
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB
-from towpath.planner.solver import Candidate, Found, Infeasible, Solver
+from towpath.planner.solver import MOST, Candidate, Found, Infeasible, Solver
 from towpath.planner.workload import OPTIMIZERS, Optimizer, Workload
+from towpath.train.observe.bar import progress_bar
 
 
 class Dtype(StrEnum):
@@ -97,7 +98,8 @@ def plan(
     )
     solver = Solver(solver.model, solver.cluster, asked)
     began = time.monotonic()
-    found = solver.solve(best=top)
+    with progress_bar("Planning") as say:
+        found = solver.solve(best=top, most=max(top, MOST), say=say)
     if isinstance(found, Infeasible):
         raise PlanError(_what_would_fit(found, solver))
     if output is not None:
@@ -220,6 +222,8 @@ def _solver(
 ) -> Solver:
     found = clusters.load(cluster, nodes)
     limit = found.memory if memory is None else int(memory * GIB)
+    if limit < 1:
+        raise ConfigError(f"--memory {memory}: expected GiB above 0.")
     asked = Workload(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
     return Solver(models.describe(model, length), found, asked)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -32,6 +32,8 @@ from towpath.sim.replay import Replay, Seconds, Timeline
 
 # A step of more micro-steps is replayed for so many of them: the others are like its last but one.
 _REPLAYED = 3
+# So many candidates are replayed at most, unless told otherwise.
+MOST = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +239,10 @@ class Solver:
 
     # The search -----------------------------------------------------------------------------------------------------
 
-    def solve(self, best: int = 10, most: int = 60) -> Found | Infeasible:
-        """The `best` candidates, of which `most` at most are replayed."""
+    def solve(
+        self, best: int = 10, most: int = MOST, say: Callable[[int, int], None] = lambda done, total: None
+    ) -> Found | Infeasible:
+        """The `best` candidates, of which `most` at most are replayed. `say` is told how many were."""
         candidates = list(self.candidates())
         fitting = [c for c in candidates if self.least_memory(c) <= self.workload.memory]
         if not fitting:
@@ -257,6 +261,7 @@ class Solver:
                 break
             found = self.price(candidate)
             replayed += 1
+            say(replayed, min(most, len(fitting)))
             if found.peak_bytes <= self.workload.memory:
                 priced.append(found)
         else:

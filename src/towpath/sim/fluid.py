@@ -6,7 +6,7 @@ Nobody waits in a line: whatever needs a resource gets an even share of it, and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _TINY = 1e-12
 _ROUNDS = 4
@@ -20,6 +20,10 @@ class Flow:
     needs: Mapping[str, float]
     left: float = 1.0  # of it
     rate: float = 0.0  # of it, a second
+    alike: tuple[object, ...] = field(init=False)  # flows that have this in common share alike
+
+    def __post_init__(self) -> None:
+        self.alike = (self.seconds, *self.needs.items())
 
 
 class Fluid:
@@ -29,6 +33,8 @@ class Fluid:
         self._capacities = dict(capacities)
         self.flows: list[Flow] = []
         self.now = 0.0
+        self._shared = True  # every flow has its rate
+        self._rates: dict[tuple[object, ...], list[float]] = {}  # of flows that were under way together before
 
     def alone(self, needs: Mapping[str, float]) -> float:
         """Seconds that so much takes if nothing else goes on."""
@@ -36,10 +42,12 @@ class Fluid:
 
     def start(self, flow: Flow) -> None:
         self.flows.append(flow)
-        self._share_out()
+        self._shared = False
 
     def advance(self) -> list[Flow]:
         """To the next moment at which something ends: what does."""
+        if not self._shared:
+            self.share_out()
         seconds = min(f.left / f.rate for f in self.flows)
         self.now += seconds
         ended: list[Flow] = []
@@ -48,10 +56,19 @@ class Fluid:
             if flow.left <= _TINY:
                 ended.append(flow)
         self.flows = [flow for flow in self.flows if flow not in ended]
-        self._share_out()
+        self._shared = False
         return ended
 
-    def _share_out(self) -> None:
+    def share_out(self) -> None:
+        """Every flow gets its rate."""
+        together = tuple(flow.alike for flow in self.flows)
+        if together not in self._rates:
+            self._rates[together] = self._settled()
+        for flow, rate in zip(self.flows, self._rates[together], strict=True):
+            flow.rate = rate
+        self._shared = True
+
+    def _settled(self) -> list[float]:
         """What a flow wants of a resource is what the others let it use: settled by going round them a few times."""
         limits: dict[Flow, dict[str, float]] = {flow: {} for flow in self.flows}
         users = {name: [f for f in self.flows if f.needs.get(name)] for name in self._capacities}
@@ -63,8 +80,7 @@ class Fluid:
                     # Until the last round a flow may come to want more than it does.
                     given = share if number < _ROUNDS - 1 else min(share, wants[flow])
                     limits[flow][name] = given / flow.needs[name]
-        for flow in self.flows:
-            flow.rate = _limit(flow, limits[flow])
+        return [_limit(flow, limits[flow]) for flow in self.flows]
 
 
 def _limit(flow: Flow, limits: Mapping[str, float], but: str = "") -> float:
