@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,15 @@ def test_the_documentation_shows_what_the_commands_print(shown: str) -> None:
     command, _, expected = shown.partition("\n")
     output = re.sub(r" [\d.]+ s\.\n$", "\n", told(*command.split()))
     assert [line.rstrip() for line in output.splitlines()] == [line.rstrip() for line in expected.splitlines()]
+
+
+def test_a_job_of_thousands_is_planned_without_torch() -> None:
+    program = (
+        "import sys; from typer.testing import CliRunner; from towpath.cli import main; "
+        "arguments = 'plan llama-13b --cluster a800-4hdr --nodes 512 --batch 4096 --top 1'.split(); "
+        "found = CliRunner().invoke(main.app, arguments); print(found.output); "
+        "sys.exit(found.exit_code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "512 nodes × 8 ranks" in done.stdout
