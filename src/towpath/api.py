@@ -20,11 +20,11 @@ from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_values
 from towpath.engine.executor import Engine, engine_of
+from towpath.engine.full_parameters import reshard, unshard
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.module_classes import become
 from towpath.engine.uneven_data import Batch, joined
-from towpath.engine.whole import reshard, unshard
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape

@@ -129,7 +129,7 @@ def _engine_allocations() -> Iterator[list[str]]:
             caller = sys._getframe(1)
             module = caller.f_globals["__name__"]
             # The norm of clipping is made of numbers, one for each parameter: no buffers.
-            if module.startswith(("towpath.engine", "towpath.collectives")) and not module.endswith(".partial"):
+            if module.startswith(("towpath.engine", "towpath.collectives")) and not module.endswith(".partial_sums"):
                 made.append(f"{module}:{caller.f_lineno}")
             return original(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from towpath.core.precision import Precision
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES
 from towpath.core.schedule import plan_unit, schedule
-from towpath.core.steady import steady_tasks
+from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.sim.fluid import Flow, Fluid

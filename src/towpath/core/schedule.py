@@ -14,7 +14,7 @@ from towpath.core.journal import journal_bytes
 from towpath.core.payload import Range
 from towpath.core.precision import Precision
 from towpath.core.queues import QUEUES, WAYS
-from towpath.core.steady import steady_tasks
+from towpath.core.steady_step import steady_tasks
 from towpath.core.step import UNITS_IN_FLIGHT
 from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import WIRED, Kind, Strategy

@@ -1,7 +1,7 @@
 """The step machine: what is done in a training step on one rank, in which memory, and after what. It moves no data.
 
 Its methods are events: what the engine's hooks see, and what the user does between. They answer with actions
-(`actions.py`), to be carried out in their order, by the engine; `steady.py` replays them for a step like every other.
+(`actions.py`), to be carried out in their order, by the engine; `steady_step.py` has those of a step like every other.
 
 A forward makes a unit's weights whole, in a slot that units take turns in, and prefetches the unit that came next the
 last time. A backward does the same from the backward copy; when the last of a unit's gradients is there they are

@@ -26,12 +26,12 @@ from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.core.transitions import Cut
-from towpath.engine.bound import BoundTransfer
+from towpath.engine.bound_transfers import BoundTransfer
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import Mesh
-from towpath.engine.partial import Replica
+from towpath.engine.partial_sums import Replica
 from towpath.engine.shard_operations import operation
 from towpath.engine.shard_tensor import ShardTensor, handlers_are_chosen_by
 from towpath.engine.span import Span

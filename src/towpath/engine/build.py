@@ -27,7 +27,7 @@ from towpath.engine.hooks import attach
 from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
-from towpath.engine.partial import Replica
+from towpath.engine.partial_sums import Replica
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import MismatchError, ShardError, TowpathError

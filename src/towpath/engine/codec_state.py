@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from towpath.engine.bound import BoundTransfer
+from towpath.engine.bound_transfers import BoundTransfer
 from towpath.engine.executor import Engine
 
 _SEEDS = "seeds"

@@ -13,7 +13,7 @@ from towpath.core.queues import QUEUES
 from towpath.core.schedule import UnitPlan, largest
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Needs
-from towpath.engine.bound import BoundTransfer
+from towpath.engine.bound_transfers import BoundTransfer
 from towpath.engine.record import Record, Waits
 from towpath.engine.streams import Handle, Job, Stream, Streams, Work
 

@@ -1,7 +1,7 @@
 """What PyTorch's operations do with ShardTensors.
 
 Elementwise operations and optimizers run on the slices; norms and sums are combined over the ranks that share the
-tensor (`partial.py`); anything else raises `ShardTensorError`.
+tensor (`partial_sums.py`); anything else raises `ShardTensorError`.
 
 Writes are noticed here: every dispatched operation that writes to a parameter raises the version of the mark
 that it shares with its aliases (`_version` does not tell: foreach, fused and `.data` writes leave it as it was).
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from towpath.engine.partial import Partial
+from towpath.engine.partial_sums import Partial
 from towpath.engine.shard_tensor import Handler, ShardTensor, in_backward
 from towpath.engine.span import Span
 from towpath.errors import ShardTensorError

@@ -14,7 +14,7 @@ import torch
 from towpath.collectives.flat import all_gather_single
 from towpath.core.step_state import WriteMark
 from towpath.engine.boxes import Box, boxes_of
-from towpath.engine.partial import NO_TORCH_FUNCTION
+from towpath.engine.partial_sums import NO_TORCH_FUNCTION
 from towpath.engine.span import Span
 from towpath.errors import ShardTensorError
 

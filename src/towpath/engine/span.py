@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from towpath.engine.parallel import Parallel
-from towpath.engine.partial import Replica
+from towpath.engine.partial_sums import Replica
 
 
 @dataclass(frozen=True, slots=True, eq=False)

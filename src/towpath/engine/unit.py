@@ -14,7 +14,7 @@ from towpath.collectives.workspace import Workspace
 from towpath.core.schedule import UnitPlan
 from towpath.core.step_state import Pass, WriteMark
 from towpath.core.strategy import Kind
-from towpath.engine.bound import BoundTransfer, CoalescedTransfers
+from towpath.engine.bound_transfers import BoundTransfer, CoalescedTransfers
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import Buffers
 from towpath.engine.layout import UnitLayout

@@ -14,7 +14,7 @@ from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.engine.activity import Peers
-from towpath.engine.bound import BoundTransfer, CoalescedTransfers
+from towpath.engine.bound_transfers import BoundTransfer, CoalescedTransfers
 from towpath.engine.queue import Queues
 from towpath.engine.record import Record
 from towpath.engine.streams import Streams

@@ -1,7 +1,7 @@
 """One training step, replayed: what the step machine asks for, carried out by a clock instead of an engine.
 
-The thread that trains computes, submits and waits, as `core/steady.py` has it. A queue carries out its tasks one after
-the other; a gather may begin to cross while the one before it is shared out in its node, as in the engine.
+The thread that trains computes, submits and waits, as `core/steady_step.py` has it. A queue carries out its tasks one
+after the other; a gather may begin to cross while the one before it is shared out in its node, as in the engine.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from towpath.core.actions import Collect, Compare, Deliver, Keep, Submit, Task, 
 from towpath.core.formats import item_bytes
 from towpath.core.queues import QUEUES
 from towpath.core.schedule import UnitPlan, usage_transfers
-from towpath.core.steady import Compute, Part, settled, steady_step
+from towpath.core.steady_step import Compute, Part, settled, steady_step
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
 from towpath.sim.fluid import Flow, Fluid
