@@ -26,4 +26,4 @@ def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: C
     found = profiles[0].cluster().hardware
     # Headers take a few per cent; the bucket that shapes the cable lets the first bytes of a message pass.
     assert found.inter.rate == pytest.approx(Rate.parse(RATE).bits_per_second / 8, rel=0.25)
-    assert found.intra.rate > 0 and found.cores is not None and found.ranks_sharing == 4
+    assert found.ranks_sharing == 4

@@ -51,9 +51,10 @@ def test_formulas_and_what_pytorch_counts_agree(kind: str, values: dict[str, obj
 
     expected = describe(file)
     assert found.parameters == expected.parameters
-    assert found.flops == pytest.approx(expected.flops, rel=0.02)
+    assert found.flops == pytest.approx(expected.flops, rel=1e-9)
     blocks = [sum(u.kept for u in m.units if u.spec.name) for m in (found, expected)]
-    assert blocks[0] == pytest.approx(blocks[1], rel=0.35)  # what each implementation keeps is its own affair
+    # transformers' norms and rotations keep copies that a fused kernel would not: 22 % (llama) and 13 % (gpt2) more.
+    assert blocks[0] == pytest.approx(blocks[1], rel=0.25)
 
 
 def test_nothing_is_allocated_and_the_model_stays_as_it_was() -> None:

@@ -12,15 +12,16 @@ import pytest
 
 from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
-from towpath.core.schedule import schedule
+from towpath.core.presets import strategy
+from towpath.core.schedule import plan_unit, schedule
 from towpath.errors import ConfigError
 from towpath.planner import clusters
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.clusters import shipped
-from towpath.planner.memory import peak_bytes
+from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
-from towpath.planner.profile import Point, Profile, fitted
-from towpath.planner.solver import Found, Infeasible, Solver
+from towpath.planner.profile import TOGETHER, Point, Profile, fitted
+from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
 from towpath.planner.workload import BF16, Optimizer, Workload
 from towpath.topology.cluster import Topology
 
@@ -38,6 +39,10 @@ def small_cluster(nodes: int = 2, ranks: int = 2, inter: float = 10.0, memory: f
         "inter": {"gigabits": inter, "latency": 30, "message": 2},
     }
     return from_table("small", table)
+
+
+def priced_of(found: Solver, candidate: Candidate) -> Priced:
+    return found.price(found.strategy(candidate), candidate.batching)
 
 
 def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
@@ -171,15 +176,12 @@ def test_what_is_wrong_with_a_cluster_is_said_with_key_value_and_form(change: di
 
 @pytest.mark.parametrize("label", ["ddp", "zero1", "zero3", "mics", "paro-iig", "hpz", "zero++"])
 def test_states_and_buffers_are_the_schedules(label: str) -> None:
-    from towpath.core.presets import strategy
-    from towpath.core.schedule import plan_unit
-
     cluster, model = small_cluster(), SMALL.model("small", 256)
     precision = Precision("bfloat16", "bfloat16")
     made = strategy(label, cluster.topology)
     plans = [plan_unit(made, unit.spec, precision) for unit in model.units]
 
-    found = peak_bytes(model, plans, precision, ADAMW, 256, checkpointing=False)
+    found = engine_bytes(plans, ADAMW)
 
     planned = schedule(made, tuple(u.spec for u in model.units), 1, precision)
     assert {k: found[k] for k in planned.memory_bytes()} == planned.memory_bytes()
@@ -191,7 +193,7 @@ def test_checkpointing_keeps_less_and_more_tokens_keep_more() -> None:
     model, precision = SMALL.model("small", 256), Precision("bfloat16", "bfloat16")
 
     def kept(tokens: int, checkpointing: bool) -> int:
-        return peak_bytes(model, (), precision, ADAMW, tokens, checkpointing)["activations"]
+        return activation_bytes(model, precision, tokens, checkpointing)
 
     root, block, *_ = model.units
     assert kept(256, True) < 0.5 * kept(256, False)
@@ -209,7 +211,7 @@ def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(
     codecs: dict[str, Any] = {"weights": ("int8",), "gradients": ("int4",)}
     found = solver(small_cluster(2, 4, inter), batch=32, precision=precision, **codecs)
     for candidate in list(found.candidates())[::7]:
-        priced = found.price(candidate)
+        priced = priced_of(found, candidate)
         assert found.bound(candidate)[0] <= priced.seconds * (1 + 1e-9), candidate
         assert found.least_memory(candidate) <= priced.peak_bytes, candidate
 
@@ -217,12 +219,12 @@ def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(
 @pytest.mark.parametrize("inter", [1.0, 25.0, 400.0])
 def test_the_first_is_the_best_of_all(inter: float) -> None:
     found = solver(small_cluster(inter=inter), batch=8)
-    priced = map(found.price, found.candidates())
+    priced = [priced_of(found, candidate) for candidate in found.candidates()]
     best = min(p.seconds for p in priced if p.peak_bytes <= found.workload.memory)
 
     answer = found.solve(best=3, most=10_000)
 
-    assert isinstance(answer, Found) and answer.proven
+    assert isinstance(answer, Ranking) and answer.proven
     assert answer.ranked[0].seconds == best
     assert [p.seconds for p in answer.ranked] == sorted(p.seconds for p in answer.ranked)
 
@@ -233,7 +235,7 @@ def test_codecs_are_used_only_where_they_are_allowed() -> None:
         solver(cluster).solve(best=1, most=200),
         solver(cluster, weights=("int8",), gradients=("int4",)).solve(best=1, most=200),
     ]
-    lossless, lossy = (answer.ranked[0] for answer in answers if isinstance(answer, Found))
+    lossless, lossy = (answer.ranked[0] for answer in answers if isinstance(answer, Ranking))
 
     assert not lossless.strategy.codecs(trainable=True)
     assert lossy.strategy.codecs(trainable=True)
@@ -245,7 +247,7 @@ def test_a_narrow_cable_wants_other_strategies_than_a_wide_one() -> None:
     chosen = {}
     for inter in (0.2, 800.0):
         answer = solver(small_cluster(2, 4, inter, memory=2.0), batch=64).solve(best=1, most=100)
-        assert isinstance(answer, Found)
+        assert isinstance(answer, Ranking)
         chosen[inter] = answer.ranked[0]
     assert chosen[0.2].inter_bytes < chosen[800.0].inter_bytes
 
@@ -255,6 +257,31 @@ def test_where_nothing_fits_it_says_by_how_much() -> None:
 
     assert isinstance(answer, Infeasible)
     assert answer.missing_bytes == answer.nearest.peak_bytes - int(0.05 * (1 << 30)) > 0
+
+
+def test_where_only_states_would_fit_and_not_the_buffers_nothing_fits() -> None:
+    """The least that a candidate holds is no promise."""
+    roomy = solver(small_cluster(), checkpointing=True)
+    least = min(map(roomy.least_memory, roomy.candidates()))
+    smallest = min(priced_of(roomy, candidate).peak_bytes for candidate in roomy.candidates())
+    assert least < smallest
+
+    tight = solver(small_cluster(memory=(least + smallest) / 2 / (1 << 30)), checkpointing=True)
+
+    answer = tight.solve()
+    assert isinstance(answer, Infeasible) and answer.missing_bytes > 0
+
+
+@pytest.mark.parametrize("label", ["zero3", "paro-iig", "mics", "zero++"])
+@pytest.mark.parametrize("micro_steps", [1, 3, 7])
+def test_bytes_are_the_schedules_of_many_micro_steps_too(label: str, micro_steps: int) -> None:
+    found = solver(small_cluster())
+    made = strategy(label, found.cluster.topology)
+
+    priced = found.price(made, Batching(1, micro_steps))
+
+    expected = schedule(made, tuple(u.spec for u in found.model.units), micro_steps, found.workload.precision)
+    assert (priced.inter_bytes, priced.intra_bytes) == (expected.inter_bytes, expected.intra_bytes)
 
 
 def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
@@ -275,7 +302,7 @@ def test_planning_needs_no_torch() -> None:
 def test_a_plan_of_one_model_is_the_same_twice() -> None:
     model: Model = SMALL.model("small", 256)
     answers = [Solver(model, small_cluster(), Workload(16, 8 << 30)).solve(best=5, most=20) for _ in range(2)]
-    first, second = ([(p.strategy, p.seconds) for p in a.ranked] for a in answers if isinstance(a, Found))
+    first, second = ([(p.strategy, p.seconds) for p in a.ranked] for a in answers if isinstance(a, Ranking))
     assert first == second
 
 
@@ -321,8 +348,7 @@ def made_profile() -> Profile:
         *points("copy", 0, 1e10),
         *points("add", 0, 8e9),
         Point("matmul float32", 100, (2e-5,)),
-        Point("matmul alone", 100, (2e-5,)),
-        Point("matmul together", 100, (4e-5,)),
+        Point(TOGETHER, 100, (4e-5,)),
         *points("encode int8", 0, 1e9),
         *points("decode int8", 0, 2e9),
     ]
@@ -338,7 +364,7 @@ def test_a_profile_is_a_cluster() -> None:
     assert (hardware.inter.message, hardware.inter.work) == pytest.approx((1e-5, 1e-9))
     assert (hardware.intra.rate, hardware.intra.work) == pytest.approx((5e8, 5e-10))
     assert hardware.cores == pytest.approx(2.0) and hardware.ranks_sharing == 4
-    assert found.flops_of("float32") == pytest.approx(2 * 100**3 / 2e-5)
+    assert dict(found.peak) == {"float32": pytest.approx(2 * 100**3 / 2e-5)}
     speed = hardware.codec_speed("int8")
     assert speed is not None and (speed.encode, speed.decode) == pytest.approx((1e9, 2e9))
 
@@ -350,7 +376,7 @@ def test_a_profile_is_read_as_it_was_written_and_planned_with(tmp_path: Path) ->
     assert Profile.load(file) == made_profile()
     asked = Workload(8, 4 << 30, Precision())
     answer = Solver(SMALL.model("small", 64), clusters.load(file), asked).solve(best=1, most=50)
-    assert isinstance(answer, Found)
+    assert isinstance(answer, Ranking)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from towpath.core.schedule import plan_unit, schedule
 from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.fluid import _ROUNDS, Flow, Fluid
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
-from towpath.sim.loads import Travel, loads_of
+from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds, Timeline
 from towpath.topology.cluster import Topology
 
@@ -95,6 +95,23 @@ def test_what_waits_for_one_thing_takes_little_of_another() -> None:
     assert found == pytest.approx({"one": 2.0, "other": 2.0, "computing": 2.2})
 
 
+def test_more_rounds_of_sharing_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rates(rounds: int) -> list[float]:
+        monkeypatch.setattr("towpath.sim.fluid._ROUNDS", rounds)
+        draw, found = random.Random(1), list[float]()
+        for _ in range(200):
+            fluid = Fluid({"cable": 10.0, "inside": 50.0, "processor": 2.0})
+            for _ in range(draw.randrange(2, 6)):
+                needs = {name: draw.uniform(0, 10) for name in ("cable", "inside", "processor") if draw.random() < 0.7}
+                fluid.start(Flow(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
+            fluid.share_out()
+            found += [flow.rate for flow in fluid.flows]
+        return found
+
+    few, many = rates(_ROUNDS), rates(50)
+    assert max(abs(a / b - 1) for a, b in zip(few, many, strict=True)) < 1e-3
+
+
 def test_no_resource_is_ever_given_out_twice() -> None:
     draw = random.Random(0)
     for _ in range(300):
@@ -124,7 +141,7 @@ def test_transfers_need_of_the_cables_what_the_schedule_counts(topology: Topolog
         for transfer in made.transfers:
             if transfer.kind is Kind.USAGE:
                 continue
-            loads = loads_of(Travel.of(transfer), on)
+            loads = loads_of(TransferShape.of(transfer), on)
             cable = sum(load.needs.get(CABLE, 0) for load in loads) * topology.nodes
             inside = sum(load.needs.get(INSIDE, 0) for load in loads)
             assert cable == pytest.approx(transfer.inter_bytes, rel=0.02, abs=64), (name, options, str(transfer))
@@ -138,7 +155,7 @@ def test_a_ring_leaves_a_rack_once_and_all_to_all_from_every_node() -> None:
     for route, cables in (("flat", 1.0), ("one-hop", 4 * 4 / 7)):
         made = schedule(strategy("zero3", topology, route=route), UNITS, 1)
         (first, *_) = [t for t in made.transfers if t.kind is Kind.GATHER]
-        (load,) = loads_of(Travel.of(first), on)
+        (load,) = loads_of(TransferShape.of(first), on)
         assert load.needs["spine"] == pytest.approx(cables * load.needs[CABLE])
 
 
@@ -172,7 +189,8 @@ def test_links_without_limits_leave_what_is_computed() -> None:
 
 @pytest.mark.parametrize("name", ["zero3", "mics", "paro-iig", "ddp", "zero++"])
 def test_a_slow_cable_leaves_what_it_carries(name: str) -> None:
-    """Where everything waits for one cable, the step takes what its bytes do."""
+    """Where everything waits for one cable, the step takes what its bytes do: within 5 %, since the cable is idle while
+    nodes share out what came."""
     topology = Topology(2, 2)
     slow = hardware(topology, cable=1e6, inside=1e15)
     made = strategy(name, topology)
@@ -191,8 +209,9 @@ def test_transfers_overlap_with_what_is_computed() -> None:
 
     found = replayed(made, on, compute=4 * one)
 
-    assert found.seconds < 3 * DEPTH * 4 * one * 1.25
-    assert sum(found.exposed.values()) < 0.2 * found.seconds
+    # Exposed are two of twelve transfers, each a quarter of what a unit computes: less than a fifth, where all of them
+    # would be a quarter of what is computed.
+    assert sum(found.exposed.values()) < 0.2 * found.computed
 
 
 def test_what_computes_and_what_moves_share_the_cores_where_these_do_both() -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
 from towpath.train.data import corpus
@@ -56,7 +57,7 @@ def prepare_command(
 
     Exit code: 0; 2 if it could not be made.
     """
-    _check(json_file)
+    check_folder("--json", json_file)
     found = corpus.find(DataConfig(text=tuple(sources or ()), dataset=dataset, column=column, tokenizer=tokenizer))
     with progress_bar("Tokens of " + found.about) as progress:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -81,7 +82,7 @@ def show(
 
     Exit code: 0; 2 if something is missing or not as it was written.
     """
-    _check(json_file)
+    check_folder("--json", json_file)
     manifest = Manifest.load(folder)
     if verify:
         with progress_bar(f"Verifying {folder}") as progress:
@@ -117,11 +118,6 @@ def _left_out(outcome: Outcome, skipped: int) -> Iterator[str]:
         yield f"Left out: {outcome.binary} files that hold NUL bytes, so are not text"
     if outcome.undecodable:
         yield f"Not UTF-8: {outcome.undecodable} documents or parts of such; U+FFFD is where they are not"
-
-
-def _check(json_file: Path | None) -> None:
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json_file}: there is no folder {json_file.absolute().parent}.")
 
 
 def _write(json_file: Path | None, manifest: Manifest) -> None:

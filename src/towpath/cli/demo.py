@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath import lab
-from towpath.errors import ConfigError
+from towpath.cli.output import check_folder
 
 
 def demo(
@@ -32,8 +32,7 @@ def demo(
     from towpath.train import demo as story
     from towpath.train.observe.report import HEADINGS, cells, write_report
 
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}.")
+    check_folder("--output", output)
     names = strategies or list(story.STRATEGIES)
     configurations = [story.configuration(name, steps) for name in names]
     console = Console(width=100, highlight=False)

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.output import check_folder
 from towpath.errors import LabError
 from towpath.lab import Lab, Rate, Result
 from towpath.lab.launch import check_script
@@ -54,8 +55,7 @@ def run(
     """
     cable, loopback = Rate.parse(inter), Rate.parse(intra) if intra is not None else None
     check_script(command)
-    if json_file is not None and not json_file.absolute().parent.is_dir():
-        raise LabError(f"--json {json_file}: there is no folder {json_file.absolute().parent}.")
+    check_folder("--json", json_file)
     progress = Console(stderr=True, highlight=False)
     progress.print(f"Raising {nodes} nodes with {ranks} ranks each, {cable} between them", style="dim")
     with Lab(Topology(nodes, ranks), inter=cable, intra=loopback) as lab:

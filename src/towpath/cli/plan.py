@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -13,16 +14,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.output import check_folder
 from towpath.core import presets
-from towpath.core.formats import CODECS
+from towpath.core.formats import Codec
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB
-from towpath.planner.solver import MOST, Candidate, Found, Infeasible, Solver
-from towpath.planner.workload import OPTIMIZERS, Optimizer, Workload
+from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
+from towpath.planner.workload import BF16, OPTIMIZERS, Optimizer, Workload
 from towpath.train.observe.bar import progress_bar
 
 
@@ -31,7 +33,7 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
-_PRECISIONS = {Dtype.BF16: Precision("bfloat16", "bfloat16"), Dtype.FP32: Precision()}
+_PRECISIONS = {Dtype.BF16: BF16, Dtype.FP32: Precision()}
 
 ModelName = Annotated[
     str,
@@ -55,29 +57,35 @@ OptimizerName = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences that a rank computes at once.")]
 MicroSteps = Annotated[int, typer.Option(min=1, help="Micro-steps of one optimizer step.")]
 Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, over all ranks.")]
+MicroBatches = Annotated[
+    list[int] | None, typer.Option(min=1, help="May be given several times; else all that fit are tried.")
+]
+EitherCheckpointing = Annotated[
+    bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Else both are tried.")
+]
+Codecs = Annotated[str, typer.Option(metavar="CODECS", help="Such as int8,int4 (gradients only); else lossless.")]
+Top = Annotated[int, typer.Option(min=1, help="How many to show.")]
+Output = Annotated[
+    Path | None, typer.Option("-o", "--output", help="The first one, as the TOML that `towpath train` takes.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 
 def plan(
     model: ModelName,
     cluster: ClusterName,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, over all ranks.")],
+    batch: Batch,
     nodes: Nodes = None,
     length: Length = None,
     memory: Memory = None,
     precision: Dtypes = Dtype.BF16,
     optimizer: OptimizerName = "adamw",
-    micro_batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="May be given several times; else all that fit are tried.")
-    ] = None,
-    checkpointing: Annotated[
-        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Else both are tried.")
-    ] = None,
-    allow: Annotated[str, typer.Option(metavar="CODECS", help="Such as int8,int4; else lossless.")] = "",
-    top: Annotated[int, typer.Option(min=1, help="How many to show.")] = 10,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The first one, as the TOML that `towpath train` takes.")
-    ] = None,
+    micro_batch: MicroBatches = None,
+    checkpointing: EitherCheckpointing = None,
+    allow: Codecs = "",
+    top: Top = 10,
+    output: Output = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank every strategy for a model on a cluster: step time, memory, bytes.
@@ -87,12 +95,13 @@ def plan(
     Considers every placement of parameters, gradients and optimizer states, every route, codecs where you allow them,
     micro-batches, activation checkpointing. Needs no torch, no GPU, and no cluster. Exit code 1: nothing fits.
     """
+    check_folder("--output", output)
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
-    codecs = _codecs(allow)
+    codecs = [Codec.parse(name.strip()) for name in allow.split(",") if name.strip()]
     asked = replace(
         solver.workload,
-        weights=tuple(c for c in codecs if not c.startswith("int4")),  # too coarse for weights
-        gradients=codecs,
+        weights=tuple(str(c) for c in codecs if c.name != "int4" and not c.stochastic),
+        gradients=tuple(map(str, codecs)),
         micro_batches=tuple(micro_batch or ()),
         checkpointing=checkpointing,
     )
@@ -110,7 +119,7 @@ def plan(
         _show(found, solver, time.monotonic() - began, output)
 
 
-def _show(found: Found, solver: Solver, took_seconds: float, output: Path | None) -> None:
+def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None) -> None:
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
     table = Table(*tables.HEADINGS, box=None, pad_edge=False)
@@ -120,15 +129,15 @@ def _show(found: Found, solver: Solver, took_seconds: float, output: Path | None
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
     rest = "no other can be quicker" if found.proven else "among the others one might be quicker, by a little"
+    room = f"{solver.workload.memory / GIB:.1f} GiB"
     console.print(
-        f"{found.considered:,} were considered, {found.fitting:,} fit into {solver.workload.memory / GIB:.1f} GiB a "
-        f"rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
+        f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
     if output is not None:
-        candidate = found.ranked[0].candidate
-        settings = [f"strategy.name={output}", f"train.micro_batch={candidate.micro_batch}"]
-        settings += [f"train.checkpointing={str(candidate.checkpointing).lower()}"]
+        batching = found.ranked[0].batching
+        settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
+        settings += [f"train.checkpointing={str(batching.checkpointing).lower()}"]
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
 
 
@@ -152,21 +161,13 @@ def explain(
     Example: `towpath explain zero3 mics --model bert-10b --cluster p3dn --micro-batch 8 --micro-steps 4`
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
-    sides = [_priced(name, solver, micro_batch, micro_steps, checkpointing) for name in (first, second)]
+    batching = Batching(micro_batch, micro_steps, checkpointing)
+    sides = [solver.price(_strategy(name, solver), batching) for name in (first, second)]
     if as_json:
         told = {"verdict": tables.verdict(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
         print(json.dumps(told, indent=2))
         return
-    console = Console(width=100, highlight=False)
-    console.print(_heading(solver))
-    table = Table("one optimizer step", *(tables.label(p.strategy) for p in sides), box=None, pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
-    for cells in tables.comparison(sides, solver):
-        table.add_row(*cells)
-    console.print(table)
-    console.print(tables.verdict(sides, solver))
+    _show_step(sides, solver, tables.verdict(sides, solver))
 
 
 def simulate(
@@ -189,25 +190,32 @@ def simulate(
     Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --trace step.json`
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
-    priced = _priced(strategy, solver, micro_batch, micro_steps, checkpointing)
+    made, batching = _strategy(strategy, solver), Batching(micro_batch, micro_steps, checkpointing)
+    check_folder("--trace", trace)
     if trace is not None:
-        _write_trace(trace, solver, priced.strategy, priced.candidate)
+        _write_trace(trace, solver, made, batching)
+    priced = solver.price(made, batching)
     if as_json:
         print(json.dumps(tables.as_json(priced, solver), indent=2))
         return
+    speed, share = tables.tokens_per_second(priced, solver), tables.mfu(priced, solver)
+    _show_step([priced], solver, f"{speed:,.0f} tokens/s, {share:.1%} of the peak.")
+    if trace is not None:
+        print(f"The step, for https://ui.perfetto.dev: {trace}")
+
+
+def _show_step(sides: Sequence[Priced], solver: Solver, conclusion: str) -> None:
+    """One strategy's step, or those of several side by side."""
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
-    table = Table("one optimizer step", tables.label(priced.strategy), box=None, pad_edge=False)
-    table.columns[1].justify = "right"
-    table.add_row("P, G, OS", tables.extents(priced.strategy))
-    for cells in tables.comparison([priced], solver):
+    table = Table("one optimizer step", *(tables.label(p.strategy) for p in sides), box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
+    for cells in tables.comparison(sides, solver):
         table.add_row(*cells)
     console.print(table)
-    console.print(
-        f"{tables.tokens_per_second(priced, solver):,.0f} tokens/s, {tables.mfu(priced, solver):.1%} of the peak."
-    )
-    if trace is not None:
-        console.print(f"The step, for https://ui.perfetto.dev: {trace}", soft_wrap=True)
+    console.print(conclusion)
 
 
 def _solver(
@@ -228,21 +236,7 @@ def _solver(
     return Solver(models.describe(model, length), found, asked)
 
 
-def _codecs(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    for name in names:
-        if name.partition(":")[0] not in CODECS:
-            raise ConfigError(f"--allow {text}: {name!r} is no codec; expected some of {', '.join(CODECS)}.")
-    return names
-
-
-def _priced(name: str, solver: Solver, micro_batch: int, micro_steps: int, checkpointing: bool) -> Any:
-    made = strategy_named(name, solver)
-    candidate = Candidate(made.placement, "none", "none", micro_batch, micro_steps, checkpointing)
-    return solver.price_strategy(made, candidate)
-
-
-def strategy_named(name: str, solver: Solver) -> Strategy:
+def _strategy(name: str, solver: Solver) -> Strategy:
     if not name.endswith(".toml"):
         return presets.strategy(name, solver.cluster.topology)
     try:
@@ -283,7 +277,7 @@ def _what_would_fit(found: Infeasible, solver: Solver) -> str:
     )
 
 
-def _found_as_json(found: Found, solver: Solver) -> dict[str, Any]:
+def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
     return {
         "model": solver.model.name,
         "parameters": solver.model.parameters,
@@ -298,12 +292,10 @@ def _found_as_json(found: Found, solver: Solver) -> dict[str, Any]:
     }
 
 
-def _write_trace(path: Path, solver: Solver, strategy: Strategy, candidate: Candidate) -> None:
+def _write_trace(path: Path, solver: Solver, strategy: Strategy, batching: Batching) -> None:
     from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
     from towpath.train.observe import perfetto
 
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--trace {path}: there is no folder {path.absolute().parent}.")
     tracks = {"compute": COMPUTE, "waiting": WAITING}
     intervals = [
         Interval(
@@ -313,6 +305,6 @@ def _write_trace(path: Path, solver: Solver, strategy: Strategy, candidate: Cand
             seconds=event.end - event.start,
             args={"queue": event.track, "micro-step": event.micro_step},
         )
-        for event in solver.timeline(strategy, candidate).events
+        for event in solver.timeline(strategy, batching).events
     ]
     perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

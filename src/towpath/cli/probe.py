@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
 from towpath.planner.profile import Profile
 
@@ -37,8 +38,7 @@ def probe(
             "probe measures between ranks, and no launcher has placed this process as one. Start it by torchrun … -m "
             "towpath probe on every node, or by towpath lab run … -- -m towpath probe."
         )
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}.")
+    check_folder("--output", output)
     import torch
     import torch.distributed as dist
 

@@ -32,8 +32,8 @@ class Phase:
 def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
     """Of one collective of a group, in their order."""
     if op is Op.SEND:
-        crosses = grid.nodes > 1
-        return (Phase(1, crosses, not crosses, crosses, not crosses),)
+        out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
+        return (Phase(1, out, inside, out, inside),)
     gather = tuple(p for p in _GATHERS[travelled(route, grid)](grid, parts) if p.rounds)
     return {
         Op.ALL_GATHER: gather,

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from towpath.core.formats import CODECS, FLOATING
 from towpath.errors import ConfigError
@@ -48,7 +48,8 @@ _BYTES_OF_A_CODED_ELEMENT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`flops`: by dtype, what a rank reaches in matrix products; `peak`: what it is said to be able to, for MFU."""
+    """`memory`: bytes of a rank. `peak`: FLOP/s by dtype that a rank is said to be able to; `reached`: the share of it
+    that matrix products reach."""
 
     name: str
     hardware: Hardware
@@ -147,7 +148,7 @@ class _Section:
             raise ConfigError(f"{self._file}: expected a section [{key}]; got {value!r}.")
         return _Section(self._file, key, dict(value))
 
-    def refuse(self, key: str, expected: str, value: Any = None) -> None:
+    def refuse(self, key: str, expected: str, value: Any = None) -> NoReturn:
         where = f"{self._name}.{key}" if self._name else key
         got = "it is missing" if value is None else f"got {value!r}"
         raise ConfigError(f"{self._file}: {where}: {got}; expected {expected}.")

@@ -10,23 +10,10 @@ from towpath.core.schedule import UnitPlan, buffer_bytes, memory_bytes
 from towpath.planner.model import Model, Unit
 from towpath.planner.workload import Optimizer
 
-STATES = ("params", "master", "backward_params", "grads", "grad", "feedback", "optimizer")
 
-
-def peak_bytes(
-    model: Model,
-    plans: Sequence[UnitPlan],
-    precision: Precision,
-    optimizer: Optimizer,
-    tokens: int,
-    checkpointing: bool,
-) -> dict[str, int]:
-    """By part: the states that stay, the engine's buffers, and what autograd keeps of `tokens` tokens."""
-    found = dict(memory_bytes(plans))
-    found["optimizer"] = optimizer_bytes(plans, optimizer)
-    found |= buffer_bytes(plans)
-    found["activations"] = activation_bytes(model, precision, tokens, checkpointing)
-    return found
+def engine_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> dict[str, int]:
+    """By part: the states that stay, and the engine's buffers. Activations come on top."""
+    return memory_bytes(plans) | {"optimizer": optimizer_bytes(plans, optimizer)} | buffer_bytes(plans)
 
 
 def optimizer_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> int:

@@ -50,6 +50,11 @@ class Model:
         return sum(unit.numel for unit in self.units)
 
     @cached_property
+    def trainable(self) -> int:
+        """Of the parameters."""
+        return sum(sum(b.numels) for unit in self.units for b in unit.spec.buckets if b.trainable)
+
+    @cached_property
     def flops(self) -> float:
         """Of a token, forward and backward: three times the forward pass's. What is recomputed does not count."""
         return 3 * sum(unit.flops for unit in self.units)

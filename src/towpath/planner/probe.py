@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.core.formats import Codec
 from towpath.errors import TopologyError
-from towpath.planner.profile import Point, Profile, several_messages
+from towpath.planner.profile import SEVERAL, TOGETHER, Point, Profile
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -29,8 +30,8 @@ _REPEATS = 5
 _SHORT_SECONDS, _MOST_AT_ONCE = 0.01, 200
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
-# What each part of the measurement may take of the whole; those of links first.
-_SHARES = {"inter": 0.4, "intra": 0.15, "codecs": 0.15, "memory": 0.1, "compute": 0.2}
+# What links may take of the whole; the rest takes as long as it does, a few seconds.
+_SHARES = {"inter": 0.6, "intra": 0.25}
 
 Work = Callable[[], None]
 Say = Callable[[int, int], None]
@@ -42,6 +43,8 @@ def probe(
     """On every rank the same."""
     if not dist.is_initialized():
         raise TopologyError("probe: there is no process group. Call torch.distributed.init_process_group() first.")
+    if dist.get_backend() != "nccl" and not Path("/proc/stat").exists():
+        raise TopologyError("probe: on CPUs it needs Linux, which tells what moving bytes takes of the processors.")
     groups = Groups()
     topology = topology or Topology.detect()
     if topology.world != groups.world:
@@ -63,18 +66,16 @@ class _Prober:
         self._host = homes[0][1]
 
     def run(self) -> Profile:
-        parts: dict[str, Callable[[float], None]] = {
-            "inter": lambda seconds: self._links("inter", seconds),
-            "intra": lambda seconds: self._links("intra", seconds),
-            "codecs": self._codecs,
-            "memory": self._memory,
-            "compute": self._compute,
-        }
-        done = 0.0
-        for name, part in parts.items():
-            part(self._budget * _SHARES[name])
-            done += _SHARES[name]
-            self._say(round(100 * done), 100)
+        parts = [
+            partial(self._links, "inter", self._budget * _SHARES["inter"]),
+            partial(self._links, "intra", self._budget * _SHARES["intra"]),
+            self._codecs,
+            self._memory,
+            self._compute,
+        ]
+        for done, part in enumerate(parts, 1):
+            part()
+            self._say(done, len(parts))
         memory = self._memory_of_a_rank()
         return Profile(
             self._topology,
@@ -107,7 +108,7 @@ class _Prober:
             for size in self._sizes(seconds / 3):
                 work = self._exchange(to, origin, size, 1) if takes_part else _nothing
                 self._measure(f"{which}, {way}", size, work)
-        work = self._exchange(to, origin, SMALLEST, several_messages()) if alone else _nothing
+        work = self._exchange(to, origin, SMALLEST, SEVERAL) if alone else _nothing
         self._measure(f"{which}, several", SMALLEST, work)
 
     def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
@@ -134,7 +135,7 @@ class _Prober:
 
     # What ranks do alone ---------------------------------------------------------------------------------------------
 
-    def _codecs(self, seconds: float) -> None:
+    def _codecs(self) -> None:
         kernels = kernels_for(self._device)
         x = torch.randn(_ELEMENTS, device=self._device)
         for name in ("int8", "int4", "bf16"):
@@ -143,13 +144,13 @@ class _Prober:
             self._measure(f"encode {name}", _ELEMENTS, lambda c=codec, m=message: kernels.encode(c, x, m), alone=True)
             self._measure(f"decode {name}", _ELEMENTS, lambda c=codec, m=message: kernels.decode(c, m, x), alone=True)
 
-    def _memory(self, seconds: float) -> None:
+    def _memory(self) -> None:
         for size in (1 << 16, 1 << 20, 1 << 24):
             x, y = (torch.ones(size // 4, device=self._device) for _ in range(2))
             self._measure("copy", size, lambda a=x, b=y: _ignore(a.copy_(b)), alone=True)
             self._measure("add", size, lambda a=x, b=y: _ignore(a.add_(b)), alone=True)
 
-    def _compute(self, seconds: float) -> None:
+    def _compute(self) -> None:
         side = _SIDE[self._device.type]
         for dtype in (torch.float32, torch.bfloat16):
             a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
@@ -158,8 +159,7 @@ class _Prober:
             name = str(dtype).removeprefix("torch.")
             self._measure(f"matmul {name}", side, product, alone=True)
             if dtype == torch.float32:
-                self._measure("matmul alone", side, product, alone=True)
-                self._measure("matmul together", side, product)
+                self._measure(TOGETHER, side, product)
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
@@ -173,12 +173,12 @@ class _Prober:
         count = max(1, min(_MOST_AT_ONCE, round(_SHORT_SECONDS / once)))
         taken: list[float] = []
         self._groups.barrier()
-        busy = _busy_seconds()
+        busy = self._busy()
         for _ in range(_REPEATS):
             self._groups.barrier()
             taken.append(self._timed(work, count))
         self._groups.barrier()
-        busy = (_busy_seconds() - busy) / (_REPEATS * count) if self._first_on_host else 0.0
+        busy = (self._busy() - busy) / (_REPEATS * count) if self._first_on_host else 0.0
         rows = self._groups.gather_objects((taken, busy))
         slowest = tuple(max(row[0][i] for row in rows) for i in range(_REPEATS))
         self._points.append(Point(what, size, slowest, max(row[1] for row in rows)))
@@ -191,6 +191,10 @@ class _Prober:
             work()
         self._settle()
         return (time.perf_counter() - began) / count
+
+    def _busy(self) -> float:
+        """Of interest only where processors move the bytes."""
+        return _busy_seconds() if self._device.type == "cpu" else 0.0
 
     def _settle(self) -> None:
         if self._device.type == "cuda":
@@ -218,10 +222,7 @@ def _boot_id() -> str:
 
 
 def _busy_seconds() -> float:
-    """Of all processors of this host, the kernel's own work for the network too."""
-    try:
-        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-    except OSError:
-        return 0.0
+    """Of all processors of this host, the kernel's own work for the network too. Linux tells it."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
     user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")

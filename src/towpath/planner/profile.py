@@ -14,13 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from towpath.core.formats import CODECS, FLOATING
 from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
 from towpath.topology.cluster import Topology
 
 VERSION = 1
-_HALF = ("bfloat16", "float16")
+SEVERAL = 9  # messages that are sent at once where more than one is
+TOGETHER = "matmul float32, all"  # by all ranks at once, of the size of 'matmul float32'
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +78,11 @@ class Profile:
         """As the planner takes it."""
         inter = self._link("inter") if self.has("inter, one") else self._link("intra")
         intra = self._link("intra") if self.has("intra, one") else inter
-        flops = tuple((name, _flops(self.of(f"matmul {name}"))) for name in self._dtypes())
+        flops = tuple((dtype, _flops(self.of(f"matmul {dtype}"))) for dtype in FLOATING if self.has(f"matmul {dtype}"))
         codecs = tuple(
-            (name, CodecSpeed(self._elements_per_second(f"encode {name}"), self._elements_per_second(f"decode {name}")))
-            for name in self._codecs()
+            (codec, CodecSpeed(self.fit(f"encode {codec}").rate, self.fit(f"decode {codec}").rate))
+            for codec in CODECS
+            if self.has(f"encode {codec}")
         )
         hardware = Hardware(
             self.topology,
@@ -93,12 +96,6 @@ class Profile:
         )
         return Cluster("probed", hardware, self.memory, flops, 1.0)
 
-    def _dtypes(self) -> list[str]:
-        return [p.what.removeprefix("matmul ") for p in self.points if p.what.startswith("matmul ")]
-
-    def _codecs(self) -> list[str]:
-        return list(dict.fromkeys(p.what.removeprefix("encode ") for p in self.points if p.what.startswith("encode ")))
-
     def _link(self, which: str) -> Link:
         """Its latency is that of one message, its rate that of all ranks at once, and what it keeps processors busy."""
         one, everyone = self.fit(f"{which}, one"), self.fit(f"{which}, all")
@@ -107,7 +104,7 @@ class Profile:
         sent = largest.size * self.ranks_on_host  # on this host, by all its ranks
         rate = everyone.rate * (self.topology.ranks_per_node if which == "inter" else 1)
         single = self.of(f"{which}, one")[0].usual
-        message = max(several.usual - single, 0.0) / (several_messages() - 1)
+        message = max(several.usual - single, 0.0) / (SEVERAL - 1)
         work = 0.0 if self.device != "cpu" else largest.busy / sent
         return Link(rate, one.latency, message, work)
 
@@ -115,11 +112,8 @@ class Profile:
         """How many of them compute at once, as products of matrices tell: each rank alone, and all together."""
         if self.device != "cpu":
             return None
-        alone, together = self.of("matmul alone")[0].usual, self.of("matmul together")[0].usual
+        alone, together = self.of("matmul float32")[0].usual, self.of(TOGETHER)[0].usual
         return self.ranks_on_host * min(1.0, alone / together)
-
-    def _elements_per_second(self, what: str) -> float:
-        return self.fit(what).rate
 
     def to_json(self) -> str:
         found = asdict(self)
@@ -140,11 +134,6 @@ class Profile:
             raise ConfigError(
                 f"profile {path}: cannot be read: {error}. Expected what `towpath probe` writes."
             ) from None
-
-
-def several_messages() -> int:
-    """How many messages 'several' sends at once."""
-    return 9
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> Fit:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from towpath.core.formats import item_bytes
@@ -19,15 +20,17 @@ from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
 from towpath.core.schedule import UnitPlan, plan_unit
+from towpath.core.steady_step import steady_tasks
+from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
 from towpath.core.wire import Wire
 from towpath.planner.cluster import Cluster
-from towpath.planner.cost import computing
-from towpath.planner.memory import activation_bytes, peak_bytes
+from towpath.planner.cost import computing, optimizer_seconds
+from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import Model
 from towpath.planner.workload import Workload
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
-from towpath.sim.loads import Travel, loads_of
+from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds, Timeline
 
 # A step of more micro-steps is replayed for so many of them: the others are like its last but one.
@@ -37,21 +40,30 @@ MOST = 60
 
 
 @dataclass(frozen=True, slots=True)
+class Batching:
+    """How a rank computes its share of a step: so many sequences at once, so many times."""
+
+    micro_batch: int
+    micro_steps: int
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
+    """`weights`, `gradients`: the codec of what crosses nodes, or 'none'."""
+
     placement: Placement
     weights: str
     gradients: str
-    micro_batch: int
-    micro_steps: int
-    checkpointing: bool
+    batching: Batching
 
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate that was replayed."""
+    """A strategy that was replayed."""
 
     strategy: Strategy
-    candidate: Candidate
+    batching: Batching
     seconds: float
     computing: float
     exposed: dict[Kind, float]  # what the computation waits for it
@@ -74,9 +86,9 @@ class Infeasible:
 
 
 @dataclass(frozen=True)
-class Found:
-    """`ranked`: the best first. `considered`, `fitting`, `replayed`: how many candidates. `proven`: none that was not
-    replayed can be better than the first."""
+class Ranking:
+    """`ranked`: the best first. How many candidates were `considered`, may be `fitting`, were `replayed`; `proven`: none
+    that was not replayed can be among the best."""
 
     ranked: tuple[Priced, ...]
     considered: int
@@ -103,7 +115,9 @@ class Solver:
         self._compute, self._reduce, self._summed = workload.precision.dtypes(workload.own)
         self._kinds: Counter[tuple[int, bool]] = Counter((u.numel, u.spec.kept) for u in model.units)
         self._costs: dict[object, _Cost] = {}
-        self._kept: dict[tuple[int, bool], int] = {}  # activations, by micro-batch and checkpointing
+        # By micro-batch and checkpointing: what is computed, and what autograd keeps.
+        self._seconds: dict[tuple[int, bool], Seconds] = {}
+        self._kept: dict[tuple[int, bool], int] = {}
 
     # Candidates -----------------------------------------------------------------------------------------------------
 
@@ -117,7 +131,7 @@ class Solver:
             mine = weights if any(crosses[kind] for kind in WEIGHTS) else ("none",)
             theirs = gradients if any(crosses[kind] for kind in GRADIENTS) else ("none",)
             for w, g, (size, steps), again in product(mine, theirs, shares, checkpointing):
-                yield Candidate(placement, w, g, size, steps, again)
+                yield Candidate(placement, w, g, Batching(size, steps, again))
 
     def strategy(self, candidate: Candidate) -> Strategy:
         wires = {
@@ -152,40 +166,31 @@ class Solver:
 
         And those of all that is shared together: of two with the same bound, the one with less to do may be quicker.
         """
-        per_step, per_micro_step = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-        first = last = 0.0
-        for (numel, kept), count in self._kinds.items():
-            for kind in WIRED:
-                if kept and kind is Kind.BACKWARD_GATHER:
-                    continue
+        micro_steps = candidate.batching.micro_steps
+        busy, first, last = [0.0, 0.0, 0.0], 0.0, 0.0
+        for (numel, root), count in self._kinds.items():
+            for kind, every_micro_step in _submitted(root):
                 cost = self._cheapest(kind, candidate, numel)
-                into = per_micro_step if kind in _EVERY_MICRO_STEP else per_step
-                for resource, busy in enumerate(cost.busy):
-                    into[resource] += count * busy
-                if kept:
+                times = count * (micro_steps if every_micro_step else 1)
+                for resource, seconds in enumerate(cost.busy):
+                    busy[resource] += times * seconds
+                if root:  # before anything is computed, and after everything
                     first += cost.alone if kind is Kind.GATHER else 0.0
                     last += cost.alone if kind in GRADIENTS else 0.0
-        compute, optimizer = self._computing(candidate)
-        computed = candidate.micro_steps * compute + optimizer
-        busy = [candidate.micro_steps * m + s for m, s in zip(per_micro_step, per_step, strict=True)]
+        seconds = self._computing(candidate.batching, candidate.placement.optimizer.size)
+        computed = micro_steps * seconds.micro_step + seconds.optimizer
         busy[2] += self._hardware.processor(computed) / self._hardware.capacities[PROCESSOR]
         return max(*busy, first + computed + last), sum(busy)
 
-    def _computing(self, candidate: Candidate) -> tuple[float, float]:
-        tokens = candidate.micro_batch * self.model.length
-        seconds = computing(
-            self.model,
-            (),
-            self.cluster,
-            self.workload.precision,
-            self.workload.optimizer,
-            tokens,
-            candidate.checkpointing,
-        )
-        elements = self.model.parameters / candidate.placement.optimizer.size
-        moved = elements * self.workload.optimizer.moved_bytes(self.workload.own)
-        compute = sum(seconds.forward) + sum(seconds.backward) + seconds.forward_end
-        return compute, moved / (2 * self._hardware.memory_rate)
+    def _computing(self, batching: Batching, ranks_of_optimizer: int) -> Seconds:
+        key = (batching.micro_batch, batching.checkpointing)
+        if key not in self._seconds:
+            tokens = batching.micro_batch * self.model.length
+            dtype = self._compute
+            self._seconds[key] = computing(self.model, self.cluster, dtype, tokens, batching.checkpointing)
+        elements = self.model.trainable / ranks_of_optimizer
+        optimizer = optimizer_seconds(elements, self.workload.own, self.workload.optimizer, self._hardware)
+        return replace(self._seconds[key], optimizer=optimizer)
 
     def _cheapest(self, kind: Kind, candidate: Candidate, numel: int) -> _Cost:
         codec = candidate.weights if kind in WEIGHTS else candidate.gradients
@@ -206,7 +211,7 @@ class Solver:
             alone, busy = 0.0, [0.0, 0.0, 0.0]
             capacities = self._hardware.capacities
             for shape in shapes:
-                for load in loads_of(Travel.along(shape, wire, numel, dtype), self._hardware):
+                for load in loads_of(TransferShape.of_move(shape, wire, numel, dtype), self._hardware):
                     taken = {name: need / capacities[name] for name, need in load.needs.items()}
                     alone += load.seconds + max(taken.values(), default=0.0)
                     for i, name in enumerate((CABLE, INSIDE, PROCESSOR)):
@@ -218,95 +223,88 @@ class Solver:
 
     def least_memory(self, candidate: Candidate) -> int:
         """What a rank holds at least: without padding, wire buffers and gradient slots."""
-        place, numel = candidate.placement, self.model.parameters
+        place, numel, trainable = candidate.placement, self.model.parameters, self.model.trainable
         compute, summed, own = map(item_bytes, (self._compute, self._summed, self.workload.own))
-        states = numel * (compute / place.params.size + summed / place.grads.size)
+        states = numel * compute / place.params.size + trainable * summed / place.grads.size
         publishes = move_shapes(place, self._topology)[Kind.PUBLISH]
         encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in publishes)
         master = self._compute != self.workload.own or encoded
-        states += numel / place.optimizer.size * own * (self.workload.optimizer.states + master)
-        states += numel / place.optimizer.size * own * (self._summed != self.workload.own)
+        kept = self.workload.optimizer.states + (self._summed != self.workload.own)
+        states += (numel * master + trainable * kept) * own / place.optimizer.size
         if place.backward_params is not None:
             states += numel * compute / place.backward_params.size
-        return round(states) + self._activations(candidate)
+        return round(states) + self._activations(candidate.batching)
 
-    def _activations(self, candidate: Candidate) -> int:
-        key = (candidate.micro_batch, candidate.checkpointing)
+    def _activations(self, batching: Batching) -> int:
+        key = (batching.micro_batch, batching.checkpointing)
         if key not in self._kept:
-            tokens = candidate.micro_batch * self.model.length
-            self._kept[key] = activation_bytes(self.model, self.workload.precision, tokens, candidate.checkpointing)
+            tokens = batching.micro_batch * self.model.length
+            self._kept[key] = activation_bytes(self.model, self.workload.precision, tokens, batching.checkpointing)
         return self._kept[key]
+
+    def memory(self, plans: Sequence[UnitPlan], batching: Batching) -> dict[str, int]:
+        """What a rank holds, by part."""
+        return engine_bytes(plans, self.workload.optimizer) | {"activations": self._activations(batching)}
 
     # The search -----------------------------------------------------------------------------------------------------
 
     def solve(
         self, best: int = 10, most: int = MOST, say: Callable[[int, int], None] = lambda done, total: None
-    ) -> Found | Infeasible:
+    ) -> Ranking | Infeasible:
         """The `best` candidates, of which `most` at most are replayed. `say` is told how many were."""
         candidates = list(self.candidates())
-        fitting = [c for c in candidates if self.least_memory(c) <= self.workload.memory]
-        if not fitting:
-            nearest = self.price(min(candidates, key=self.least_memory))
-            return Infeasible(nearest, nearest.peak_bytes - self.workload.memory)
-        order = [(*self.bound(c), i, c) for i, c in enumerate(fitting)]
+        likely = [c for c in candidates if self.least_memory(c) <= self.workload.memory]
+        order = [(*self.bound(c), i, c) for i, c in enumerate(likely)]
         heapq.heapify(order)
         priced: list[Priced] = []
-        replayed, proven = 0, False
-        while order:
-            bound, _, _, candidate = heapq.heappop(order)
-            if len(priced) >= best and bound >= sorted(p.seconds for p in priced)[best - 1]:
-                proven = True
+        fitting = len(likely)
+        while order and not self._is_settled(order[0][0], priced, best):
+            if len(priced) >= most:
                 break
-            if replayed >= most:
-                break
-            found = self.price(candidate)
-            replayed += 1
-            say(replayed, min(most, len(fitting)))
-            if found.peak_bytes <= self.workload.memory:
-                priced.append(found)
-        else:
-            proven = True
-        priced.sort(key=lambda p: (p.seconds, p.peak_bytes))
-        return Found(tuple(priced[:best]), len(candidates), len(fitting), replayed, proven)
+            *_, candidate = heapq.heappop(order)
+            strategy = self.strategy(candidate)
+            if sum(self.memory(self.plans(strategy), candidate.batching).values()) > self.workload.memory:
+                fitting -= 1
+                continue
+            priced.append(self.price(strategy, candidate.batching))
+            say(len(priced), min(most, fitting))
+        if not priced:
+            return self._nearest(likely or candidates)
+        proven = not order or self._is_settled(order[0][0], priced, best)
+        ranked = sorted(priced, key=lambda p: (p.seconds, p.peak_bytes))
+        return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(priced), proven)
 
-    def price(self, candidate: Candidate) -> Priced:
-        return self.price_strategy(self.strategy(candidate), candidate)
+    @staticmethod
+    def _is_settled(bound: float, priced: Sequence[Priced], best: int) -> bool:
+        """Whether nothing with that bound, or a higher one, can be among the best."""
+        return len(priced) >= best and bound >= heapq.nsmallest(best, (p.seconds for p in priced))[-1]
 
-    def price_strategy(self, strategy: Strategy, candidate: Candidate) -> Priced:
+    def _nearest(self, candidates: Sequence[Candidate]) -> Infeasible:
+        nearest = min(candidates, key=self.least_memory)
+        found = self.price(self.strategy(nearest), nearest.batching)
+        return Infeasible(found, found.peak_bytes - self.workload.memory)
+
+    def price(self, strategy: Strategy, batching: Batching) -> Priced:
         plans = self.plans(strategy)
-        tokens = candidate.micro_batch * self.model.length
-        precision, optimizer = self.workload.precision, self.workload.optimizer
-        seconds = computing(self.model, plans, self.cluster, precision, optimizer, tokens, candidate.checkpointing)
-
-        timeline = self._replayed(strategy, plans, seconds, candidate.micro_steps)
-        inter_bytes = intra_bytes = 0
-        counts = Counter(map(id, plans))  # of like units there is one plan
-        for plan in {id(plan): plan for plan in plans}.values():
-            count = counts[id(plan)]
-            for kind, transfers in ((k, ts) for bucket in plan.buckets for k, ts in bucket.transfers.items()):
-                times = 1 if kind in (Kind.SYNC, Kind.PUBLISH) else candidate.micro_steps
-                if not (plan.spec.kept and kind is Kind.BACKWARD_GATHER):
-                    inter_bytes += count * times * sum(t.inter_bytes for t in transfers)
-                    intra_bytes += count * times * sum(t.intra_bytes for t in transfers)
+        seconds = self._computing(batching, strategy.placement.optimizer.size)
+        timeline = self._replayed(strategy, plans, seconds, batching.micro_steps)
         return Priced(
             strategy,
-            candidate,
+            batching,
             timeline.seconds,
-            candidate.micro_steps * (sum(seconds.forward) + sum(seconds.backward) + seconds.forward_end),
+            batching.micro_steps * seconds.micro_step,
             timeline.exposed,
             timeline.in_flight,
-            peak_bytes(self.model, plans, precision, optimizer, tokens, candidate.checkpointing),
-            inter_bytes,
-            intra_bytes,
+            self.memory(plans, batching),
+            timeline.inter_bytes,
+            timeline.intra_bytes,
         )
 
-    def timeline(self, strategy: Strategy, candidate: Candidate) -> Timeline:
-        """Every micro-step of it, for those who want to look."""
+    def timeline(self, strategy: Strategy, batching: Batching) -> Timeline:
+        """Every micro-step of it, for those who want to look: each unit by its own name."""
         plans = [plan_unit(strategy, unit.spec, self.workload.precision) for unit in self.model.units]
-        tokens = candidate.micro_batch * self.model.length
-        precision, optimizer = self.workload.precision, self.workload.optimizer
-        seconds = computing(self.model, plans, self.cluster, precision, optimizer, tokens, candidate.checkpointing)
-        return Replay(strategy, plans, self._hardware, seconds, candidate.micro_steps).run()
+        seconds = self._computing(batching, strategy.placement.optimizer.size)
+        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
 
     def _replayed(self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: Seconds, micro_steps: int) -> Timeline:
         """A whole step; of many micro-steps, those in the middle are like one another."""
@@ -331,4 +329,10 @@ class Solver:
         return plans
 
 
-_EVERY_MICRO_STEP = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE)
+@cache
+def _submitted(root: bool) -> tuple[tuple[Kind, bool], ...]:
+    """What the step machine submits for the root, or for another unit, if all of it has to travel: kinds, and whether
+    in every micro-step or in one of them."""
+    facts = [UnitFacts("", root=True), UnitFacts("a"), UnitFacts("b"), UnitFacts("c")]
+    seen = {(task.kind, micro_step) for micro_step, task in steady_tasks(facts, 3) if task.unit == (0 if root else 2)}
+    return tuple((kind, (kind, 1) in seen) for kind in WIRED if any(k is kind for k, _ in seen))

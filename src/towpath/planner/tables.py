@@ -13,13 +13,13 @@ HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB
 
 
 def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
-    candidate = priced.candidate
-    again = ", ckpt" if candidate.checkpointing else ""
+    batching = priced.batching
+    again = ", ckpt" if batching.checkpointing else ""
     return (
         str(number),
         label(priced.strategy),
         extents(priced.strategy),
-        f"{candidate.micro_batch} × {candidate.micro_steps}{again}",
+        f"{batching.micro_batch} × {batching.micro_steps}{again}",
         seconds(priced.seconds),
         f"{tokens_per_second(priced, solver):,.0f}",
         f"{mfu(priced, solver):.1%}",
@@ -30,8 +30,8 @@ def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
 
 
 def label(strategy: Strategy) -> str:
-    """The name, and what is special: codecs, and a copy for the backward pass."""
-    codecs = dict.fromkeys(str(w.encoding.name) for k in WIRED if (w := strategy.wire(k)).encoding is not None)
+    """The name, and its codecs."""
+    codecs = dict.fromkeys(w.encoding.name for k in WIRED if (w := strategy.wire(k)).encoding is not None)
     return " ".join([strategy.name, *codecs])
 
 
@@ -46,7 +46,7 @@ def seconds(value: float) -> str:
 
 
 def tokens_per_second(priced: Priced, solver: Solver) -> float:
-    sequences = priced.candidate.micro_batch * priced.candidate.micro_steps * solver.cluster.topology.world
+    sequences = priced.batching.micro_batch * priced.batching.micro_steps * solver.cluster.topology.world
     return sequences * solver.model.length / priced.seconds
 
 
@@ -62,9 +62,9 @@ def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
         "toml": priced.strategy.to_toml(),
         "placement": {name: [e.local, e.nodes] for name, e in priced.strategy.placement.extents()},
         "wires": {k.value: str(priced.strategy.wire(k)) for k in WIRED if getattr(priced.strategy.moves, k.value)},
-        "micro_batch": priced.candidate.micro_batch,
-        "micro_steps": priced.candidate.micro_steps,
-        "checkpointing": priced.candidate.checkpointing,
+        "micro_batch": priced.batching.micro_batch,
+        "micro_steps": priced.batching.micro_steps,
+        "checkpointing": priced.batching.checkpointing,
         "seconds": priced.seconds,
         "tokens_per_second": tokens_per_second(priced, solver),
         "mfu": mfu(priced, solver),

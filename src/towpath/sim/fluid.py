@@ -1,4 +1,4 @@
-"""Things that go on at the same time, each as fast as what it shares with the others lets it.
+"""A fluid model: things that go on at the same time, each as fast as what it shares with the others lets it.
 
 Nobody waits in a line: whatever needs a resource gets an even share of it, and what one cannot use the others get.
 """
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-_TINY = 1e-12
-_ROUNDS = 4
+_TINY = 1e-12  # of a flow: what rounding leaves of one that is over
+_ROUNDS = 4  # fifty change no rate by a thousandth (tests/unit/test_sim.py)
 
 
 @dataclass(slots=True, eq=False)
@@ -20,10 +20,10 @@ class Flow:
     needs: Mapping[str, float]
     left: float = 1.0  # of it
     rate: float = 0.0  # of it, a second
-    alike: tuple[object, ...] = field(init=False)  # flows that have this in common share alike
+    signature: tuple[object, ...] = field(init=False)  # flows that have it in common get the same rate
 
     def __post_init__(self) -> None:
-        self.alike = (self.seconds, *self.needs.items())
+        self.signature = (self.seconds, *self.needs.items())
 
 
 class Fluid:
@@ -61,7 +61,7 @@ class Fluid:
 
     def share_out(self) -> None:
         """Every flow gets its rate."""
-        together = tuple(flow.alike for flow in self.flows)
+        together = tuple(flow.signature for flow in self.flows)
         if together not in self._rates:
             self._rates[together] = self._settled()
         for flow, rate in zip(self.flows, self._rates[together], strict=True):

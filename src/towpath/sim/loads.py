@@ -21,14 +21,10 @@ from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, Hardware
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`seconds`: what it takes beside what its needs take, such as the latencies of its messages.
-
-    `codec`: what encodes or decodes; '' for what moves.
-    """
+    """`seconds`: what it takes beside what its needs take, such as the latencies of its messages."""
 
     seconds: float
     needs: Mapping[str, float]
-    codec: str = ""
 
     @property
     def crosses(self) -> bool:
@@ -36,7 +32,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Travel:
+class TransferShape:
     """A transfer, as far as its cost goes: what its groups look like, and how much goes by which route.
 
     `slice_bytes`: of one member's slice, or of the message, as it travels; `stride`: a group's nodes are so far apart.
@@ -56,7 +52,7 @@ class Travel:
         return self.grid.nodes * self.grid.width
 
     @staticmethod
-    def of(transfer: Transfer) -> Travel:
+    def of(transfer: Transfer) -> TransferShape:
         move, grid, codec = transfer.move, transfer.grid, transfer.wire.encoding
         nodes = [transfer.topology.node_of(rank) for rank in move.groups[0].ranks[:: grid.width]]
         stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
@@ -64,30 +60,30 @@ class Travel:
             size = transfer.message_bytes
         else:
             size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
-        return Travel(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
+        return TransferShape(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
 
     @staticmethod
-    def along(shape: MoveShape, wire: Wire, numel: int, dtype: str) -> Travel:
+    def of_move(move: MoveShape, wire: Wire, numel: int, dtype: str) -> TransferShape:
         """Of a buffer of `numel`, without its ranks."""
-        elements, codec = numel // shape.regions, wire.encoding
-        route = wire.route_on(shape.op, shape.grid)
-        size = slice_bytes(elements, shape.members, item_bytes(dtype), codec)
-        parts = parts_of(route, shape.grid, size)
-        return Travel(shape.op, shape.grid, shape.stride, route, parts, elements, size, codec)
+        elements, codec = numel // move.regions, wire.encoding
+        route = wire.route_on(move.op, move.grid)
+        size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
+        parts = parts_of(route, move.grid, size)
+        return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec)
 
 
-def loads_of(travel: Travel, hardware: Hardware) -> tuple[Load, ...]:
+def loads_of(shape: TransferShape, hardware: Hardware) -> tuple[Load, ...]:
     """In their order."""
-    return tuple(load for load in _loads(travel, hardware) if load.seconds or any(load.needs.values()))
+    return tuple(load for load in _loads(shape, hardware) if load.seconds or any(load.needs.values()))
 
 
-def _loads(travel: Travel, hardware: Hardware) -> Iterator[Load]:
-    moves = [_moved(travel, p, hardware) for p in phases(travel.op, travel.route, travel.grid, travel.parts)]
-    if travel.codec is None:
+def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[Load]:
+    moves = [_moved(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts)]
+    if shape.codec is None:
         yield from moves
         return
     # What is encoded or decoded comes before, between and after what moves.
-    before, *between, after = _coded(travel, travel.codec, hardware)
+    before, *between, after = _coded(shape, shape.codec, hardware)
     yield before
     for index, load in enumerate(moves):
         yield load
@@ -96,37 +92,37 @@ def _loads(travel: Travel, hardware: Hardware) -> Iterator[Load]:
     yield after
 
 
-def _moved(travel: Travel, phase: Phase, hardware: Hardware) -> Load:
+def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> Load:
     """The messages of one phase. A reduction adds what arrives."""
-    op, grid = travel.op, travel.grid
+    op, grid = shape.op, shape.grid
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
-    cable, inside = phase.leaving * travel.slice_bytes * groups, phase.inside * travel.slice_bytes
+    cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
     latency = max(hardware.inter.latency if phase.leaving else 0.0, hardware.intra.latency if phase.inside else 0.0)
     messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
     nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
     work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
-    if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and travel.codec is None:
-        received = (phase.leaving / grid.width + phase.inside) * travel.slice_bytes
+    if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and shape.codec is None:
+        received = (phase.leaving / grid.width + phase.inside) * shape.slice_bytes
         work += hardware.processor(received / hardware.sum_rate)
     needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
     if hardware.racks is not None:
-        needs[SPINE] = cable * _share_leaving_racks(travel, hardware)
+        needs[SPINE] = cable * _share_leaving_racks(shape, hardware)
     return Load(phase.rounds * latency + messages, {name: amount for name, amount in needs.items() if amount})
 
 
-def _share_leaving_racks(travel: Travel, hardware: Hardware) -> float:
+def _share_leaving_racks(shape: TransferShape, hardware: Hardware) -> float:
     """How many cables' worth leaves a rack."""
     assert hardware.racks is not None
-    size, nodes = hardware.racks.nodes, travel.grid.nodes
-    together = max(1, min(nodes, size // travel.stride))  # of a group's nodes, in one rack
+    size, nodes = hardware.racks.nodes, shape.grid.nodes
+    together = max(1, min(nodes, size // shape.stride))  # of a group's nodes, in one rack
     if together == nodes:
         return 0.0
-    if hops_of(travel.route, travel.grid):  # straight to each of them
+    if hops_of(shape.route, shape.grid):  # straight to each of them
         return size * (nodes - together) / (nodes - 1)
     return size / together  # of a ring's nodes in a rack, the last one sends out of it
 
 
-def _coded(travel: Travel, codec: Codec, hardware: Hardware) -> Iterator[Load]:
+def _coded(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[Load]:
     """Encoding and decoding, around and between hops; what arrives is decoded and summed."""
     speed = hardware.codec_speed(codec.name)
     if speed is None:
@@ -138,20 +134,20 @@ def _coded(travel: Travel, codec: Codec, hardware: Hardware) -> Iterator[Load]:
 
     def load(encoded: float, decoded: float) -> Load:
         seconds = encoded / speed.encode + decoded / speed.decode
-        return Load(0.0, {PROCESSOR: hardware.processor(seconds)}, str(codec))
+        return Load(0.0, {PROCESSOR: hardware.processor(seconds)})
 
-    elements = travel.elements
-    if travel.op in (Op.ALL_GATHER, Op.SEND):
-        yield load(elements / travel.members if travel.op is Op.ALL_GATHER else elements, 0)
+    elements = shape.elements
+    if shape.op in (Op.ALL_GATHER, Op.SEND):
+        yield load(elements / shape.members if shape.op is Op.ALL_GATHER else elements, 0)
         yield load(0, elements)
         return
-    hops = hops_of(travel.route, travel.grid) or (travel.members,)
+    hops = hops_of(shape.route, shape.grid) or (shape.members,)
     carried = float(elements)
     yield load(carried, 0)
     for hop, size in enumerate(hops):
         last = hop == len(hops) - 1
-        again = not (last and travel.op is Op.REDUCE_SCATTER)
+        again = not (last and shape.op is Op.REDUCE_SCATTER)
         yield load(carried / size if again else 0.0, carried)
         carried /= size
-    if travel.op is Op.ALL_REDUCE:
+    if shape.op is Op.ALL_REDUCE:
         yield load(0, elements)  # what the gather after it brought

@@ -19,14 +19,13 @@ from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware
-from towpath.sim.loads import Load, Travel, loads_of
+from towpath.sim.loads import Load, TransferShape, loads_of
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What one rank computes, if nothing else goes on: each unit's part of a pass, and the optimizer's step.
-
-    `unit`: by the unit's place among the plans; `around`: of the root, by its parts.
+    """What one rank computes, if nothing else goes on: in each unit's passes (the root's come first), in the root's
+    after those of all others, and in the optimizer's step.
     """
 
     forward: Sequence[float]
@@ -34,6 +33,11 @@ class Seconds:
     forward_end: float
     backward_end: float
     optimizer: float = 0.0
+
+    @property
+    def micro_step(self) -> float:
+        """All but the optimizer's."""
+        return sum(self.forward) + sum(self.backward) + self.forward_end + self.backward_end
 
     def of(self, compute: Compute) -> float:
         match compute.part:
@@ -63,10 +67,12 @@ class Event:
 
 @dataclass(slots=True)
 class Timeline:
-    """A step that is over. `exposed`: by kind, what the computation waited for."""
+    """A step that is over. `exposed`: by kind, what the computation waited for. Bytes: sent by all ranks together."""
 
     seconds: float = 0.0
     computed: float = 0.0
+    inter_bytes: int = 0
+    intra_bytes: int = 0
     events: list[Event] = field(default_factory=list[Event])
     exposed: dict[Kind, float] = field(default_factory=dict[Kind, float])
     in_flight: dict[Kind, float] = field(default_factory=dict[Kind, float])
@@ -80,10 +86,21 @@ class Timeline:
         return Timeline(
             more(self.seconds, shorter.seconds),
             more(self.computed, shorter.computed),
+            self.inter_bytes + times * (self.inter_bytes - shorter.inter_bytes),
+            self.intra_bytes + times * (self.intra_bytes - shorter.intra_bytes),
             self.events,
             {kind: more(found, shorter.exposed.get(kind, 0.0)) for kind, found in self.exposed.items()},
             {kind: more(found, shorter.in_flight.get(kind, 0.0)) for kind, found in self.in_flight.items()},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Of a transfer, worked out once."""
+
+    loads: tuple[Load, ...]
+    inter_bytes: int
+    intra_bytes: int
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +137,7 @@ class Replay:
         self._timeline = Timeline()
         self._last: dict[str, _Running] = {}  # by queue
         self._started: dict[Flow, _Running] = {}
-        self._loads: dict[Transfer, tuple[Load, ...]] = {}
+        self._costs: dict[Transfer, _Cost] = {}
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._usage = usage_transfers(strategy, parameters)
 
@@ -218,7 +235,10 @@ class Replay:
 
     def _submit(self, task: Task, micro_step: int) -> None:
         queue = QUEUES[task.kind]
-        loads = deque(load for transfer in self._transfers(task) for load in self._loads_of(transfer))
+        costs = [self._cost_of(transfer) for transfer in self._transfers(task)]
+        loads = deque(load for cost in costs for load in cost.loads)
+        self._timeline.inter_bytes += sum(cost.inter_bytes for cost in costs)
+        self._timeline.intra_bytes += sum(cost.intra_bytes for cost in costs)
         if extra := self._own_work(task):
             loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         running = _Running(task, micro_step, loads, self._last.get(queue), crosses=any(x.crosses for x in loads))
@@ -232,10 +252,11 @@ class Replay:
             if task.kind is not Kind.PUBLISH or bucket.spec.trainable:
                 yield from bucket.transfers[task.kind]
 
-    def _loads_of(self, transfer: Transfer) -> tuple[Load, ...]:
-        found = self._loads.get(transfer)
+    def _cost_of(self, transfer: Transfer) -> _Cost:
+        found = self._costs.get(transfer)
         if found is None:
-            found = self._loads[transfer] = loads_of(Travel.of(transfer), self._hardware)
+            loads = loads_of(TransferShape.of(transfer), self._hardware)
+            found = self._costs[transfer] = _Cost(loads, transfer.inter_bytes, transfer.intra_bytes)
         return found
 
     def _own_work(self, task: Task) -> float:
