@@ -131,7 +131,8 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
     rest = "no other can be quicker" if found.proven else "among the others one might be quicker, by a little"
     room = f"{solver.workload.memory / GIB:.1f} GiB"
     console.print(
-        f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, {found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
+        f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, "
+        f"{found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
         style="dim",
     )
     if output is not None:

@@ -87,8 +87,8 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class Ranking:
-    """`ranked`: the best first. How many candidates were `considered`, may be `fitting`, were `replayed`; `proven`: none
-    that was not replayed can be among the best."""
+    """`ranked`: the best first. How many candidates were `considered`, may be `fitting`, were `replayed`; `proven`:
+    none that was not replayed can be among the best."""
 
     ranked: tuple[Priced, ...]
     considered: int
