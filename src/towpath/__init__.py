@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats, tracing
+    from towpath.planner.workload import Workload
     from towpath.topology.cluster import Extent, Topology
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "Topology",
     "TowpathError",
     "Wire",
+    "Workload",
     "full_parameters",
     "register_forward_method",
     "schedule",
@@ -59,6 +61,7 @@ _HOMES = {
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Wire": "core.wire",
+    "Workload": "planner.workload",
     "register_forward_method": "engine.hooks",
     "stats": "observing",
     "strategies": "core.presets",

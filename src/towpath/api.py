@@ -26,6 +26,7 @@ from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.module_classes import become
 from towpath.engine.uneven_data import Batch, joined
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
+from towpath.planner.workload import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 
@@ -41,8 +42,12 @@ def shard(
     precision: Precision | None = None,
     group: dist.ProcessGroup | None = None,
     values: Values | None = None,
+    workload: Workload | None = None,
 ) -> Model:
-    """Shard `model` in place by `strategy` (a preset's name or a Strategy) and return it.
+    """Shard `model` in place by `strategy` (a preset's name, a Strategy, or "auto") and return it.
+
+    "auto" takes what the planner ranks first, for this cluster, which it measures once, and for `workload`: what a step
+    computes, and in how much memory.
 
     `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
     together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
@@ -61,7 +66,12 @@ def shard(
     failure: TowpathError | None = None
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))
+    if strategy == "auto":
+        strategy = _planned(model, workload, topology, units, precision, groups)
+        workload = None
     try:
+        if workload is not None:
+            raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
         resolved = _resolve(strategy, topology, groups.world)
         _check_class(model)
         layouts = lay_out(model, units, precision)
@@ -82,6 +92,36 @@ def shard(
     engine = build(model, BuildOptions(resolved, precision, values), layouts, groups)
     _become_sharded(model, engine)
     return model
+
+
+def _planned(
+    model: nn.Module,
+    workload: Workload | None,
+    topology: Topology | None,
+    units: UnitChoice | None,
+    precision: Precision,
+    groups: Groups,
+) -> Strategy:
+    """What the planner ranks first. All ranks are asked alike, or all raise, before anything is measured."""
+    from towpath.planner.auto import choose_for  # with what traces a model: nobody else needs it
+
+    lines: list[str] = []
+    failure: TowpathError | None = None
+    topology = topology or Topology(*detect_shape(groups))
+    try:
+        if workload is None:
+            raise ShardError(
+                'strategy="auto" has to know what a step computes: pass workload=towpath.Workload(tokens=…), the '
+                "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
+            )
+        _check_world(topology, groups.world)
+        _check_class(model)
+        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", *describe(lay_out(model, units))]
+    except TowpathError as error:
+        failure = error
+    agree(groups, lines, failure)
+    assert workload is not None
+    return choose_for(model, workload, groups, topology, precision, units)
 
 
 def _told(values: Values | None) -> str:

@@ -67,7 +67,7 @@ def test_overrides_are_toml_and_what_is_not_is_text(tmp_path: Path) -> None:
     ids=str,
 )
 def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -> None:
-    assert run._precision(Config.of({"train": train})) == expected
+    assert run.precision_of(Config.of({"train": train}).train) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,9 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0"),
         ({"data": {"text": "caf\udce9.txt"}}, r"data.text = 'caf\\udce9.txt': expected Unicode text"),
         ({"strategy": {"name": "zerro3"}}, r"expected a preset \(zero3\?\)"),
+        ({"strategy": {"allow": ["int8"]}}, r"strategy.allow = \('int8',\): expected only with strategy.name = auto"),
+        ({"strategy": {"name": "auto", "route": "ring"}}, "expected nothing: auto chooses it"),
+        ({"strategy": {"name": "auto", "allow": ["int3"]}}, "strategy.allow = 'int3': expected a codec"),
         ({"strategy": {"nodes": 2}}, "nodes and ranks_per_node"),
         ({"strategy": {"group": [2]}}, r"strategy.group = \[2\]: expected \[local, nodes\]"),
         ({"log": {"trace": [0]}}, "counted from 1"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.profiles import line, made_profile
 from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
 from towpath.core.presets import strategy
@@ -20,10 +21,9 @@ from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.clusters import shipped
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
-from towpath.planner.profile import TOGETHER, Point, Profile, fitted
+from towpath.planner.profile import Profile, fitted
+from towpath.planner.request import BF16, Optimizer, Request
 from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
-from towpath.planner.workload import BF16, Optimizer, Workload
-from towpath.topology.cluster import Topology
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
 ADAMW = Optimizer.named("adamw")
@@ -46,7 +46,7 @@ def priced_of(found: Solver, candidate: Candidate) -> Priced:
 
 
 def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
-    asked = Workload(batch, cluster.memory, **options)
+    asked = Request(batch, cluster.memory, **options)
     return Solver(SMALL.model("small", 256), cluster, asked)
 
 
@@ -220,7 +220,7 @@ def test_no_candidate_takes_less_than_its_bound_nor_less_memory_than_the_least(
 def test_the_first_is_the_best_of_all(inter: float) -> None:
     found = solver(small_cluster(inter=inter), batch=8)
     priced = [priced_of(found, candidate) for candidate in found.candidates()]
-    best = min(p.seconds for p in priced if p.peak_bytes <= found.workload.memory)
+    best = min(p.seconds for p in priced if p.peak_bytes <= found.request.memory)
 
     answer = found.solve(best=3, most=10_000)
 
@@ -280,7 +280,7 @@ def test_bytes_are_the_schedules_of_many_micro_steps_too(label: str, micro_steps
 
     priced = found.price(made, Batching(1, micro_steps))
 
-    expected = schedule(made, tuple(u.spec for u in found.model.units), micro_steps, found.workload.precision)
+    expected = schedule(made, tuple(u.spec for u in found.model.units), micro_steps, found.request.precision)
     assert (priced.inter_bytes, priced.intra_bytes) == (expected.inter_bytes, expected.intra_bytes)
 
 
@@ -301,7 +301,7 @@ def test_planning_needs_no_torch() -> None:
 
 def test_a_plan_of_one_model_is_the_same_twice() -> None:
     model: Model = SMALL.model("small", 256)
-    answers = [Solver(model, small_cluster(), Workload(16, 8 << 30)).solve(best=5, most=20) for _ in range(2)]
+    answers = [Solver(model, small_cluster(), Request(16, 8 << 30)).solve(best=5, most=20) for _ in range(2)]
     first, second = ([(p.strategy, p.seconds) for p in a.ranked] for a in answers if isinstance(a, Ranking))
     assert first == second
 
@@ -317,10 +317,6 @@ def test_legal_placements_are_those_that_pass_the_checks() -> None:
 # --- profiles --------------------------------------------------------------------------------------------------------
 
 
-def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
-    return [(size, latency + size / rate) for size in sizes]
-
-
 def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
     exact = fitted(line(2e-3, 1e6, 100, 10_000, 1_000_000))
     bent = fitted([*line(2e-3, 1e6, 100, 10_000), (1_000_000, 2.0)])
@@ -328,31 +324,6 @@ def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
     assert (exact.latency, exact.rate) == pytest.approx((2e-3, 1e6))
     assert exact.error == pytest.approx(0, abs=1e-9)
     assert bent.error > 0.05
-
-
-def made_profile() -> Profile:
-    """Four ranks that share two cores of one host."""
-
-    def points(what: str, latency: float, rate: float, busy: float = 0.0) -> list[Point]:
-        return [Point(what, n, (s, s, 9 * s), busy * n) for n, s in line(latency, rate, 4096, 1 << 20)]
-
-    links = [
-        *points("inter, one", 1e-4, 2e7),
-        *points("inter, all", 1e-4, 1e7, busy=4e-9),
-        Point("inter, several", 4096, (1e-4 + 4096 / 2e7 + 8e-5,)),
-        *points("intra, one", 5e-5, 1e9),
-        *points("intra, all", 5e-5, 5e8, busy=2e-9),
-        Point("intra, several", 4096, (5e-5 + 4096 / 1e9 + 4e-5,)),
-    ]
-    alone = [
-        *points("copy", 0, 1e10),
-        *points("add", 0, 8e9),
-        Point("matmul float32", 100, (2e-5,)),
-        Point(TOGETHER, 100, (4e-5,)),
-        *points("encode int8", 0, 1e9),
-        *points("decode int8", 0, 2e9),
-    ]
-    return Profile(Topology(2, 2), "cpu", "here", "2026-01-01 00:00", 2, 4, 4 << 30, (*links, *alone))
 
 
 def test_a_profile_is_a_cluster() -> None:
@@ -374,7 +345,7 @@ def test_a_profile_is_read_as_it_was_written_and_planned_with(tmp_path: Path) ->
     file.write_text(made_profile().to_json())
 
     assert Profile.load(file) == made_profile()
-    asked = Workload(8, 4 << 30, Precision())
+    asked = Request(8, 4 << 30, Precision())
     answer = Solver(SMALL.model("small", 64), clusters.load(file), asked).solve(best=1, most=50)
     assert isinstance(answer, Ranking)
 

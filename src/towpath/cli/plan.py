@@ -16,15 +16,14 @@ from rich.table import Table
 
 from towpath.cli.output import check_folder
 from towpath.core import presets
-from towpath.core.formats import Codec
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB
+from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
-from towpath.planner.workload import BF16, OPTIMIZERS, Optimizer, Workload
 from towpath.train.observe.bar import progress_bar
 
 
@@ -97,11 +96,11 @@ def plan(
     """
     check_folder("--output", output)
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
-    codecs = [Codec.parse(name.strip()) for name in allow.split(",") if name.strip()]
+    weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     asked = replace(
-        solver.workload,
-        weights=tuple(str(c) for c in codecs if c.name != "int4" and not c.stochastic),
-        gradients=tuple(map(str, codecs)),
+        solver.request,
+        weights=weights,
+        gradients=gradients,
         micro_batches=tuple(micro_batch or ()),
         checkpointing=checkpointing,
     )
@@ -129,7 +128,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         table.add_row(*tables.row(number, priced, solver))
     console.print(table)
     rest = "no other can be quicker" if found.proven else "among the others one might be quicker, by a little"
-    room = f"{solver.workload.memory / GIB:.1f} GiB"
+    room = f"{solver.request.memory / GIB:.1f} GiB"
     console.print(
         f"{found.considered:,} were considered, {found.fitting:,} may fit into {room} a rank, "
         f"{found.replayed} were replayed, the most promising first; {rest}. {took_seconds:.1f} s.",
@@ -233,7 +232,7 @@ def _solver(
     limit = found.memory if memory is None else int(memory * GIB)
     if limit < 1:
         raise ConfigError(f"--memory {memory}: expected GiB above 0.")
-    asked = Workload(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
+    asked = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
     return Solver(models.describe(model, length), found, asked)
 
 
@@ -269,10 +268,10 @@ def _what_would_fit(found: Infeasible, solver: Solver) -> str:
     hints = []
     if part == "activations":
         hints.append("a smaller micro-batch, or --checkpointing")
-    more = -(-found.nearest.peak_bytes // solver.workload.memory) * solver.cluster.topology.nodes
+    more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
     hints.append(f"more nodes (about --nodes {more})")
     return (
-        f"nothing fits into {solver.workload.memory / GIB:.1f} GiB a rank: what comes nearest is "
+        f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "
         f"too many, most of it {part} ({memory[part] / GIB:.1f} GiB). What would help: {', or '.join(hints)}."
     )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from towpath.planner.cluster import Cluster
-from towpath.planner.model import Model
-from towpath.planner.workload import Optimizer
+from towpath.planner.model import Model, Unit
+from towpath.planner.request import Optimizer
 from towpath.sim.hardware import Hardware
 from towpath.sim.replay import Seconds
 
@@ -14,15 +14,22 @@ _BACKWARD = 2
 
 def computing(model: Model, cluster: Cluster, dtype: str, tokens: int, checkpointing: bool) -> Seconds:
     """Of one micro-step of `tokens` tokens, in `dtype`; without the optimizer's step."""
-    rate = cluster.flops_of(dtype)
-    root, *others = (unit.flops * tokens / rate for unit in model.units)
-    backward = _BACKWARD + checkpointing  # what is recomputed is one forward pass more
+    (root_forward, root_backward), *blocks = (_passes(unit, cluster, dtype, tokens) for unit in model.units)
     return Seconds(
-        forward=(0.0, *others),
-        backward=(_BACKWARD * root, *(backward * each for each in others)),
-        forward_end=root,
+        forward=(0.0, *(forward for forward, _ in blocks)),
+        # What is recomputed is one forward pass more.
+        backward=(root_backward, *(backward + checkpointing * forward for forward, backward in blocks)),
+        forward_end=root_forward,
         backward_end=0.0,
     )
+
+
+def _passes(unit: Unit, cluster: Cluster, dtype: str, tokens: int) -> tuple[float, float]:
+    """Forward and backward."""
+    if unit.measured is not None:
+        return unit.measured.forward.at(tokens), unit.measured.backward.at(tokens)
+    forward = unit.flops * tokens / cluster.flops_of(dtype)
+    return forward, _BACKWARD * forward
 
 
 def optimizer_seconds(elements: float, own: str, optimizer: Optimizer, hardware: Hardware) -> float:

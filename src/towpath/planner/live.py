@@ -6,8 +6,9 @@ FLOPs are those of PyTorch's own counter; activations are what autograd saves, e
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -36,18 +37,40 @@ def describe_live(
 ) -> Model:
     """`inputs`: what the model is called with, of `tokens` tokens in sequences of `length` (default: all in one)."""
     layouts = lay_out(model, units, Precision())
-    flops, kept, entering = _traced(model, layouts, inputs)
-    made = [
-        Unit(
-            layout.spec,
-            flops[layout.name] / tokens,
-            kept[layout.name] / tokens / _item(layout),
-            entering[layout.name] / tokens / _item(layout),
-            modules=len(layout.modules),
+    traced = trace(model, layouts, inputs)
+    return Model(name or type(model).__name__, length or tokens, traced.units(layouts, tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Of a module: what it was called with and what came out, as fake tensors."""
+
+    args: Any
+    kwargs: Any
+    output: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """By unit: FLOPs of a forward pass, bytes that autograd keeps, bytes of what enters it; by module its call."""
+
+    flops: Mapping[str, float]
+    kept: Mapping[str, float]
+    entering: Mapping[str, float]
+    calls: Mapping[nn.Module, Call]
+
+    def units(self, layouts: Sequence[UnitLayout], tokens: int) -> tuple[Unit, ...]:
+        """`tokens`: how many were traced."""
+        return tuple(
+            Unit(
+                layout.spec,
+                self.flops[layout.name] / tokens,
+                self.kept[layout.name] / tokens / _item(layout),
+                self.entering[layout.name] / tokens / _item(layout),
+                modules=len(layout.modules),
+            )
+            for layout in layouts
         )
-        for layout in layouts
-    ]
-    return Model(name or type(model).__name__, length or tokens, tuple(made))
 
 
 def _item(layout: UnitLayout) -> int:
@@ -55,18 +78,19 @@ def _item(layout: UnitLayout) -> int:
     return item_bytes(layout.spec.buckets[0].dtype) if layout.spec.buckets else 4
 
 
-def _traced(
-    model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any]
-) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """By unit: FLOPs of a forward pass, bytes that autograd keeps, bytes of what enters it."""
+def trace(model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any]) -> Traced:
+    """The model as it was; without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, torch.Tensor] = {id(t): mode.from_tensor(t) for t in (*model.parameters(), *model.buffers())}
+    # Not `from_tensor`: it would keep weak references to parameters that `shard` is to exchange.
+    with mode:
+        fakes = {id(t): _like(t) for t in (*model.parameters(), *model.buffers())}
     values: dict[str, torch.Tensor] = {n: fakes[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     owned = {_storage(fake) for fake in fakes.values()}
     kept: dict[str, float] = defaultdict(float)
     entering: dict[str, float] = defaultdict(float)
     seen: set[int] = set()
     inside = [""]
+    calls: dict[nn.Module, Call] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = _storage(tensor)
@@ -77,18 +101,21 @@ def _traced(
 
     counter = FlopCounterMode(display=False)
 
-    def faked(value: Any) -> Any:
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+    where = next(iter(fakes.values())).device if fakes else torch.device("cpu")
 
-    given = tree_map(faked, tuple(inputs))
+    def faked(value: Any) -> Any:
+        return _like(value, where) if isinstance(value, torch.Tensor) else value
+
+    with mode:
+        given = tree_map(faked, tuple(inputs))
     with (
         mode,
-        _noting_units(layouts, inside, entering),
+        _noting_units(layouts, inside, entering, calls),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         counter,
     ):
         try:
-            functional_call(model, values, given)
+            output = functional_call(model, values, given)
         except Exception as error:
             raise ConfigError(f"the model cannot be run with the inputs it was described with: {error}") from error
     counts = counter.get_flop_counts()
@@ -98,11 +125,14 @@ def _traced(
             names = [n for n, module in model.named_modules() if any(module is m for m in layout.modules)]
             flops[layout.name] = sum(sum(counts.get(f"{type(model).__name__}.{n}", {}).values()) for n in names)
     flops[""] = counter.get_total_flops() - sum(flops.values())
-    return flops, kept, entering
+    calls[model] = Call(given, {}, output)
+    return Traced(flops, kept, entering, calls)
 
 
 @contextmanager
-def _noting_units(layouts: Sequence[UnitLayout], inside: list[str], entering: dict[str, float]) -> Generator[None]:
+def _noting_units(
+    layouts: Sequence[UnitLayout], inside: list[str], entering: dict[str, float], calls: dict[nn.Module, Call]
+) -> Generator[None]:
     """`inside[-1]`: the unit whose forward is under way."""
     handles: list[Any] = []
 
@@ -113,18 +143,24 @@ def _noting_units(layouts: Sequence[UnitLayout], inside: list[str], entering: di
 
         return hook
 
-    def leaves(module: nn.Module, args: Any, output: Any) -> None:
+    def leaves(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         inside.pop()
+        calls.setdefault(module, Call(args, kwargs, output))
 
     for layout in layouts:
         for module in layout.modules if layout.name else ():
             handles.append(module.register_forward_pre_hook(enters(layout.name)))
-            handles.append(module.register_forward_hook(leaves))
+            handles.append(module.register_forward_hook(leaves, with_kwargs=True))
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _floats(value: Any) -> bool:

@@ -8,7 +8,7 @@ from towpath.core.formats import item_bytes
 from towpath.core.precision import Precision
 from towpath.core.schedule import UnitPlan, buffer_bytes, memory_bytes
 from towpath.planner.model import Model, Unit
-from towpath.planner.workload import Optimizer
+from towpath.planner.request import Optimizer
 
 
 def engine_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> dict[str, int]:

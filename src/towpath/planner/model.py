@@ -20,10 +20,29 @@ from towpath.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds that grow with the number of tokens."""
+
+    fixed: float
+    per_token: float
+
+    def at(self, tokens: int) -> float:
+        return self.fixed + self.per_token * tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one rank took for a unit's passes, while nothing else went on."""
+
+    forward: Line
+    backward: Line
+
+
+@dataclass(frozen=True, slots=True)
 class Unit:
     """`flops`: of a token's forward pass. `kept`: elements per token that autograd keeps for the backward pass, and
     `entering`: those of the unit's input, all that checkpointing keeps. `kept_fp32`: elements that are kept in fp32,
-    whatever computes. `modules`: how many blocks run in it."""
+    whatever computes. `modules`: how many blocks run in it. `measured`: else time follows from `flops`."""
 
     spec: UnitSpec
     flops: float
@@ -31,6 +50,7 @@ class Unit:
     entering: float
     kept_fp32: float = 0.0
     modules: int = 1
+    measured: Measured | None = None
 
     @property
     def numel(self) -> int:

@@ -32,6 +32,8 @@ _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
 _SHARES = {"inter": 0.6, "intra": 0.25}
+# A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
+_CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
 Work = Callable[[], None]
 Say = Callable[[int, int], None]
@@ -43,7 +45,7 @@ def probe(
     """On every rank the same."""
     if not dist.is_initialized():
         raise TopologyError("probe: there is no process group. Call torch.distributed.init_process_group() first.")
-    if dist.get_backend() != "nccl" and not Path("/proc/stat").exists():
+    if device_of_job().type == "cpu" and not Path("/proc/stat").exists():
         raise TopologyError("probe: on CPUs it needs Linux, which tells what moving bytes takes of the processors.")
     groups = Groups()
     topology = topology or Topology.detect()
@@ -52,11 +54,26 @@ def probe(
     return _Prober(groups, topology, budget_seconds, say).run()
 
 
+def device_of_job() -> torch.device:
+    """What this rank computes on, as its process group says."""
+    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backends() else torch.device("cpu")
+
+
+def _backends() -> str:
+    return str(dist.get_backend_config()) if dist.is_initialized() else ""
+
+
+def still_holds(profile: Profile, groups: Groups) -> bool:
+    """Whether one message, sent by all ranks at once, takes about what it took then. Every rank must call it."""
+    if groups.world == 1:
+        return True
+    return _Prober(groups, profile.topology, 0.0, lambda done, total: None).repeats(profile)
+
+
 class _Prober:
     def __init__(self, groups: Groups, topology: Topology, budget: float, say: Say) -> None:
         self._groups, self._topology, self._budget, self._say = groups, topology, budget, say
-        backend = dist.get_backend()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._device = device_of_job()
         self._rank = groups.rank
         homes = groups.gather_objects((_boot_id(), socket.gethostname()))
         self._ranks_on_host = sum(home[0] == homes[self._rank][0] for home in homes)
@@ -88,6 +105,15 @@ class _Prober:
             tuple(self._points),
         )
 
+    def repeats(self, profile: Profile) -> bool:
+        """Of the slowest link, the largest message that does not take long."""
+        which = "inter" if profile.has("inter, all") else "intra"
+        points = profile.of(f"{which}, all")
+        then = max((p for p in points if p.usual <= _CHECK_SECONDS), default=points[0], key=lambda p: p.size)
+        self._measure(then.what, then.size, self._exchange(*self._neighbours(which), then.size, 1))
+        now = self._points[-1].usual
+        return 1 / _MOST_CHANGED <= now / then.usual <= _MOST_CHANGED
+
     # Links ----------------------------------------------------------------------------------------------------------
 
     def _links(self, which: str, seconds: float) -> None:
@@ -95,14 +121,8 @@ class _Prober:
         topology = self._topology
         if (topology.nodes if which == "inter" else topology.ranks_per_node) == 1:
             return
-        node, local = topology.node_of(self._rank), topology.local_of(self._rank)
-        ranks = topology.ranks_per_node
-        if which == "inter":
-            to, origin = (node + 1) % topology.nodes * ranks + local, (node - 1) % topology.nodes * ranks + local
-            alone = local == 0
-        else:
-            to, origin = node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
-            alone = node == 0
+        to, origin = self._neighbours(which)
+        alone = (topology.local_of if which == "inter" else topology.node_of)(self._rank) == 0
         ways = {"one": alone, "all": True}
         for way, takes_part in ways.items():
             for size in self._sizes(seconds / 3):
@@ -110,6 +130,14 @@ class _Prober:
                 self._measure(f"{which}, {way}", size, work)
         work = self._exchange(to, origin, SMALLEST, SEVERAL) if alone else _nothing
         self._measure(f"{which}, several", SMALLEST, work)
+
+    def _neighbours(self, which: str) -> tuple[int, int]:
+        """To whom this rank sends, and from whom it receives."""
+        node, local = self._topology.node_of(self._rank), self._topology.local_of(self._rank)
+        nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
+        if which == "inter":
+            return (node + 1) % nodes * ranks + local, (node - 1) % nodes * ranks + local
+        return node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
 
     def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
         sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]

@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from towpath.core.formats import CODECS, FLOATING
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
 from towpath.topology.cluster import Topology
@@ -122,18 +122,33 @@ class Profile:
     @staticmethod
     def load(path: str | Path) -> Profile:
         try:
-            found: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"profile {path}: cannot be read: {error}.") from None
+        return Profile.from_json(text, f"profile {path}")
+
+    @staticmethod
+    def from_json(text: str, name: str = "profile") -> Profile:
+        """`name`: what an error calls it."""
+        try:
+            found: dict[str, Any] = json.loads(text)
             version = found.pop("version")
             if version != VERSION:
-                raise ConfigError(f"profile {path}: version {version}; this Towpath reads {VERSION}. Probe anew.")
+                raise ConfigError(f"{name}: version {version}; this Towpath reads {VERSION}. Probe anew.")
             points = tuple(Point(p["what"], p["size"], tuple(p["seconds"]), p["busy"]) for p in found.pop("points"))
             return Profile(topology=Topology(**found.pop("topology")), points=points, **found)
         except ConfigError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(
-                f"profile {path}: cannot be read: {error}. Expected what `towpath probe` writes."
-            ) from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{name}: cannot be read: {error}. Expected what `towpath probe` writes.") from None
+
+    def check(self, topology: Topology, host: str, device: str) -> None:
+        """It must be of the cluster that runs."""
+        mine = {"topology": f"{self.topology}", "host of rank 0": self.host, "device": self.device}
+        here = {"topology": f"{topology}", "host of rank 0": host, "device": device}
+        differing = [f"{what} {mine[what]}, here {here[what]}" for what in mine if mine[what] != here[what]]
+        if differing:
+            raise PlanError(f"the profile is of another cluster: {'; '.join(differing)}. Probe this one.")
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> Fit:

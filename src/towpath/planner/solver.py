@@ -28,7 +28,7 @@ from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import Model
-from towpath.planner.workload import Workload
+from towpath.planner.request import Request
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
 from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds, Timeline
@@ -109,10 +109,10 @@ _NOTHING = _Cost(0.0, (0.0, 0.0, 0.0))
 
 
 class Solver:
-    def __init__(self, model: Model, cluster: Cluster, workload: Workload) -> None:
-        self.model, self.cluster, self.workload = model, cluster, workload
+    def __init__(self, model: Model, cluster: Cluster, request: Request) -> None:
+        self.model, self.cluster, self.request = model, cluster, request
         self._hardware, self._topology = cluster.hardware, cluster.topology
-        self._compute, self._reduce, self._summed = workload.precision.dtypes(workload.own)
+        self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
         self._kinds: Counter[tuple[int, bool]] = Counter((u.numel, u.spec.kept) for u in model.units)
         self._costs: dict[object, _Cost] = {}
         # By micro-batch and checkpointing: what is computed, and what autograd keeps.
@@ -122,9 +122,9 @@ class Solver:
     # Candidates -----------------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
-        weights, gradients = ("none", *self.workload.weights), ("none", *self.workload.gradients)
-        checkpointing = (False, True) if self.workload.checkpointing is None else (self.workload.checkpointing,)
-        shares = self.workload.shares(self._topology.world)
+        weights, gradients = ("none", *self.request.weights), ("none", *self.request.gradients)
+        checkpointing = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
+        shares = self.request.shares(self._topology.world)
         for placement in legal_placements(self._topology, copies=True):
             shapes = move_shapes(placement, self._topology)
             crosses = {kind: any(s.grid.nodes > 1 for s in found) for kind, found in shapes.items()}
@@ -189,7 +189,7 @@ class Solver:
             dtype = self._compute
             self._seconds[key] = computing(self.model, self.cluster, dtype, tokens, batching.checkpointing)
         elements = self.model.trainable / ranks_of_optimizer
-        optimizer = optimizer_seconds(elements, self.workload.own, self.workload.optimizer, self._hardware)
+        optimizer = optimizer_seconds(elements, self.request.own, self.request.optimizer, self._hardware)
         return replace(self._seconds[key], optimizer=optimizer)
 
     def _cheapest(self, kind: Kind, candidate: Candidate, numel: int) -> _Cost:
@@ -224,12 +224,12 @@ class Solver:
     def least_memory(self, candidate: Candidate) -> int:
         """What a rank holds at least: without padding, wire buffers and gradient slots."""
         place, numel, trainable = candidate.placement, self.model.parameters, self.model.trainable
-        compute, summed, own = map(item_bytes, (self._compute, self._summed, self.workload.own))
+        compute, summed, own = map(item_bytes, (self._compute, self._summed, self.request.own))
         states = numel * compute / place.params.size + trainable * summed / place.grads.size
         publishes = move_shapes(place, self._topology)[Kind.PUBLISH]
         encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in publishes)
-        master = self._compute != self.workload.own or encoded
-        kept = self.workload.optimizer.states + (self._summed != self.workload.own)
+        master = self._compute != self.request.own or encoded
+        kept = self.request.optimizer.states + (self._summed != self.request.own)
         states += (numel * master + trainable * kept) * own / place.optimizer.size
         if place.backward_params is not None:
             states += numel * compute / place.backward_params.size
@@ -239,12 +239,12 @@ class Solver:
         key = (batching.micro_batch, batching.checkpointing)
         if key not in self._kept:
             tokens = batching.micro_batch * self.model.length
-            self._kept[key] = activation_bytes(self.model, self.workload.precision, tokens, batching.checkpointing)
+            self._kept[key] = activation_bytes(self.model, self.request.precision, tokens, batching.checkpointing)
         return self._kept[key]
 
     def memory(self, plans: Sequence[UnitPlan], batching: Batching) -> dict[str, int]:
         """What a rank holds, by part."""
-        return engine_bytes(plans, self.workload.optimizer) | {"activations": self._activations(batching)}
+        return engine_bytes(plans, self.request.optimizer) | {"activations": self._activations(batching)}
 
     # The search -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +253,7 @@ class Solver:
     ) -> Ranking | Infeasible:
         """The `best` candidates, of which `most` at most are replayed. `say` is told how many were."""
         candidates = list(self.candidates())
-        likely = [c for c in candidates if self.least_memory(c) <= self.workload.memory]
+        likely = [c for c in candidates if self.least_memory(c) <= self.request.memory]
         order = [(*self.bound(c), i, c) for i, c in enumerate(likely)]
         heapq.heapify(order)
         priced: list[Priced] = []
@@ -263,7 +263,7 @@ class Solver:
                 break
             *_, candidate = heapq.heappop(order)
             strategy = self.strategy(candidate)
-            if sum(self.memory(self.plans(strategy), candidate.batching).values()) > self.workload.memory:
+            if sum(self.memory(self.plans(strategy), candidate.batching).values()) > self.request.memory:
                 fitting -= 1
                 continue
             priced.append(self.price(strategy, candidate.batching))
@@ -282,7 +282,7 @@ class Solver:
     def _nearest(self, candidates: Sequence[Candidate]) -> Infeasible:
         nearest = min(candidates, key=self.least_memory)
         found = self.price(self.strategy(nearest), nearest.batching)
-        return Infeasible(found, found.peak_bytes - self.workload.memory)
+        return Infeasible(found, found.peak_bytes - self.request.memory)
 
     def price(self, strategy: Strategy, batching: Batching) -> Priced:
         plans = self.plans(strategy)
@@ -302,7 +302,7 @@ class Solver:
 
     def timeline(self, strategy: Strategy, batching: Batching) -> Timeline:
         """Every micro-step of it, for those who want to look: each unit by its own name."""
-        plans = [plan_unit(strategy, unit.spec, self.workload.precision) for unit in self.model.units]
+        plans = [plan_unit(strategy, unit.spec, self.request.precision) for unit in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size)
         return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
 
@@ -324,7 +324,7 @@ class Solver:
         for unit in self.model.units:
             key = (unit.spec.buckets, unit.spec.kept)
             if key not in made:
-                made[key] = plan_unit(strategy, unit.spec, self.workload.precision)
+                made[key] = plan_unit(strategy, unit.spec, self.request.precision)
             plans.append(made[key])
         return plans
 

@@ -52,7 +52,7 @@ def tokens_per_second(priced: Priced, solver: Solver) -> float:
 
 def mfu(priced: Priced, solver: Solver) -> float:
     """Model-FLOPs utilisation: of what all ranks could compute, the share that goes into the model."""
-    peak = solver.cluster.peak_of(solver.workload.precision.compute_dtype(solver.workload.own))
+    peak = solver.cluster.peak_of(solver.request.precision.compute_dtype(solver.request.own))
     return tokens_per_second(priced, solver) * solver.model.flops / (peak * solver.cluster.topology.world)
 
 
@@ -70,7 +70,7 @@ def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
         "mfu": mfu(priced, solver),
         "memory_bytes": priced.memory,
         "peak_bytes": priced.peak_bytes,
-        "margin_bytes": solver.workload.memory - priced.peak_bytes,
+        "margin_bytes": solver.request.memory - priced.peak_bytes,
         "inter_bytes": priced.inter_bytes,
         "intra_bytes": priced.intra_bytes,
         "exposed_seconds": {kind.value: found for kind, found in priced.exposed.items()},
@@ -109,7 +109,7 @@ def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]
 def verdict(sides: Sequence[Priced], solver: Solver) -> str:
     """One sentence: what decides between the first and the second."""
     first, second = sides
-    limit = solver.workload.memory
+    limit = solver.request.memory
     for one, other in ((first, second), (second, first)):
         if other.peak_bytes > limit >= one.peak_bytes:
             over = (other.peak_bytes - limit) / GIB

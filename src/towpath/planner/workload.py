@@ -1,71 +1,44 @@
-"""What is asked of one optimizer step: how much data, in which precision, with which optimizer, in how much memory."""
+"""What `shard(model, "auto", workload=…)` has to know of a training loop, which it cannot see."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from towpath.core.formats import item_bytes
-from towpath.core.precision import Precision
+from towpath.core.formats import Codec
 from towpath.errors import ConfigError
-
-BF16 = Precision("bfloat16", "bfloat16")
-
-# Elements of state that each keeps for every parameter, in the parameter's own dtype.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd-momentum": 1, "sgd": 0}
-
-
-@dataclass(frozen=True, slots=True)
-class Optimizer:
-    """`states`: elements that it keeps for each parameter."""
-
-    name: str
-    states: int
-
-    @staticmethod
-    def named(name: str) -> Optimizer:
-        if name not in OPTIMIZERS:
-            raise ConfigError(f"optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}.")
-        return Optimizer(name, OPTIMIZERS[name])
-
-    def moved_bytes(self, own: str) -> int:
-        """Of one parameter in a step: all but the gradient are written as well as read."""
-        return item_bytes(own) * (2 * (self.states + 1) + 1)
-
-
-ADAMW = Optimizer.named("adamw")
+from towpath.planner.request import Optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One optimizer step of the whole job: `batch` sequences. `memory`: bytes that a rank may hold.
+    """One optimizer step of one rank.
 
-    `weights`, `gradients`: codecs that may be used for what crosses nodes; lossless without them. `micro_batches`: how
-    many sequences a rank may compute at once; none: every divisor of its share. `checkpointing`: None leaves it open.
+    `tokens`: that a forward pass computes. `micro_steps`: forward passes of a step. `optimizer`: adamw, adam, adagrad,
+    rmsprop, sgd-momentum or sgd. `memory`: bytes that a rank may hold; none: nine tenths of what its device has.
+    `allow`: codecs that may be used between nodes, such as ("int8", "int4"); none: lossless.
+    `inputs`: what the model is called with (their values do not matter). With them the passes of its units are measured
+    and its activations counted; without, a token is taken to cost two FLOPs for each parameter, and activations are
+    left out: pass the `memory` that remains beside them.
+    `profile`: a file that `towpath probe` wrote; none: the cluster is measured once, for a few seconds, and the profile
+    kept in the user's cache.
     """
 
-    batch: int
-    memory: int
-    precision: Precision = BF16
-    own: str = "float32"
-    optimizer: Optimizer = ADAMW
-    weights: tuple[str, ...] = ()
-    gradients: tuple[str, ...] = ()
-    micro_batches: tuple[int, ...] = ()
-    checkpointing: bool | None = None
+    tokens: int
+    micro_steps: int = 1
+    optimizer: str = "adamw"
+    memory: int | None = None
+    allow: tuple[str, ...] = ()
+    inputs: Sequence[Any] = field(default=(), repr=False)
+    profile: str | Path = ""
 
-    def shares(self, world: int) -> list[tuple[int, int]]:
-        """(micro-batch, micro-steps) of a rank, all that may be."""
-        mine, left = divmod(self.batch, world)
-        if left or not mine:
-            raise ConfigError(
-                f"batch = {self.batch} sequences cannot be shared out evenly to {world} ranks. Expected a multiple of "
-                f"{world}."
-            )
-        sizes = [size for size in range(1, mine + 1) if mine % size == 0]
-        wanted = [size for size in sizes if not self.micro_batches or size in self.micro_batches]
-        if not wanted:
-            raise ConfigError(
-                f"micro-batch {', '.join(map(str, self.micro_batches))}: expected divisors of the {mine} "
-                f"sequences that each of {world} ranks computes in a step."
-            )
-        return [(size, mine // size) for size in wanted]
+    def __post_init__(self) -> None:
+        for name in ("tokens", "micro_steps", "memory"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name == "memory" and value is None):
+                raise ConfigError(f"Workload({name}={value!r}): expected a whole number of at least 1.")
+        Optimizer.named(self.optimizer)
+        for name in self.allow:
+            Codec.parse(name)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from towpath.core import presets
+from towpath.core.formats import Codec
 from towpath.core.strategy import Strategy
 from towpath.core.toml import written
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -135,11 +136,12 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyConfig:
-    """A preset and its options, as `towpath.strategy()` takes them, or a file that `Strategy.to_toml()` wrote."""
+    """A preset and its options, as `towpath.strategy()` takes them, a file that `Strategy.to_toml()` wrote, or auto:
+    what the planner ranks first, with the micro-batch and the checkpointing that go with it."""
 
     NAME: ClassVar = "strategy"
 
-    name: str = _key("zero3", "a preset (README), or the path of a strategy's TOML file")
+    name: str = _key("zero3", "a preset (README), the path of a strategy's TOML file, or auto")
     nodes: int = _key(0, "nodes; 0: as the launcher placed the ranks")
     ranks_per_node: int = _key(0, "ranks on each; 0: as the launcher placed them")
     route: str = _key("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
@@ -152,6 +154,9 @@ class StrategyConfig:
     grads: tuple[int, ...] = _key((), "lins: the same of gradients")
     optimizer: tuple[int, ...] = _key((), "lins: the same of optimizer states")
     backward_params: tuple[int, ...] = _key((), "lins: the same of a copy for the backward pass")
+    allow: tuple[str, ...] = _key((), "auto: codecs that it may use between nodes; none: lossless")
+    memory: float = _key(0.0, "auto: GiB that a rank may hold; 0: nine tenths of its device's")
+    profile: str = _key("", "auto: what `towpath probe` wrote; empty: probes once and keeps it")
 
     def __post_init__(self) -> None:
         if (self.nodes > 0) != (self.ranks_per_node > 0):
@@ -159,18 +164,38 @@ class StrategyConfig:
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
                 _refuse(self, key, list(getattr(self, key)), "[local, nodes]")
-        if self.file is None and self.name not in presets.strategies():
+        self._check_auto()
+        if self.file is None and not self.auto and self.name not in presets.strategies():
             close = difflib.get_close_matches(self.name, presets.strategies(), n=1, cutoff=0.0)[0]
-            _refuse(self, "name", self.name, f"a preset ({close}?) or the path of a .toml file")
+            _refuse(self, "name", self.name, f"a preset ({close}?), the path of a .toml file, or auto")
+
+    def _check_auto(self) -> None:
+        _not_negative(self, "memory")
+        for key in _AUTO if not self.auto else (*_OPTIONS, *_EXTENTS):
+            if getattr(self, key):
+                where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
+                _refuse(self, key, getattr(self, key), where)
+        for codec in self.allow:
+            try:
+                Codec.parse(codec)
+            except StrategyError as error:
+                _refuse(self, "allow", codec, f"a codec ({error})")
+
+    @property
+    def auto(self) -> bool:
+        return self.name == "auto"
 
     @property
     def file(self) -> Path | None:
         return Path(self.name) if self.name.endswith(".toml") else None
 
+    def topology(self, launched: Topology) -> Topology:
+        """As this section says, else as the launcher placed the ranks."""
+        return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
+
     def make(self, topology: Topology) -> Strategy:
-        """On the cluster that runs, `topology`, unless this section says how to cut that."""
-        if self.nodes:
-            topology = Topology(self.nodes, self.ranks_per_node)
+        """Any but auto, on the cluster that runs, `topology`, unless this section says how to cut that."""
+        topology = self.topology(topology)
         options: dict[str, Any] = {key: getattr(self, key) for key in _OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
         if self.file is None:
@@ -184,6 +209,7 @@ class StrategyConfig:
 
 
 _OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_until")
+_AUTO = ("allow", "memory", "profile")
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from towpath.api import Values, shard
 from towpath.core.precision import Precision
 from towpath.errors import ConfigError
+from towpath.train.choose import choose_strategy
 from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.windows import Tokens, open_tokens
 from towpath.train.job import Job, joined
@@ -30,6 +32,7 @@ def train(config: Config) -> None:
             if job.rank == 0:
                 check_log(config.log)
         training = begin(config, job)
+        config = replace(config, train=training.config)  # auto has a say in it
         stop.begun = True
         with Saves(config, training) as saves, Watch(config, training) as watch:
             while training.done < config.train.steps and not training.stopped:
@@ -51,19 +54,24 @@ def begin(config: Config, job: Job) -> Training:
     """The model, sharded, and its data: or the same ConfigError on every rank."""
     torch.set_num_threads(config.train.threads or _share_of_cores(job))
     with job.alike():
-        config.train.micro_steps(job.world)
-        strategy = config.strategy.make(job.topology)
+        strategy = None
+        if not config.strategy.auto:
+            config.train.micro_steps(job.world)
+            strategy = config.strategy.make(job.topology)
     tokens = _tokens(config, job)
     with job.alike():
-        built = _build(config, tokens)
+        built = build(config.model, tokens.vocabulary)
     _check_alike(job, config, tokens)
+    if strategy is None:
+        config, strategy = choose_strategy(config, job, built, precision_of(config.train))
+    _wrap_blocks(built, config.train)
     nodes, ranks = strategy.topology.nodes, strategy.topology.ranks_per_node
     job.say(
         f"{built.parameters / 1e6:.1f} million parameters, {strategy.name} on {nodes} × {ranks} {job.device.type} ranks"
     )
     torch.manual_seed(config.train.seed)
     values = _none_yet(built.model) if goes_on(config, job) else built.values
-    model = shard(built.model, strategy, precision=_precision(config), values=values)
+    model = shard(built.model, strategy, precision=precision_of(config.train), values=values)
     _seed_all(config.train.seed + 1 + job.rank)  # of dropout and the like: another one on every rank
     model.train()
     return Training(
@@ -111,13 +119,11 @@ def _tokens(config: Config, job: Job) -> Tokens:
     return tokens
 
 
-def _build(config: Config, tokens: Tokens) -> Built:
-    built = build(config.model, tokens.vocabulary)
-    if config.train.checkpointing:
+def _wrap_blocks(built: Built, config: TrainConfig) -> None:
+    if config.checkpointing:
         checkpoint_blocks(built)
-    if config.train.compile:
+    if config.compile:
         compile_blocks(built)
-    return built
 
 
 def _none_yet(model: nn.Module) -> Values:
@@ -132,8 +138,7 @@ def _none_yet(model: nn.Module) -> Values:
     return zeros
 
 
-def _precision(config: Config) -> Precision:
-    train = config.train
+def precision_of(train: TrainConfig) -> Precision:
     reduce = DTYPES[train.reduce] if train.reduce else None
     # A sum never loses what has travelled: with reduce = "fp32" it is fp32.
     accumulate = None if train.reduce == "fp32" else DTYPES[train.accumulate]

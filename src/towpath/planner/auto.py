@@ -1,0 +1,230 @@
+"""strategy="auto": every rank gets what the planner ranks first for the cluster that runs.
+
+The cluster is measured once; the profile is kept, and used again where one message still takes what it says. Rank 0
+plans, since it alone decides; the others get its answer, or its error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from towpath.core import presets
+from towpath.core.precision import Precision
+from towpath.core.strategy import Strategy
+from towpath.engine.layout import UnitChoice, lay_out
+from towpath.errors import ConfigError, PlanError, TowpathError
+from towpath.planner import tables
+from towpath.planner.cluster import GIB
+from towpath.planner.measure import describe_measured
+from towpath.planner.model import Model, Unit
+from towpath.planner.probe import device_of_job, probe, still_holds
+from towpath.planner.profile import Profile
+from towpath.planner.request import Optimizer, Request, codecs_for_both
+from towpath.planner.solver import Batching, Infeasible, Priced, Ranking, Solver
+from towpath.planner.workload import Workload
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+PROBE_SECONDS = 15.0
+# What a rank may hold of its device's memory: the rest is the allocator's, the driver's and the libraries'.
+_SHARE_OF_MEMORY = 0.9
+_FLOPS_PER_PARAMETER = 2  # of a token's forward pass: a product and a sum
+_BASELINE = "zero3"  # what the choice is compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`why`: one line for people."""
+
+    strategy: Strategy
+    batching: Batching
+    why: str
+
+
+def choose(
+    groups: Groups,
+    topology: Topology,
+    describe: Callable[[torch.device], Model],
+    request: Callable[[int], Request],
+    profile: str | Path = "",
+) -> Choice:
+    """The same on every rank; every rank must call it.
+
+    `describe(device)`: the model, asked of rank 0 only. `request(memory)`: what is asked of a step, for ranks of so
+    many bytes of memory.
+    """
+    if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
+        raise PlanError(
+            f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '
+            "`towpath plan` finds one."
+        )
+    measured, how = _profile(groups, topology, profile)
+    answer: Choice | TowpathError | None = None
+    if groups.rank == 0:
+        try:
+            answer = _planned(measured, how, describe(device_of_job()), request)
+        except TowpathError as error:
+            answer = error
+    answer = groups.gather_objects(answer)[0]
+    if isinstance(answer, TowpathError):
+        raise answer
+    assert answer is not None
+    return answer
+
+
+def choose_for(
+    model: nn.Module,
+    workload: Workload,
+    groups: Groups,
+    topology: Topology,
+    precision: Precision,
+    units: UnitChoice | None = None,
+) -> Strategy:
+    """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
+    own = lay_out(model, units)[0].spec.buckets
+    dtype = own[0].dtype if own else "float32"
+    weights, gradients = codecs_for_both(workload.allow)
+
+    def request(memory: int) -> Request:
+        return Request(
+            workload.micro_steps * topology.world,
+            workload.memory or memory,
+            precision,
+            dtype,
+            Optimizer.named(workload.optimizer),
+            weights,
+            gradients,
+            micro_batches=(1,),
+            checkpointing=False,  # as the model is
+        )
+
+    def describe(device: torch.device) -> Model:
+        if not workload.inputs:
+            return _by_parameters(model, workload.tokens, units)
+        compute = getattr(torch, precision.compute_dtype(dtype))
+        return describe_measured(model, lambda _: workload.inputs, [1], workload.tokens, device, compute, units)
+
+    choice = choose(groups, topology, describe, request, workload.profile)
+    if groups.rank == 0:
+        sys.stderr.write(f"towpath: {choice.why}\n")
+    return choice.strategy
+
+
+def _by_parameters(model: nn.Module, tokens: int, units: UnitChoice | None) -> Model:
+    described = tuple(
+        Unit(layout.spec, _FLOPS_PER_PARAMETER * numel, 0.0, 0.0, modules=len(layout.modules))
+        for layout in lay_out(model, units)
+        for numel in [sum(sum(bucket.numels) for bucket in layout.spec.buckets)]
+    )
+    return Model(type(model).__name__, tokens, described)
+
+
+# The profile ---------------------------------------------------------------------------------------------------------
+
+
+def _profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile, str]:
+    """And how it was come by, in words."""
+    found, where = _kept_profile(groups, topology, path)
+    if found is not None:
+        found.check(topology, *_here(groups))
+        # A named file is the user's word; a kept one may be of a link that has changed since.
+        if path or still_holds(found, groups):
+            return found, f"links as measured on {found.date}"
+    began = time.monotonic()
+    if groups.rank == 0:
+        sys.stderr.write(f'towpath: strategy="auto" measures this cluster once, for about {PROBE_SECONDS:.0f} s\n')
+    made = probe(topology, PROBE_SECONDS)
+    if groups.rank == 0:
+        _keep(made, where)
+    return made, f"links measured in {time.monotonic() - began:.0f} s"
+
+
+def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile | None, Path]:
+    """Rank 0 reads; all take what it has read."""
+    hosts = groups.gather_objects(os.uname().nodename)
+    where = Path(path) if path else _cache_file(topology, hosts)
+    told: tuple[str, str] | None = None
+    if groups.rank == 0 and (path or where.exists()):
+        try:
+            told = ("profile", Profile.load(where).to_json())
+        except ConfigError as error:  # one of the cache is measured anew
+            told = ("error", str(error)) if path else None
+    told = groups.gather_objects(told)[0]
+    if told is None:
+        return None, where
+    kind, text = told
+    if kind == "error":
+        raise ConfigError(text)
+    return Profile.from_json(text), where
+
+
+def _cache_file(topology: Topology, hosts: list[str]) -> Path:
+    """By all that a profile depends on and that can be asked: hosts, ranks, device, threads."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    what = [f"{topology}", sorted(set(hosts)), device_of_job().type, torch.get_num_threads(), torch.__version__]
+    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+    return cache / "towpath" / "profiles" / f"{digest}.json"
+
+
+def _keep(profile: Profile, where: Path) -> None:
+    """A cache that cannot be written costs the next run a probe, and nobody a run."""
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        beside = where.with_suffix(f".{os.getpid()}")
+        beside.write_text(profile.to_json(), encoding="utf-8")
+        beside.replace(where)
+    except OSError as error:
+        sys.stderr.write(f"towpath: the profile could not be kept: {error}\n")
+
+
+def _here(groups: Groups) -> tuple[str, str]:
+    return groups.gather_objects(os.uname().nodename)[0], device_of_job().type
+
+
+# The plan ------------------------------------------------------------------------------------------------------------
+
+
+def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], Request]) -> Choice:
+    cluster = profile.cluster()
+    solver = Solver(model, cluster, request(int(cluster.memory * _SHARE_OF_MEMORY)))
+    found = solver.solve(best=1)
+    if isinstance(found, Infeasible):
+        needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
+        raise PlanError(
+            f'strategy="auto": nothing fits into {limit:.2f} GiB a rank; what comes nearest needs {needed:.2f} GiB, '
+            f"{tables.extents(found.nearest.strategy)} (P, G, OS). Take more ranks, a smaller micro-batch or "
+            "activation checkpointing."
+        )
+    best = found.ranked[0]
+    return Choice(best.strategy, best.batching, _why(best, found, solver, how))
+
+
+def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:
+    batching = best.batching
+    again = ", checkpointed" if batching.checkpointing else ""
+    usual = solver.price(presets.strategy(_BASELINE, solver.cluster.topology), batching)
+    compared = (
+        f"{_BASELINE} would take {tables.seconds(usual.seconds)}"
+        if usual.peak_bytes <= solver.request.memory
+        else f"{_BASELINE} would not fit"
+    )
+    if best.strategy == usual.strategy:
+        compared = "nothing found was quicker"
+    waits = sum(best.exposed.values()) / best.seconds
+    return (
+        f"auto: {tables.label(best.strategy)} (P, G, OS {tables.extents(best.strategy)}), micro-batch "
+        f"{batching.micro_batch} × {batching.micro_steps}{again}: {tables.seconds(best.seconds)} a step as planned, "
+        f"{waits:.0%} of it waiting, {best.peak_bytes / GIB:.2f} GiB; {compared}. {found.considered:,} considered; "
+        f"{how}."
+    )

@@ -1,0 +1,193 @@
+"""strategy="auto": all ranks get what the planner ranks first, or all the same error.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import towpath
+from tests.profiles import made_profile
+from tests.ranks.models import TiedGPT
+from tests.ranks.server import World
+from towpath.engine.executor import engine_of
+from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
+from towpath.planner import auto
+from towpath.planner.profile import Profile
+from towpath.planner.request import Optimizer, Request
+from towpath.planner.solver import Ranking, Solver
+from towpath.train import run
+from towpath.train.config import Config
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+TOKENS = 64
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    path.write_text(made_profile(os.uname().nodename).to_json())
+    return path
+
+
+def _sharded(workload: towpath.Workload | None, said: bool = False) -> Any:
+    """The strategy that it got, what it said, and whether it trains; or the error."""
+    model, out = TiedGPT(layers=3), io.StringIO()
+    try:
+        with contextlib.redirect_stderr(out):
+            model = towpath.shard(model, "auto", topology=SHAPE, workload=workload)
+    except TowpathError as error:
+        return error
+    model(torch.zeros(2, 4, dtype=torch.long)).sum().backward()
+    return engine_of(model).strategy, out.getvalue(), all(p.grad is not None for p in model.parameters())
+
+
+def test_all_ranks_get_what_the_planner_ranks_first(world: Worlds, profile: Path) -> None:
+    workload = towpath.Workload(TOKENS, micro_steps=3, optimizer="sgd", memory=1 << 30, profile=profile)
+
+    answers = world(4).run(_sharded, workload)
+
+    assert [answer[0] for answer in answers] == world(4).run(_ranked_first)
+    assert all(trains for *_, trains in answers)
+    assert answers[0][1].count("\n") == 1 and "zero3 would take" in answers[0][1]
+    assert all(told == "" for _, told, _ in answers[1:])
+
+
+def _ranked_first() -> towpath.Strategy:
+    request = Request(12, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), micro_batches=(1,))
+    model = auto._by_parameters(TiedGPT(layers=3), TOKENS, None)  # pyright: ignore[reportPrivateUsage]
+    expected = Solver(model, made_profile().cluster(), request).solve(best=1)
+    assert isinstance(expected, Ranking)
+    return expected.ranked[0].strategy
+
+
+@pytest.mark.parametrize(
+    "change, kind, words",
+    [
+        (None, ShardError, "pass workload=towpath.Workload"),
+        ({"memory": 1000}, PlanError, "nothing fits into"),
+        ({"profile": "nowhere.json"}, ConfigError, "nowhere.json: cannot be read"),
+        ({"profile": "elsewhere"}, PlanError, "host of rank 0 elsewhere, here"),
+    ],
+    ids=["no workload", "no memory", "no profile", "another host's profile"],
+)
+def test_what_cannot_be_planned_is_the_same_error_on_every_rank(
+    world: Worlds, profile: Path, change: dict[str, Any] | None, kind: type[Exception], words: str
+) -> None:
+    if change == {"profile": "elsewhere"}:
+        profile.write_text(made_profile("elsewhere").to_json())
+        change = {}
+    workload = None if change is None else towpath.Workload(TOKENS, **({"profile": profile} | change))
+    answers = world(4).run(_sharded, workload)
+    assert all(type(answer) is kind and words in str(answer) for answer in answers)
+
+
+def test_ranks_that_ask_for_different_things_are_told(world: Worlds, profile: Path) -> None:
+    answers = world(4).run(_sharded_with_tokens_by_rank, profile)
+    assert all(type(answer) is MismatchError and "tokens=65" in str(answer) for answer in answers)
+
+
+def _sharded_with_tokens_by_rank(profile: Path) -> Any:
+    return _sharded(towpath.Workload(TOKENS + (dist.get_rank() == 2), profile=profile))
+
+
+def test_a_workload_beside_a_strategy_is_refused(world: Worlds) -> None:
+    answers = world(4).run(_sharded_by_name_with_a_workload)
+    assert all("leave it out" in answer for answer in answers)
+
+
+def _sharded_by_name_with_a_workload() -> str:
+    with pytest.raises(ShardError) as caught:
+        towpath.shard(TiedGPT(), "zero3", topology=SHAPE, workload=towpath.Workload(TOKENS))
+    return str(caught.value)
+
+
+# --- the profile that is kept ----------------------------------------------------------------------------------------
+
+
+def test_a_cluster_is_measured_once_and_again_when_its_links_have_changed(world: Worlds, tmp_path: Path) -> None:
+    """What is kept is used as long as a message takes what it says; a file that cannot be read is measured anew."""
+    answers = world(4).run(_sharded_thrice, tmp_path)
+
+    assert all(answer == answers[0] for answer in answers)
+    assert answers[0] == ["probed", "kept", "probed", "probed"]
+
+
+def _sharded_thrice(cache: Path) -> list[str]:
+    seen: list[str] = []
+    truth = made_profile(os.uname().nodename)
+
+    def probe(topology: towpath.Topology, seconds: float) -> Profile:
+        seen.append("probed")
+        return truth
+
+    def holds(profile: Profile, groups: Any) -> bool:
+        if same := profile == truth:
+            seen.append("kept")
+        return same
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(auto, "probe", probe)
+        patch.setattr(auto, "still_holds", holds)
+        for text in (None, None, made_profile(os.uname().nodename, cable=1e9).to_json(), "{"):
+            if text is not None and dist.get_rank() == 0:
+                next(cache.rglob("*.json")).write_text(text)
+            answer = _sharded(towpath.Workload(TOKENS, memory=1 << 30))
+            assert not isinstance(answer, Exception), answer
+    return seen
+
+
+def test_one_message_tells_whether_a_profile_still_holds(world: Worlds) -> None:
+    """A loopback takes less than a cable of 100 bytes a second."""
+    assert world(4).run(_still_holds) == [(True, False)] * 4
+
+
+def _still_holds() -> tuple[bool, bool]:
+    from towpath.planner import probe
+    from towpath.topology.groups import Groups
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probe, "_MOST_CHANGED", 1e6)  # two ranks on each core: anything may come in between
+        found = made_profile(os.uname().nodename)
+        slow = made_profile(os.uname().nodename, cable=1e-6)
+        return probe.still_holds(found, Groups()), probe.still_holds(slow, Groups())
+
+
+# --- in a training ---------------------------------------------------------------------------------------------------
+
+
+def test_a_training_takes_the_micro_batch_and_checkpointing_that_go_with_it(
+    world: Worlds, profile: Path, tmp_path: Path
+) -> None:
+    """Of two sequences a rank: at once, since every gather counts; recomputed where memory is short."""
+    text = tmp_path / "corpus.txt"
+    text.write_text("lock barge weir horse canal " * 400)
+    options = (
+        *("model.width=32", "model.depth=4", "model.heads=2", "train.batch=8", "train.micro_batch=1"),
+        *("train.length=32", "train.steps=2", "train.threads=1", f'data.text=["{text}"]', "strategy.nodes=2"),
+        *("strategy.ranks_per_node=2", "strategy.name=auto", f"strategy.profile={profile}", f"log.folder={tmp_path}"),
+    )
+    seen = world(4).run(_begun, options)
+    assert all(one == seen[0] for one in seen)
+    strategy, micro_batch, checkpointing = seen[0]
+    assert strategy.topology == SHAPE and (micro_batch, checkpointing) == (2, False)
+
+
+def _begun(options: tuple[str, ...]) -> Any:
+    with contextlib.redirect_stderr(io.StringIO()), run.joined() as job:
+        training = run.begin(Config.load(os.devnull, options), job)
+        training.step()
+    return training.strategy, training.config.micro_batch, training.config.checkpointing
