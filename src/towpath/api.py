@@ -103,7 +103,7 @@ def _planned(
     groups: Groups,
 ) -> Strategy:
     """What the planner ranks first. All ranks are asked alike, or all raise, before anything is measured."""
-    from towpath.planner.auto import choose_for  # with what traces a model: nobody else needs it
+    from towpath.auto.choice import choose_for  # with what traces a model: nobody else needs it
 
     lines: list[str] = []
     failure: TowpathError | None = None

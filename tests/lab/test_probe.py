@@ -14,7 +14,7 @@ RATE = "100mbit"
 
 
 def measured(rank: int, world: int) -> Profile:
-    from towpath.planner.probe import probe
+    from towpath.auto.probe import probe
 
     return probe(Topology(2, 2), budget_seconds=6)
 

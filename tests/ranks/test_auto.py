@@ -20,9 +20,9 @@ import towpath
 from tests.profiles import made_profile
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import World
+from towpath.auto import choice as auto
 from towpath.engine.executor import engine_of
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
-from towpath.planner import auto
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Ranking, Solver
@@ -156,7 +156,7 @@ def test_one_message_tells_whether_a_profile_still_holds(world: Worlds) -> None:
 
 
 def _still_holds() -> tuple[bool, bool]:
-    from towpath.planner import probe
+    from towpath.auto import probe
     from towpath.topology.groups import Groups
 
     with pytest.MonkeyPatch.context() as patch:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from towpath.auto.live import describe_live
 from towpath.errors import ConfigError
-from towpath.planner.live import describe_live
 from towpath.planner.model import describe
 
 LENGTH, BATCH = 64, 2

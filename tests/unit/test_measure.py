@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from towpath.auto.measure import describe_measured, line_through
 from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing
-from towpath.planner.measure import describe_measured, line_through
 from towpath.planner.model import Line
 from towpath.train.models.gpt import GPT, Shape
 

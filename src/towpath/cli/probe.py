@@ -42,7 +42,7 @@ def probe(
     import torch
     import torch.distributed as dist
 
-    from towpath.planner.probe import probe as measure
+    from towpath.auto.probe import probe as measure
     from towpath.train.observe.bar import progress_bar
 
     if torch.cuda.is_available():

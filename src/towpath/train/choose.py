@@ -37,8 +37,8 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
     if topology.world == 1:
         job.say("auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured")
         return config, presets.strategy("ddp", topology)
-    from towpath.planner.auto import choose  # with what traces a model: nobody else needs it
-    from towpath.planner.measure import describe_measured
+    from towpath.auto.choice import choose  # with what traces a model: nobody else needs it
+    from towpath.auto.measure import describe_measured
 
     train, asked = config.train, config.strategy
     weights, gradients = codecs_for_both(asked.allow)

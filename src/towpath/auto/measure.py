@@ -18,9 +18,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
+from towpath.auto.live import Call, Traced, trace
 from towpath.engine.layout import UnitChoice, UnitLayout, lay_out
 from towpath.errors import ConfigError
-from towpath.planner.live import Call, Traced, trace
 from towpath.planner.model import Line, Measured, Model, Unit
 
 _REPEATS = 5

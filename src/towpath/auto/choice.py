@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.auto.measure import describe_measured
+from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
@@ -26,9 +28,7 @@ from towpath.engine.layout import UnitChoice, lay_out
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
 from towpath.planner.cluster import GIB
-from towpath.planner.measure import describe_measured
 from towpath.planner.model import Model, Unit
-from towpath.planner.probe import device_of_job, probe, still_holds
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Infeasible, Priced, Ranking, Solver
