@@ -77,7 +77,7 @@ def _lose_the_link() -> None:
 @pytest.mark.parametrize(
     "stop, strategy, shape",
     [
-        (_die, "zero3", SHAPE),
+        seldom(_die, "zero3", SHAPE),
         (_stay_away, "paro-iig", SHAPE),
         (_lose_the_link, "zero3", THREE_NODES),
         seldom(_die, "paro-iig", THREE_NODES),

@@ -96,7 +96,7 @@ def _differ() -> list[str]:
     return texts
 
 
-@in_turn(("zero3", "hpz", "mics", "paro-iig"), 2)
+@in_turn(("zero3", "hpz", "mics", "paro-iig"), 1)
 @pytest.mark.parametrize("chosen", [([0, 1], [0, 2]), ([1, 2], [2, 1]), ([0, 1, 2], [0, 2])], ids=str)
 def test_ranks_whose_units_never_meet_say_so_long_before_their_patience_ends(label: str, chosen: Any) -> None:
     """What a rank prefetches in vain makes another number of gathers, or other sizes: they wait for each other."""

@@ -162,7 +162,7 @@ def _coalesced(shape: Topology, local_major: bool) -> None:
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("route", ["flat", seldom("hierarchical"), seldom("ho-ring"), "two-hop"])
+@pytest.mark.parametrize("route", [seldom("flat"), seldom("hierarchical"), seldom("ho-ring"), "two-hop"])
 def test_members_that_mean_different_things_never_take_each_others_messages(route: str) -> None:
     """Gloo ends a process that is sent more than it expects. Here each waits for what nobody sends, and says so."""
     with World(4) as ranks:
@@ -214,7 +214,7 @@ def _misfit(shape: Topology) -> None:
     ("op", "route"),
     [
         seldom(Op.ALL_GATHER, "ring"),
-        (Op.ALL_GATHER, "hierarchical"),
+        seldom(Op.ALL_GATHER, "hierarchical"),
         seldom(Op.REDUCE_SCATTER, "ho-ring"),
         (Op.REDUCE_SCATTER, "two-hop"),
     ],
