@@ -26,7 +26,8 @@ from towpath.planner.model import Line, Measured, Model, Unit
 _REPEATS = 5
 _SCALE = 0.02  # of values: as new weights are
 
-Seconds = tuple[float, float]  # of a forward pass, and of the backward pass
+# Of a forward pass, of the backward pass, and of the processor in both.
+Seconds = tuple[float, float, float]
 
 
 def describe_measured(
@@ -48,10 +49,15 @@ def describe_measured(
         taken.append(_all_units(model, layouts, traced, device, dtype))
     tokens = [size * length for size in sizes]
     measured = tuple(
-        replace(unit, measured=Measured(*(line_through(tokens, seconds) for seconds in zip(*rows, strict=True))))
-        for unit, *rows in zip(described, *taken, strict=True)
+        replace(unit, measured=_measured(tokens, rows)) for unit, *rows in zip(described, *taken, strict=True)
     )
     return Model(type(model).__name__, length, measured)
+
+
+def _measured(tokens: Sequence[int], rows: Sequence[Seconds]) -> Measured:
+    forward, backward, worked = zip(*rows, strict=True)
+    share = min(1.0, worked[-1] / (forward[-1] + backward[-1]))
+    return Measured(line_through(tokens, forward), line_through(tokens, backward), share)
 
 
 def line_through(tokens: Sequence[int], seconds: Sequence[float]) -> Line:
@@ -78,7 +84,8 @@ def _all_units(
             except Exception as error:
                 what = f"unit {layout.name}" if layout.name else "the root"
                 raise ConfigError(f"{what} cannot be run by itself, with inputs like its own: {error}") from error
-            seen[key] = (sum(forward for forward, _ in each), sum(backward for _, backward in each))
+            forward, backward, worked = map(sum, zip(*each, strict=True))
+            seen[key] = (forward, backward, worked)
         found.append(seen[key])
     return found
 
@@ -136,9 +143,12 @@ def _timed(
 
     values = {name: drawn(value) for name, value in (*parameters, *module.named_buffers())}
     args, kwargs = tree_map(drawn, call.args), tree_map(drawn, call.kwargs)
+    worked = 0.0
     forwards: list[float] = []
     backwards: list[float] = []
-    for _ in range(_REPEATS):
+    for repeat in range(_REPEATS):
+        if repeat == 1:  # the first one fills caches
+            worked = time.process_time()
         began = _now(device)
         output = functional_call(module, values, args, kwargs)
         between = _now(device)
@@ -146,7 +156,11 @@ def _timed(
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         forwards.append(between - began)
         backwards.append(_now(device) - between)
-    return median(forwards[1:]), median(backwards[1:])  # the first one fills caches
+    # A device beside the processor is what computes: then that counts.
+    share = 1.0 if device.type != "cpu" else (time.process_time() - worked) / torch.get_num_threads()
+    share /= 1.0 if device.type != "cpu" else sum(forwards[1:]) + sum(backwards[1:])
+    forward, backward = median(forwards[1:]), median(backwards[1:])
+    return forward, backward, min(1.0, share) * (forward + backward)
 
 
 def _drawn(value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

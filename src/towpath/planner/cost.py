@@ -21,7 +21,15 @@ def computing(model: Model, cluster: Cluster, dtype: str, tokens: int, checkpoin
         backward=(root_backward, *(backward + checkpointing * forward for forward, backward in blocks)),
         forward_end=root_forward,
         backward_end=0.0,
+        share=_share(model, tokens),
     )
+
+
+def _share(model: Model, tokens: int) -> float:
+    """Of the time of all passes, in which the processor works."""
+    weights = [(m, m.forward.at(tokens) + m.backward.at(tokens)) for u in model.units if (m := u.measured) is not None]
+    whole = sum(seconds for _, seconds in weights)
+    return sum(m.share * seconds for m, seconds in weights) / whole if whole else 1.0
 
 
 def _passes(unit: Unit, cluster: Cluster, dtype: str, tokens: int) -> tuple[float, float]:

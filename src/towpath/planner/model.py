@@ -32,10 +32,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one rank took for a unit's passes, while nothing else went on."""
+    """What one rank took for a unit's passes, while nothing else went on. `share`: of those seconds, in which its
+    processor worked; the rest it waited for something else that computes."""
 
     forward: Line
     backward: Line
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

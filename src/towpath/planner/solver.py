@@ -179,7 +179,8 @@ class Solver:
                     last += cost.alone if kind in GRADIENTS else 0.0
         seconds = self._computing(candidate.batching, candidate.placement.optimizer.size)
         computed = micro_steps * seconds.micro_step + seconds.optimizer
-        busy[2] += self._hardware.processor(computed) / self._hardware.capacities[PROCESSOR]
+        worked = micro_steps * seconds.share * seconds.micro_step + seconds.optimizer
+        busy[2] += self._hardware.processor(worked) / self._hardware.capacities[PROCESSOR]
         return max(*busy, first + computed + last), sum(busy)
 
     def _computing(self, batching: Batching, ranks_of_optimizer: int) -> Seconds:

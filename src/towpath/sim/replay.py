@@ -25,7 +25,8 @@ from towpath.sim.loads import Load, TransferShape, loads_of
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """What one rank computes, if nothing else goes on: in each unit's passes (the root's come first), in the root's
-    after those of all others, and in the optimizer's step.
+    after those of all others, and in the optimizer's step. `share`: of the passes' seconds, those in which the
+    processor works, and not something beside it that takes nothing from what moves and encodes bytes.
     """
 
     forward: Sequence[float]
@@ -33,6 +34,7 @@ class Seconds:
     forward_end: float
     backward_end: float
     optimizer: float = 0.0
+    share: float = 1.0
 
     @property
     def micro_step(self) -> float:
@@ -177,7 +179,7 @@ class Replay:
             match action:
                 case Compute():
                     name = f"{action.part.value} of {self._facts[action.unit].name or 'root'}"
-                    yield from self._compute(self._seconds.of(action), name)
+                    yield from self._compute(self._seconds.of(action), name, self._seconds.share)
                 case Submit(task):
                     self._submit(task, micro_step)
                 case Wait(task):
@@ -192,10 +194,10 @@ class Replay:
                     pass
         yield from self._compute(self._seconds.optimizer, "optimizer")
 
-    def _compute(self, seconds: float, name: str) -> Iterator[Flow]:
+    def _compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Flow]:
         if seconds <= 0:
             return
-        needs = {PROCESSOR: self._hardware.processor(seconds)}
+        needs = {PROCESSOR: self._hardware.processor(share * seconds)}
         began = self._fluid.now
         yield Flow(max(seconds, self._fluid.alone(needs)), needs)
         self._timeline.computed += self._fluid.now - began

@@ -1,0 +1,181 @@
+"""An environment of benchmarks/planner.py: what is predicted there, what is measured, and how they compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import towpath
+from harness import race
+from harness.contestants import Cluster, Entry, started
+from harness.figures import Check
+from harness.suite import Settings
+from harness.worker import timed
+from peers import Kind
+from steps import stepper
+from towpath.auto.measure import describe_measured
+from towpath.auto.probe import probe
+from towpath.planner.model import Model
+from towpath.planner.profile import Profile
+from towpath.planner.request import Optimizer, Request, codecs_for_both
+from towpath.planner.solver import Batching, Ranking, Solver
+from workload import Workload
+
+LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
+LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
+ALLOWED = ("int8", "int4:64")
+AT_ONCE = 6  # contestants whose ranks live at the same time: memory
+PROBE_SECONDS = 20.0
+MOST_ERROR = {"on the cores": 0.15, "waiting": 0.10}
+MOST_REGRET = 0.10
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    inter: str
+    workload: Workload
+
+    @property
+    def name(self) -> str:
+        w = self.workload
+        size = "large" if w.width == 384 else "small"
+        waits = ", waiting" if w.wait_seconds is not None else ""
+        return f"{self.inter}, {w.topology}, {size}, {w.micro_steps} micro-steps{waits}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        workload = self.workload.quick() if settings.quick else self.workload
+        cluster = Cluster(workload.topology, self.inter)
+        seconds = 2.0 if settings.quick else PROBE_SECONDS
+        with started({"probe": Entry(cluster, Planning, (workload, seconds))}, settings.say) as running:
+            profile, model = running["probe"].ask("found")[0]
+        plan = Plan(profile, model, workload)
+        strategies = {name: made(name, workload.topology) for name in (*LOSSLESS, *LOSSY)}
+        chosen = {"the plan's": plan.best(()), "the plan's with codecs": plan.best(ALLOWED)}
+        measured: dict[str, list[float]] = {}
+        strategies |= chosen
+        for first in range(0, len(strategies), AT_ONCE):
+            names = list(strategies)[first : first + AT_ONCE]
+            entries = {name: Entry(cluster, Step, (strategies[name], workload), warm_turns=2) for name in names}
+            with started(entries, settings.say) as running:
+                measured |= race.run(running, settings.rounds, settings.say).seconds
+        predicted = {name: plan.seconds(strategy) for name, strategy in strategies.items()}
+        found = compared(predicted, measured)
+        return {
+            "checks": self._checks(found),
+            "predicted_seconds": {name: round(value, 5) for name, value in predicted.items()},
+            "measured_seconds": {name: [round(s, 5) for s in values] for name, values in measured.items()},
+            "chosen": {name: strategy.to_toml() for name, strategy in chosen.items()},
+            "computing_seconds": round(plan.computing, 5),
+            "profile": profile.to_json(),
+            **found,
+        }
+
+    def _checks(self, found: Mapping[str, Any]) -> list[Check]:
+        how = "waiting" if self.workload.wait_seconds is not None else "on the cores"
+        return [
+            Check("mean |predicted / measured − 1|", found["mean_error"], MOST_ERROR[how]),
+            Check("regret, lossless", found["regret"]["lossless"], MOST_REGRET),
+            Check("regret, with codecs", found["regret"]["with codecs"], MOST_REGRET),
+            Check("rank correlation", found["rank_correlation"], at_least=0.9),
+        ]
+
+
+def compared(predicted: Mapping[str, float], measured: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Figures of one environment. The spread of the repeated steps stands beside the errors."""
+    medians = {name: statistics.median(values) for name, values in measured.items()}
+    errors = {name: predicted[name] / medians[name] - 1 for name in medians}
+    lossless = [medians[name] for name in (*LOSSLESS, "the plan's")]
+    return {
+        "errors": {name: round(error, 4) for name, error in errors.items()},
+        "spread": {name: round((max(v) - min(v)) / medians[name], 4) for name, v in measured.items()},
+        "mean_error": statistics.fmean(map(abs, errors.values())),
+        "regret": {
+            "lossless": medians["the plan's"] / min(lossless) - 1,
+            "with codecs": medians["the plan's with codecs"] / min(medians.values()) - 1,
+        },
+        "rank_correlation": rank_correlation([predicted[n] for n in medians], list(medians.values())),
+    }
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, without ties."""
+    places = [[1.0 * sorted(values).index(value) for value in values] for values in (first, second)]
+    return statistics.correlation(places[0], places[1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    profile: Profile
+    model: Model
+    workload: Workload
+
+    def best(self, allowed: Sequence[str]) -> towpath.Strategy:
+        found = self._solver(allowed).solve(best=1)
+        assert isinstance(found, Ranking)
+        return found.ranked[0].strategy
+
+    def seconds(self, strategy: towpath.Strategy) -> float:
+        return self._solver(()).price(strategy, self._batching).seconds
+
+    @property
+    def computing(self) -> float:
+        return self._solver(()).price(towpath.strategy("ddp", self.workload.topology), self._batching).computing
+
+    @property
+    def _batching(self) -> Batching:
+        return Batching(1, self.workload.micro_steps)
+
+    def _solver(self, allowed: Sequence[str]) -> Solver:
+        weights, gradients = codecs_for_both(allowed)
+        request = Request(
+            self.workload.micro_steps * self.workload.topology.world,
+            self.profile.memory,
+            towpath.Precision(self.workload.dtype),
+            optimizer=Optimizer.named("adamw"),
+            weights=weights,
+            gradients=gradients,
+            micro_batches=(1,),
+            checkpointing=False,
+        )
+        return Solver(self.model, self.profile.cluster(), request)
+
+
+class Planning:
+    """The worker: measures the cluster, and on rank 0 the model."""
+
+    def __init__(self, rank: int, world: int, workload: Workload, seconds: float) -> None:
+        self._profile = probe(workload.topology, seconds)
+        self._model = None
+        if rank == 0:
+            inputs, tokens = next(workload.data(0)), workload.batch * workload.length
+            device, dtype = torch.device("cpu"), workload.torch_dtype
+            self._model = describe_measured(workload.model(), lambda _: inputs, [1], tokens, device, dtype)
+
+    def found(self) -> tuple[Profile, Model | None]:
+        return self._profile, self._model
+
+
+def made(text: str, topology: towpath.Topology) -> towpath.Strategy:
+    kind = Kind.parse(text)
+    return towpath.strategy(kind.name, topology, **kind.options)
+
+
+class Step:
+    """A turn is one optimizer step."""
+
+    def __init__(self, rank: int, world: int, strategy: towpath.Strategy, workload: Workload) -> None:
+        model: Any = towpath.shard(workload.model(), strategy, precision=towpath.Precision(workload.dtype))
+        self._work = stepper(model, between, workload.data(rank), workload.micro_steps)
+
+    def turn(self) -> float:
+        return timed(self._work)
+
+
+def between(model: Any, last: bool) -> AbstractContextManager[Any]:
+    """Before the boundary nothing is reduced further than gradients are kept."""
+    return nullcontext() if last else model.no_sync()
