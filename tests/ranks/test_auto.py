@@ -114,6 +114,15 @@ def _sharded_by_name_with_a_workload() -> str:
     return str(caught.value)
 
 
+def test_one_rank_has_nothing_to_share(world: Worlds) -> None:
+    assert world(1).run(_named_alone) == ["ddp"]
+
+
+def _named_alone() -> str:
+    model: Any = towpath.shard(TiedGPT(), "auto", workload=towpath.Workload(TOKENS))
+    return engine_of(model).strategy.name
+
+
 # --- the profile that is kept ----------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules as a script has them: with its own folder in the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        names = ("engine", "peers", "races", "report", "timeline", "workload")
+        names = ("engine", "peers", "prediction", "races", "report", "timeline", "workload")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -508,3 +508,25 @@ class TestTimeline:
         sent = [interval("between nodes", 1.5, 3.0), interval("inside nodes", 2.5, 4.5)]  # 1.5 to 4.5 together
         assert scripts.timeline.share_hidden([*computed, *sent]) == pytest.approx((0.5 + 0.5) / 3.0)
         assert scripts.timeline.share_hidden(computed) == 0.0
+
+
+class TestPrediction:
+    def test_a_prediction_is_judged_by_medians_and_the_choice_by_the_best_of_its_kind(
+        self, scripts: SimpleNamespace
+    ) -> None:
+        names = [*scripts.prediction.LOSSLESS, *scripts.prediction.LOSSY, "the plan's", "the plan's with codecs"]
+        predicted = {name: float(number + 1) for number, name in enumerate(names)}
+        measured = {name: [seconds, 9 * seconds, seconds / 2] for name, seconds in predicted.items()}
+        measured[names[0]] = [2.0, 2.0, 2.0]  # predicted as 1
+
+        found = scripts.prediction.compared(predicted, measured)
+
+        assert found["errors"][names[0]] == -0.5 and found["mean_error"] == pytest.approx(0.5 / len(names))
+        assert found["regret"]["lossless"] == pytest.approx(predicted["the plan's"] / 2 - 1)
+        assert found["regret"]["with codecs"] == pytest.approx(predicted["the plan's with codecs"] / 2 - 1)
+        assert found["spread"][names[0]] == 0 and found["spread"][names[1]] == 8.5
+        assert found["rank_correlation"] > 0.9
+
+    def test_a_rank_correlation_looks_at_places_only(self, scripts: SimpleNamespace) -> None:
+        assert scripts.prediction.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
+        assert scripts.prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)

@@ -53,6 +53,7 @@ def ids(sequences: int) -> list[Tensor]:
 def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was() -> None:
     model = Net()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    drawn_before = torch.random.get_rng_state()
 
     found = describe_measured(model, ids, [1, 2], LENGTH, CPU, torch.float32)
 
@@ -61,6 +62,7 @@ def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was()
     assert len(alike) == 1
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), drawn_before)
     assert not any("forward" in block.__dict__ for block in model.blocks)
 
 

@@ -7,12 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from towpath.cli import main
+from towpath.cli import main, plan_report
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
 
@@ -143,6 +144,31 @@ def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    output = told(*PLAN[:-1], "2", "--micro-batch", "2", "--report", str(page))
+
+    written = page.read_text()
+    assert f"Plots: {page}" in output and written.count("<svg") == 5
+    assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)([^"']*)|url\((?!#)([^)]*)\)|@import|<script""", written) == []
+    for words in ("Gbit/s between nodes", "GiB of a rank", "zero3", "waiting for", "Pareto"):
+        assert words in written
+
+
+def test_a_front_gives_memory_only_for_speed() -> None:
+    priced = [SimpleNamespace(seconds=s, peak_bytes=b) for s, b in ((3, 1), (1, 9), (2, 9), (2, 5), (4, 1), (9, 0))]
+    found: Any = plan_report.front(priced)  # pyright: ignore[reportArgumentType]
+    assert [(p.seconds, p.peak_bytes) for p in found] == [(1, 9), (2, 5), (3, 1), (9, 0)]
+
+
+def test_a_crossing_is_where_another_one_becomes_the_quickest() -> None:
+    slow, quick = plan_report.Curve("a", ((1, 5), (4, 4), (16, 4))), plan_report.Curve("b", ((4, 3), (16, 9)))
+    assert plan_report.crossings([slow, quick]) == [(2, "a", "b"), (8, "b", "a")]
 
 
 @pytest.mark.parametrize("shown", re.findall(r"```console\n\$ towpath (.*?)```", PAGE, re.DOTALL), ids=lambda s: s[:20])

@@ -92,6 +92,8 @@ def choose_for(
     units: UnitChoice | None = None,
 ) -> Strategy:
     """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
+    if topology.world == 1:
+        return presets.strategy("ddp", topology)  # nothing to share
     own = lay_out(model, units)[0].spec.buckets
     dtype = own[0].dtype if own else "float32"
     weights, gradients = codecs_for_both(workload.allow)

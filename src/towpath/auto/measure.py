@@ -77,10 +77,11 @@ def _all_units(
         key = (layout.spec.buckets, layout.spec.kept, tuple(map(type, modules)), traced.flops[layout.name])
         if key not in seen:
             try:
-                if layout.name:
-                    each = [_timed(m, m.named_parameters(), traced.calls[m], device, dtype) for m in modules]
-                else:
-                    each = [_timed_root(model, layouts, traced, device, dtype)]
+                with torch.random.fork_rng([device] if device.type == "cuda" else []):  # the user's numbers stay
+                    if layout.name:
+                        each = [_timed(m, m.named_parameters(), traced.calls[m], device, dtype) for m in modules]
+                    else:
+                        each = [_timed_root(model, layouts, traced, device, dtype)]
             except Exception as error:
                 what = f"unit {layout.name}" if layout.name else "the root"
                 raise ConfigError(f"{what} cannot be run by itself, with inputs like its own: {error}") from error

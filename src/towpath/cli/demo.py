@@ -18,7 +18,7 @@ def demo(
     steps: Annotated[int, typer.Option(min=3, help="Optimizer steps under each strategy.")] = 16,
     output: Annotated[Path, typer.Option("-o", "--output", help="The report.")] = Path("report.html"),
     strategies: Annotated[
-        list[str] | None, typer.Argument(metavar="[STRATEGY ...]", help="In place of the usual six.")
+        list[str] | None, typer.Argument(metavar="[STRATEGY ...]", help="In place of the usual seven.")
     ] = None,
 ) -> None:
     """Train a small GPT on a shaped cluster of this machine, under one strategy after the other, and compare them.
@@ -26,6 +26,7 @@ def demo(
     Example: `towpath demo --inter 100mbit zero3 mics zero++`
 
     Two nodes of two ranks: Linux network namespaces, joined by cables of the given rate, and taken down at the end.
+    `auto` measures that cluster first, for some fifteen seconds, and trains with what the planner then ranks first.
     Where this machine allows no namespaces, the ranks share its loopback, and the demo says so. Writes a report with
     plots, which a browser opens without a network.
     """

@@ -26,6 +26,8 @@ from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs
 from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
 from towpath.train.observe.bar import progress_bar
 
+_IN_REPORT = 40  # strategies of which a report shows time against memory
+
 
 class Dtype(StrEnum):
     BF16 = "bf16"
@@ -85,6 +87,7 @@ def plan(
     allow: Codecs = "",
     top: Top = 10,
     output: Output = None,
+    report: Annotated[Path | None, typer.Option(help="Write a page of plots there: which strategy when.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Rank every strategy for a model on a cluster: step time, memory, bytes.
@@ -95,6 +98,7 @@ def plan(
     micro-batches, activation checkpointing. Needs no torch, no GPU, and no cluster. Exit code 1: nothing fits.
     """
     check_folder("--output", output)
+    check_folder("--report", report)
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     asked = replace(
@@ -107,15 +111,23 @@ def plan(
     solver = Solver(solver.model, solver.cluster, asked)
     began = time.monotonic()
     with progress_bar("Planning") as say:
-        found = solver.solve(best=top, most=max(top, MOST), say=say)
+        found = solver.solve(best=top if report is None else max(top, _IN_REPORT), most=max(top, MOST), say=say)
     if isinstance(found, Infeasible):
         raise PlanError(_what_would_fit(found, solver))
+    if report is not None:
+        from towpath.cli.plan_report import write_plan_report  # with what draws: nobody else waits for it
+
+        with progress_bar("Drawing") as say:
+            write_plan_report(report, found, solver, _heading(solver), say)
+        found = replace(found, ranked=found.ranked[:top])
     if output is not None:
         output.write_text(found.ranked[0].strategy.to_toml(), encoding="utf-8")
     if as_json:
         print(json.dumps(_found_as_json(found, solver), indent=2))
-    else:
-        _show(found, solver, time.monotonic() - began, output)
+        return
+    _show(found, solver, time.monotonic() - began, output)
+    if report is not None:
+        print(f"Plots: {report}")
 
 
 def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None) -> None:

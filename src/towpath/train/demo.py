@@ -27,7 +27,7 @@ from towpath.train.observe.plots import Outcome
 from towpath.train.run import begin
 
 TOPOLOGY = Topology(nodes=2, ranks_per_node=2)
-STRATEGIES = ("zero3", "hpz", "mics", "paro-iig", "paro-nig", "zero++")
+STRATEGIES = ("zero3", "hpz", "mics", "paro-iig", "paro-nig", "zero++", "auto")
 
 # What runs a function on every rank, and returns what each of them returned.
 Launch = Callable[..., list[Any]]
@@ -63,7 +63,8 @@ def trained(rank: int, world: int, config: Config, counted: bool) -> Outcome:
         validation, _ = training.evaluate()
         with tracing(training.model) as trace:
             training.step()
-        return course.outcome(config.strategy.name, sent_bytes, validation, trace.intervals)
+        name = f"auto: {training.strategy.name}" if config.strategy.auto else config.strategy.name
+        return course.outcome(name, sent_bytes, validation, trace.intervals)
 
 
 # The first steps find their order, and make their buffers.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
 
 # One colour a strategy, or a part of a bar: told apart also where red and green are not.
-_COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")
+COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")
 _MEGA = 1e6
+
+
+Shown = TypeVar("Shown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,8 @@ class Outcome:
         return max(0.0, self.step_seconds - self.exposed_seconds - self.host_seconds)
 
 
-def svg(draw: Callable[[Any, Any], None], outcomes: Sequence[Outcome], size: tuple[float, float]) -> str:
-    """What `draw` puts on a figure, as an <svg> whose text is text and whose colours are the page's."""
+def svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, float]) -> str:
+    """What `draw` puts on a figure of it, as an <svg> whose text is text and whose colours are the page's."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -46,15 +49,15 @@ def svg(draw: Callable[[Any, Any], None], outcomes: Sequence[Outcome], size: tup
     ):
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_alpha(0)
-        draw(figure, outcomes)
+        draw(figure, shown)
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
     text = out.getvalue()
     return text[text.index("<svg") :]
 
 
-def _colour(number: int) -> str:
-    return _COLOURS[number % len(_COLOURS)]
+def colour(number: int) -> str:
+    return COLOURS[number % len(COLOURS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class Plot:
     size: tuple[float, float] = (5.2, 3.3)  # in inches, of which a page makes what it has room for
 
 
-def _axes(figure: Any, xlabel: str, ylabel: str) -> Any:
+def axes_of(figure: Any, xlabel: str, ylabel: str) -> Any:
     axes = figure.add_subplot()
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
@@ -75,12 +78,12 @@ def _axes(figure: Any, xlabel: str, ylabel: str) -> Any:
 
 
 def _loss_steps(figure: Any, outcomes: Sequence[Outcome]) -> None:
-    axes = _axes(figure, "optimizer steps", "training loss")
+    axes = axes_of(figure, "optimizer steps", "training loss")
     for i, outcome in enumerate(outcomes):
         axes.plot(
             range(1, len(outcome.losses) + 1),
             outcome.losses,
-            color=_colour(i),
+            color=colour(i),
             linewidth=1.3,
             label=outcome.strategy,
         )
@@ -88,19 +91,19 @@ def _loss_steps(figure: Any, outcomes: Sequence[Outcome]) -> None:
 
 
 def _loss_seconds(figure: Any, outcomes: Sequence[Outcome]) -> None:
-    axes = _axes(figure, "seconds", "training loss")
+    axes = axes_of(figure, "seconds", "training loss")
     for i, outcome in enumerate(outcomes):
-        axes.plot(outcome.ends, outcome.losses, color=_colour(i), linewidth=1.3, label=outcome.strategy)
-        axes.plot(outcome.ends[-1:], outcome.losses[-1:], "o", color=_colour(i), markersize=4)
+        axes.plot(outcome.ends, outcome.losses, color=colour(i), linewidth=1.3, label=outcome.strategy)
+        axes.plot(outcome.ends[-1:], outcome.losses[-1:], "o", color=colour(i), markersize=4)
     axes.legend(frameon=False)
 
 
 def _stacked(figure: Any, outcomes: Sequence[Outcome], label: str, parts: dict[str, list[float]]) -> None:
-    axes = _axes(figure, label, "")
+    axes = axes_of(figure, label, "")
     names = [o.strategy for o in outcomes]
     left = [0.0] * len(names)
     for i, (part, values) in enumerate(parts.items()):
-        axes.barh(names, values, left=left, color=_colour(i), label=part, height=0.62)
+        axes.barh(names, values, left=left, color=colour(i), label=part, height=0.62)
         left = [a + b for a, b in zip(left, values, strict=True)]
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -138,8 +141,8 @@ def _memory(figure: Any, outcomes: Sequence[Outcome]) -> None:
 
 def draw_timelines(figure: Any, outcomes: Sequence[Outcome]) -> None:
     """For each strategy: what one step of rank 0 computed, and what its links carried meanwhile."""
-    axes = _axes(figure, "milliseconds", "")
-    tracks = {COMPUTE: (_COLOURS[0], 0), INSIDE: (_COLOURS[2], 1), BETWEEN: (_COLOURS[1], 2)}
+    axes = axes_of(figure, "milliseconds", "")
+    tracks = {COMPUTE: (COLOURS[0], 0), INSIDE: (COLOURS[2], 1), BETWEEN: (COLOURS[1], 2)}
     ticks: list[tuple[float, str]] = []
     for i, outcome in enumerate(outcomes):
         begin = min(interval.start_seconds for interval in outcome.timeline)

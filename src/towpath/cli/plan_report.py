@@ -1,0 +1,204 @@
+"""`towpath plan --report`: one HTML page, nothing to fetch, of which strategy is best when, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from towpath.core import presets
+from towpath.core.strategy import Kind
+from towpath.errors import TowpathError
+from towpath.planner import tables
+from towpath.planner.cluster import GIB, Cluster
+from towpath.planner.solver import Batching, Priced, Ranking, Solver
+from towpath.sim.replay import Event
+from towpath.train.observe.plots import COLOURS, axes_of, colour, svg
+from towpath.train.observe.report import figure, table, write_page
+
+# What is drawn over link rates and numbers of nodes: of lossless presets those that differ most.
+PRESETS = ("zero3", "hpz", "mics", "paro-iig", "paro-nig", "zero1")
+_RATES = tuple(2.0**k for k in range(-4, 5))
+_NODES = tuple(2.0**k for k in range(-2, 3))
+_FRONT, _PARTS = "Time against memory", "Where a step's time goes"
+_RATES_OF, _NODES_OF = "Which strategy when: links", "Which strategy when: nodes"
+_STEPS = "One step, from inside"
+_SHOWN = 6  # of the ranked, where parts of a step are drawn
+
+Say = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds of a step by rate, or by nodes; nothing where it does not fit."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    name: str
+    events: Sequence[Event]
+
+
+def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
+    ranked, shown = found.ranked, found.ranked[:_SHOWN]
+    best = shown[0]
+    total = len(PRESETS) * (len(_RATES) + len(_NODES))
+    counted = iter(range(1, total + 1))
+
+    def step() -> None:
+        say(next(counted), total)
+
+    by_rate = curves(solver, best.batching, rates_of(solver), step)
+    by_nodes = curves(solver, best.batching, nodes_of(solver), step)
+    compared = [best.strategy, *_usual(solver, best)]
+    steps = [Step(tables.label(s), solver.timeline(s, best.batching).events) for s in compared]
+    small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
+    figures = [
+        figure(_FRONT, "The line is the Pareto front: none quicker takes less.", svg(draw_front, ranked, small)),
+        figure(_PARTS, "What is computed, and what the computation waits for.", svg(draw_parts, shown, small)),
+        figure(_RATES_OF, "Dotted: where another preset becomes the quickest.", svg(_draw_rates, by_rate, small)),
+        figure(_NODES_OF, "The same batch for each rank.", svg(_draw_nodes, by_nodes, small)),
+        figure(_STEPS, "What a rank computes, and what is on its links meanwhile.", svg(draw_steps, steps, wide), True),
+    ]
+    rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
+    write_page(path, "Which strategy?", heading, table(tables.HEADINGS, rows), figures)
+
+
+def _usual(solver: Solver, best: Priced) -> Iterator[Any]:
+    usual = presets.strategy("zero3", solver.cluster.topology)
+    if usual != best.strategy:
+        yield usual
+
+
+# Curves --------------------------------------------------------------------------------------------------------------
+
+
+def rates_of(solver: Solver) -> list[tuple[float, Cluster]]:
+    """Gbit/s of a node, and the cluster with such links."""
+    cluster, hardware = solver.cluster, solver.cluster.hardware
+    rates = [factor * hardware.inter.rate for factor in _RATES]
+    others = [replace(hardware, inter=replace(hardware.inter, rate=rate)) for rate in rates]
+    return [(rate * 8 / 1e9, replace(cluster, hardware=other)) for rate, other in zip(rates, others, strict=True)]
+
+
+def nodes_of(solver: Solver) -> list[tuple[float, Cluster]]:
+    counts = sorted({max(1, round(factor * solver.cluster.topology.nodes)) for factor in _NODES})
+    return [(nodes, solver.cluster.on(nodes)) for nodes in counts]
+
+
+def curves(
+    solver: Solver, batching: Batching, clusters: Sequence[tuple[float, Cluster]], step: Callable[[], None]
+) -> list[Curve]:
+    made: list[Curve] = []
+    for name in PRESETS:
+        points: list[tuple[float, float]] = []
+        for at, cluster in clusters:
+            seconds = _seconds(name, Solver(solver.model, cluster, solver.request), batching)
+            points += [(at, seconds)] if seconds is not None else []
+            step()
+        made.append(Curve(name, tuple(points)))
+    return made
+
+
+def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
+    try:
+        priced = solver.price(presets.strategy(name, solver.cluster.topology), batching)
+    except TowpathError:  # a preset that this shape does not have
+        return None
+    return priced.seconds if priced.peak_bytes <= solver.request.memory else None
+
+
+def crossings(curves: Sequence[Curve]) -> list[tuple[float, str, str]]:
+    """Where another one becomes the quickest: between which points (their geometric mean), from which, to which."""
+    best: list[tuple[float, str]] = []
+    for at in sorted({at for curve in curves for at, _ in curve.points}):
+        there = {curve.name: seconds for curve in curves for x, seconds in curve.points if x == at}
+        best.append((at, min(there, key=lambda name: there[name])))
+    return [((x * y) ** 0.5, a, b) for (x, a), (y, b) in pairwise(best) if a != b]
+
+
+# Drawing -------------------------------------------------------------------------------------------------------------
+
+
+def front(ranked: Sequence[Priced]) -> list[Priced]:
+    """Of each memory the quickest, as long as more memory brings more speed; the quickest first."""
+    chosen: list[Priced] = []
+    for priced in sorted(ranked, key=lambda p: (p.seconds, p.peak_bytes)):
+        if not chosen or priced.peak_bytes < chosen[-1].peak_bytes:
+            chosen.append(priced)
+    return chosen
+
+
+def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
+    axes = axes_of(figure, "GiB of a rank", "seconds of a step")
+    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLOURS[7], markersize=3)
+    best = front(ranked)
+    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLOURS[0], markersize=5)
+    for priced in best:
+        axes.annotate(
+            tables.label(priced.strategy), (priced.peak_bytes / GIB, priced.seconds), xytext=(5, 4),
+            textcoords="offset points", fontsize=8,
+        )  # fmt: skip
+
+
+def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
+    axes = axes_of(figure, "seconds", "")
+    names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
+    parts = {"computing": [p.computing for p in shown]}
+    parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in Kind
+              if any(p.exposed.get(k, 0.0) > 0.01 * p.seconds for p in shown)}  # fmt: skip
+    left = [0.0] * len(shown)
+    for number, (part, values) in enumerate(parts.items()):
+        axes.barh(names, values, left=left, color=colour(number), label=part, height=0.62)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside upper left")
+
+
+def _draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
+    _draw_curves(figure, drawn, "Gbit/s between nodes, each way")
+
+
+def _draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
+    _draw_curves(figure, drawn, "nodes")
+
+
+def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
+    axes = axes_of(figure, label, "seconds of a step")
+    for number, curve in enumerate(drawn):
+        if curve.points:
+            axes.plot(*zip(*curve.points, strict=True), "o-", color=colour(number), markersize=3, label=curve.name)
+    for at, _, to in crossings(drawn):
+        axes.axvline(at, color=COLOURS[7], linestyle=":", linewidth=1)
+        axes.annotate(
+            f"{to} ", (at, 0.97), xycoords=("data", "axes fraction"), fontsize=8, rotation=90, va="top", ha="left"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = sorted({at for curve in drawn for at, _ in curve.points})
+    axes.set_xticks(ticks, [f"{at:.3g}" for at in ticks])
+    axes.legend(frameon=False, fontsize=8)
+
+
+def draw_steps(figure: Any, steps: Sequence[Step]) -> None:
+    axes = axes_of(figure, "seconds", "")
+    tracks = {"compute": (COLOURS[0], 0), "inside nodes": (COLOURS[2], 1), "between nodes": (COLOURS[1], 2)}
+    for number, step in enumerate(steps):
+        for event in step.events:
+            if event.track == "waiting":
+                continue
+            track = "compute" if event.track == "compute" else "between nodes" if event.crosses else "inside nodes"
+            shade, row = tracks[track]
+            span = (event.start, event.end - event.start)
+            axes.broken_barh([span], (number * 4 + row, 0.82), facecolors=shade, alpha=0.8, linewidth=0)
+    axes.set_yticks([number * 4 + 1.4 for number in range(len(steps))], [step.name for step in steps])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    handles = [(axes.broken_barh([(0, 0)], (0, 0), facecolors=shade), name) for name, (shade, _) in tracks.items()]
+    figure.legend(*zip(*handles, strict=True), frameon=False, ncols=3, loc="outside upper left")
