@@ -168,7 +168,9 @@ def test_a_front_gives_memory_only_for_speed() -> None:
 
 def test_a_crossing_is_where_another_one_becomes_the_quickest() -> None:
     slow, quick = plan_report.Curve("a", ((1, 5), (4, 4), (16, 4))), plan_report.Curve("b", ((4, 3), (16, 9)))
+    alike = plan_report.Curve("c", ((1, 5), (4, 3.97), (16, 3.99)))
     assert plan_report.crossings([slow, quick]) == [(2, "a", "b"), (8, "b", "a")]
+    assert plan_report.crossings([slow, alike]) == []
 
 
 @pytest.mark.parametrize("shown", re.findall(r"```console\n\$ towpath (.*?)```", PAGE, re.DOTALL), ids=lambda s: s[:20])
