@@ -107,6 +107,20 @@ def test_a_line_goes_through_what_was_measured_and_never_below_zero() -> None:
     assert line_through([10, 20], [1.0, 5.0]) == Line(0.0, 0.25)  # steeper than in proportion
 
 
+def test_a_unit_that_the_inputs_do_not_reach_takes_no_time() -> None:
+    class Half(Net):
+        def forward(self, ids: Tensor) -> Tensor:
+            x = self.table(ids)
+            for block in self.blocks[:3]:
+                x = block(x)
+            return self.head(x)
+
+    found = describe_measured(Half(), ids, [1], LENGTH, CPU, torch.float32)
+
+    reached = [u.measured.forward.at(LENGTH) > 0 for u in found.units if u.measured is not None]
+    assert reached == [True, *[True] * 3, *[False] * 3]
+
+
 def test_what_cannot_run_by_itself_is_named() -> None:
     class Needy(Block):
         def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:

@@ -331,6 +331,7 @@ def test_a_profile_is_a_cluster() -> None:
     found = made_profile().cluster()
 
     hardware = found.hardware
+    assert found.name == "here, probed on 2026-01-01 00:00"  # every table says how old it is
     assert (hardware.inter.rate, hardware.inter.latency) == pytest.approx((2e7, 1e-4))
     assert (hardware.inter.message, hardware.inter.work) == pytest.approx((1e-5, 1e-9))
     assert (hardware.intra.rate, hardware.intra.work) == pytest.approx((5e8, 5e-10))

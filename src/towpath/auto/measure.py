@@ -56,7 +56,8 @@ def describe_measured(
 
 def _measured(tokens: Sequence[int], rows: Sequence[Seconds]) -> Measured:
     forward, backward, worked = zip(*rows, strict=True)
-    share = min(1.0, worked[-1] / (forward[-1] + backward[-1]))
+    took = forward[-1] + backward[-1]  # nothing, of a unit that the inputs do not reach
+    share = min(1.0, worked[-1] / took) if took else 1.0
     return Measured(line_through(tokens, forward), line_through(tokens, backward), share)
 
 
@@ -73,7 +74,7 @@ def _all_units(
     seen: dict[object, Seconds] = {}
     found: list[Seconds] = []
     for layout in layouts:
-        modules = layout.modules if layout.name else []
+        modules = [m for m in layout.modules if m in traced.calls] if layout.name else []
         key = (layout.spec.buckets, layout.spec.kept, tuple(map(type, modules)), traced.flops[layout.name])
         if key not in seen:
             try:
@@ -84,8 +85,11 @@ def _all_units(
                         each = [_timed_root(model, layouts, traced, device, dtype)]
             except Exception as error:
                 what = f"unit {layout.name}" if layout.name else "the root"
-                raise ConfigError(f"{what} cannot be run by itself, with inputs like its own: {error}") from error
-            forward, backward, worked = map(sum, zip(*each, strict=True))
+                raise ConfigError(
+                    f"{what} cannot be run by itself, with inputs like its own: {error}. Leave out Workload(inputs=…), "
+                    "so that nothing is measured of the model, or name a strategy."
+                ) from error
+            forward, backward, worked = (sum(each_of) for each_of in zip((0.0, 0.0, 0.0), *each, strict=True))
             seen[key] = (forward, backward, worked)
         found.append(seen[key])
     return found
@@ -96,7 +100,8 @@ def _timed_root(
 ) -> Seconds:
     own = {id(place.parameter) for bucket in layouts[0].buckets for place in bucket.places}
     mine = [(name, p) for name, p in model.named_parameters() if id(p) in own]
-    with _left_out([m for layout in layouts[1:] for m in layout.modules], traced, device, dtype):
+    others = [m for layout in layouts[1:] for m in layout.modules if m in traced.calls]
+    with _left_out(others, traced, device, dtype):
         return _timed(model, mine, traced.calls[model], device, dtype)
 
 

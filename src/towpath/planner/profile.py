@@ -94,7 +94,7 @@ class Profile:
             cores=self._cores(),
             ranks_sharing=self.ranks_on_host,
         )
-        return Cluster("probed", hardware, self.memory, flops, 1.0)
+        return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, flops, 1.0)
 
     def _link(self, which: str) -> Link:
         """Its latency is that of one message, its rate that of all ranks at once, and what it keeps processors busy."""
