@@ -181,7 +181,7 @@ def _still_holds() -> tuple[bool, bool]:
 def test_a_training_takes_the_micro_batch_and_checkpointing_that_go_with_it(
     world: Worlds, profile: Path, tmp_path: Path
 ) -> None:
-    """Of two sequences a rank: at once, since every gather counts; recomputed where memory is short."""
+    """Of two sequences a rank: both at once, since every gather counts, and nothing recomputed, since all fits."""
     text = tmp_path / "corpus.txt"
     text.write_text("lock barge weir horse canal " * 400)
     options = (
