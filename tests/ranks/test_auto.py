@@ -114,6 +114,21 @@ def _sharded_by_name_with_a_workload() -> str:
     return str(caught.value)
 
 
+def test_where_planning_itself_fails_every_rank_is_told(world: Worlds, profile: Path) -> None:
+    answers = world(4).run(_sharded_by_a_broken_planner, profile)
+    words = "rank 0 could not plan: ValueError: a bug"
+    assert all(type(answer) is PlanError and words in str(answer) for answer in answers)
+
+
+def _sharded_by_a_broken_planner(profile: Path) -> Any:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ValueError("a bug")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Solver, "solve", broken)
+        return _sharded(towpath.Workload(TOKENS, profile=profile))
+
+
 def test_one_rank_has_nothing_to_share(world: Worlds) -> None:
     assert world(1).run(_named_alone) == ["ddp"]
 

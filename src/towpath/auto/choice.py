@@ -71,14 +71,18 @@ def choose(
         )
     measured, how = _profile(groups, topology, profile)
     answer: Choice | TowpathError | None = None
+    cause: Exception | None = None
     if groups.rank == 0:
         try:
             answer = _planned(measured, how, describe(device_of_job()), request)
         except TowpathError as error:
             answer = error
+        except Exception as error:  # the others wait for an answer
+            cause = error
+            answer = PlanError(f'strategy="auto": rank 0 could not plan: {type(error).__name__}: {error}')
     answer = groups.gather_objects(answer)[0]
     if isinstance(answer, TowpathError):
-        raise answer
+        raise answer from cause
     assert answer is not None
     return answer
 
@@ -94,8 +98,7 @@ def choose_for(
     """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
     if topology.world == 1:
         return presets.strategy("ddp", topology)  # nothing to share
-    own = lay_out(model, units)[0].spec.buckets
-    dtype = own[0].dtype if own else "float32"
+    dtype = next((bucket.dtype for layout in lay_out(model, units) for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
 
     def request(memory: int) -> Request:
