@@ -20,6 +20,7 @@ from peers import Kind
 from steps import stepper
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
+from towpath.engine.layout import lay_out
 from towpath.planner.model import Model
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
@@ -154,7 +155,8 @@ class Planning:
         if rank == 0:
             inputs, tokens = next(workload.data(0)), workload.batch * workload.length
             device, dtype = torch.device("cpu"), workload.torch_dtype
-            self._model = describe_measured(workload.model(), lambda _: inputs, [1], tokens, device, dtype)
+            model = workload.model()
+            self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, dtype)
 
     def found(self) -> tuple[Profile, Model | None]:
         return self._profile, self._model

@@ -67,6 +67,7 @@ def shard(
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))
     if strategy == "auto":
+        assert topology is not None
         strategy = _planned(model, workload, topology, units, precision, groups)
         workload = None
     try:
@@ -97,7 +98,7 @@ def shard(
 def _planned(
     model: nn.Module,
     workload: Workload | None,
-    topology: Topology | None,
+    topology: Topology,
     units: UnitChoice | None,
     precision: Precision,
     groups: Groups,
@@ -107,7 +108,6 @@ def _planned(
 
     lines: list[str] = []
     failure: TowpathError | None = None
-    topology = topology or Topology(*detect_shape(groups))
     try:
         if workload is None:
             raise ShardError(
@@ -116,7 +116,8 @@ def _planned(
             )
         _check_world(topology, groups.world)
         _check_class(model)
-        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", *describe(lay_out(model, units))]
+        layouts = lay_out(model, units, precision)
+        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", *describe(layouts)]
     except TowpathError as error:
         failure = error
     agree(groups, lines, failure)

@@ -21,7 +21,9 @@ from tests.profiles import made_profile
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import World
 from towpath.auto import choice as auto
+from towpath.auto.live import describe_by_parameters
 from towpath.engine.executor import engine_of
+from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request
@@ -67,8 +69,9 @@ def test_all_ranks_get_what_the_planner_ranks_first(world: Worlds, profile: Path
 
 def _ranked_first() -> towpath.Strategy:
     request = Request(12, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), micro_batches=(1,))
-    model = auto._by_parameters(TiedGPT(layers=3), TOKENS, None)  # pyright: ignore[reportPrivateUsage]
-    expected = Solver(model, made_profile().cluster(), request).solve(best=1)
+    model = TiedGPT(layers=3)
+    described = describe_by_parameters(model, lay_out(model), TOKENS)
+    expected = Solver(described, made_profile().cluster(), request).solve(best=1)
     assert isinstance(expected, Ranking)
     return expected.ranked[0].strategy
 
@@ -175,7 +178,7 @@ def _sharded_thrice(cache: Path) -> list[str]:
 
 
 def test_one_message_tells_whether_a_profile_still_holds(world: Worlds) -> None:
-    """A loopback takes less than a cable of 100 bytes a second."""
+    """A loopback is not a cable that would carry four bytes in a month."""
     assert world(4).run(_still_holds) == [(True, False)] * 4
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.auto.live import describe_by_parameters
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
@@ -28,7 +29,7 @@ from towpath.engine.layout import UnitChoice, lay_out
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
 from towpath.planner.cluster import GIB
-from towpath.planner.model import Model, Unit
+from towpath.planner.model import Model
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Infeasible, Priced, Ranking, Solver
@@ -39,7 +40,6 @@ from towpath.topology.groups import Groups
 PROBE_SECONDS = 15.0
 # What a rank may hold of its device's memory: the rest is the allocator's, the driver's and the libraries'.
 _SHARE_OF_MEMORY = 0.9
-_FLOPS_PER_PARAMETER = 2  # of a token's forward pass: a product and a sum
 _BASELINE = "zero3"  # what the choice is compared with
 
 
@@ -98,7 +98,8 @@ def choose_for(
     """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
     if topology.world == 1:
         return presets.strategy("ddp", topology)  # nothing to share
-    dtype = next((bucket.dtype for layout in lay_out(model, units) for bucket in layout.spec.buckets), "float32")
+    layouts = lay_out(model, units, precision)
+    dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
 
     def request(memory: int) -> Request:
@@ -116,23 +117,14 @@ def choose_for(
 
     def describe(device: torch.device) -> Model:
         if not workload.inputs:
-            return _by_parameters(model, workload.tokens, units)
+            return describe_by_parameters(model, layouts, workload.tokens)
         compute = getattr(torch, precision.compute_dtype(dtype))
-        return describe_measured(model, lambda _: workload.inputs, [1], workload.tokens, device, compute, units)
+        return describe_measured(model, layouts, lambda _: workload.inputs, [1], workload.tokens, device, compute)
 
     choice = choose(groups, topology, describe, request, workload.profile)
     if groups.rank == 0:
         sys.stderr.write(f"towpath: {choice.why}\n")
     return choice.strategy
-
-
-def _by_parameters(model: nn.Module, tokens: int, units: UnitChoice | None) -> Model:
-    described = tuple(
-        Unit(layout.spec, _FLOPS_PER_PARAMETER * numel, 0.0, 0.0, modules=len(layout.modules))
-        for layout in lay_out(model, units)
-        for numel in [sum(sum(bucket.numels) for bucket in layout.spec.buckets)]
-    )
-    return Model(type(model).__name__, tokens, described)
 
 
 # The profile ---------------------------------------------------------------------------------------------------------
@@ -148,7 +140,8 @@ def _profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Prof
             return found, f"links as measured on {found.date}"
     began = time.monotonic()
     if groups.rank == 0:
-        sys.stderr.write(f'towpath: strategy="auto" measures this cluster once, for about {PROBE_SECONDS:.0f} s\n')
+        why = "once" if found is None else f"anew, since its links are not what they were on {found.date}"
+        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for about {PROBE_SECONDS:.0f} s\n')
     made = probe(topology, PROBE_SECONDS)
     if groups.rank == 0:
         _keep(made, where)
@@ -163,8 +156,11 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
     if groups.rank == 0 and (path or where.exists()):
         try:
             told = ("profile", Profile.load(where).to_json())
-        except ConfigError as error:  # one of the cache is measured anew
-            told = ("error", str(error)) if path else None
+        except ConfigError as error:
+            if path:
+                told = ("error", str(error))
+            else:
+                sys.stderr.write(f"towpath: {error} It is measured anew.\n")
     told = groups.gather_objects(told)[0]
     if told is None:
         return None, where

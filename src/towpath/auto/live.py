@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -39,6 +39,18 @@ def describe_live(
     layouts = lay_out(model, units, Precision())
     traced = trace(model, layouts, inputs)
     return Model(name or type(model).__name__, length or tokens, traced.units(layouts, tokens))
+
+
+# Of a token's forward pass: a product and a sum.
+_FLOPS_PER_PARAMETER = 2
+
+
+def describe_by_parameters(model: nn.Module, layouts: Sequence[UnitLayout], tokens: int) -> Model:
+    """Where nobody says what the model is called with: every parameter is multiplied once, and nothing is kept."""
+    units = [Unit(layout.spec, 0.0, 0.0, 0.0, modules=len(layout.modules)) for layout in layouts]
+    return Model(
+        type(model).__name__, tokens, tuple(replace(unit, flops=_FLOPS_PER_PARAMETER * unit.numel) for unit in units)
+    )
 
 
 @dataclass(frozen=True, slots=True)

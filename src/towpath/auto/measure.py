@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from towpath.auto.live import Call, Traced, trace
-from towpath.engine.layout import UnitChoice, UnitLayout, lay_out
+from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError
 from towpath.planner.model import Line, Measured, Model, Unit
 
@@ -32,15 +32,14 @@ Seconds = tuple[float, float, float]
 
 def describe_measured(
     model: nn.Module,
+    layouts: Sequence[UnitLayout],
     inputs: Callable[[int], Sequence[Any]],
     sizes: Sequence[int],
     length: int,
     device: torch.device,
     dtype: torch.dtype,
-    units: UnitChoice | None = None,
 ) -> Model:
     """`inputs(n)`: what the model is called with, for n sequences of `length` tokens; `sizes`: the n that are tried."""
-    layouts = lay_out(model, units)
     taken: list[list[Seconds]] = []
     described: tuple[Unit, ...] = ()
     for size in sizes:
@@ -162,11 +161,12 @@ def _timed(
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         forwards.append(between - began)
         backwards.append(_now(device) - between)
-    # A device beside the processor is what computes: then that counts.
-    share = 1.0 if device.type != "cpu" else (time.process_time() - worked) / torch.get_num_threads()
-    share /= 1.0 if device.type != "cpu" else sum(forwards[1:]) + sum(backwards[1:])
+    share = 1.0  # where a device beside the processor computes, it is that which works
+    if device.type == "cpu":
+        worked = (time.process_time() - worked) / torch.get_num_threads()
+        share = min(1.0, worked / (sum(forwards[1:]) + sum(backwards[1:])))
     forward, backward = median(forwards[1:]), median(backwards[1:])
-    return forward, backward, min(1.0, share) * (forward + backward)
+    return forward, backward, share * (forward + backward)
 
 
 def _drawn(value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

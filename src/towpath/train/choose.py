@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from towpath.core import presets
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
+from towpath.engine.layout import lay_out
 from towpath.planner.cluster import GIB
 from towpath.planner.model import Model
 from towpath.planner.request import Request, codecs_for_both
@@ -51,7 +52,8 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
     def describe(device: torch.device) -> Model:
         sizes = sorted({min(size, share) for size in _SIZES})
         compute = getattr(torch, precision.compute_dtype("float32"))
-        return describe_measured(_WithLoss(built.model), inputs, sizes, train.length, device, compute)
+        model = _WithLoss(built.model)
+        return describe_measured(model, lay_out(model, None, precision), inputs, sizes, train.length, device, compute)
 
     def inputs(sequences: int) -> list[Tensor]:
         return [torch.zeros(sequences, train.length, dtype=torch.long, device="meta") for _ in range(2)]
