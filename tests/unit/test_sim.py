@@ -228,6 +228,18 @@ def test_what_computes_and_what_moves_share_the_cores_where_these_do_both() -> N
     assert moving.seconds == pytest.approx(plain.seconds + bytes_moved * 1e-8 / 2, rel=0.1)
 
 
+def test_what_waits_instead_of_computing_leaves_the_cores_to_others() -> None:
+    """Four ranks on two cores: only the share of their seconds in which a processor works counts twice."""
+    shared = replace(hardware(Topology(2, 2), cable=1e15, inside=1e15), cores=2.0, ranks_sharing=4)
+    made = strategy("ddp", Topology(2, 2))
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    took = [
+        Replay(made, plans, shared, Seconds([0.0] + [1.0] * DEPTH, [0.0] * (DEPTH + 1), 0.0, 0.0, share=share), 1).run()
+        for share in (1.0, 0.5, 0.0)
+    ]
+    assert [t.seconds for t in took] == pytest.approx([2 * DEPTH, DEPTH, DEPTH], rel=1e-3)
+
+
 def test_every_legal_placement_replays() -> None:
     topology = Topology(2, 4)
     for placement in legal_placements(topology, copies=True):

@@ -40,7 +40,6 @@ from towpath.topology.groups import Groups
 PROBE_SECONDS = 15.0
 # What a rank may hold of its device's memory: the rest is the allocator's, the driver's and the libraries'.
 _SHARE_OF_MEMORY = 0.9
-_BASELINE = "zero3"  # what the choice is compared with
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,11 +213,11 @@ def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], 
 def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:
     batching = best.batching
     again = ", checkpointed" if batching.checkpointing else ""
-    usual = solver.price(presets.strategy(_BASELINE, solver.cluster.topology), batching)
+    usual = solver.price(presets.strategy(tables.BASELINE, solver.cluster.topology), batching)
     compared = (
-        f"{_BASELINE} would take {tables.seconds(usual.seconds)}"
+        f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}"
         if usual.peak_bytes <= solver.request.memory
-        else f"{_BASELINE} would not fit"
+        else f"{tables.BASELINE} would not fit"
     )
     if best.strategy == usual.strategy:
         compared = "nothing found was quicker"

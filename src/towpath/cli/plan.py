@@ -305,18 +305,8 @@ def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
 
 
 def _write_trace(path: Path, solver: Solver, strategy: Strategy, batching: Batching) -> None:
-    from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
+    from towpath.cli.simulated import intervals_of  # with the engine's trace, and so with torch
     from towpath.train.observe import perfetto
 
-    tracks = {"compute": COMPUTE, "waiting": WAITING}
-    intervals = [
-        Interval(
-            track=tracks.get(event.track, BETWEEN if event.crosses else INSIDE),
-            name=event.name,
-            start_seconds=event.start,
-            seconds=event.end - event.start,
-            args={"queue": event.track, "micro-step": event.micro_step},
-        )
-        for event in solver.timeline(strategy, batching).events
-    ]
+    intervals = intervals_of(solver.timeline(strategy, batching).events)
     perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

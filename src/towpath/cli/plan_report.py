@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from towpath.cli.simulated import intervals_of
 from towpath.core import presets
 from towpath.core.strategy import Kind
 from towpath.errors import TowpathError
+from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.solver import Batching, Priced, Ranking, Solver
-from towpath.sim.replay import Event
-from towpath.train.observe.plots import COLOURS, axes_of, colour, svg
-from towpath.train.observe.report import figure, table, write_page
+from towpath.train.observe.plots import COLOURS, axes_of, colour, draw_stacked, draw_timelines, svg
+from towpath.train.observe.report import figure_html, table_html, write_page
 
 # What is drawn over link rates and numbers of nodes: of lossless presets those that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
 _RATES = tuple(2.0**k for k in range(-4, 5))
 _NODES = tuple(2.0**k for k in range(-2, 3))
-_FRONT, _PARTS = "Time against memory", "Where a step's time goes"
-_RATES_OF, _NODES_OF = "Which strategy when: links", "Which strategy when: nodes"
-_STEPS = "One step, from inside"
 _ALIKE = 1.01  # times as long is not slower
 _SHOWN = 6  # of the ranked, where parts of a step are drawn
 
@@ -41,8 +39,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    name: str
-    events: Sequence[Event]
+    """As `draw_timelines` takes it."""
+
+    strategy: str
+    timeline: Sequence[Interval]
 
 
 def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, say: Say) -> None:
@@ -56,24 +56,22 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
 
     by_rate = curves(solver, best.batching, rates_of(solver), step)
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
-    compared = [best.strategy, *_usual(solver, best)]
-    steps = [Step(tables.label(s), solver.timeline(s, best.batching).events) for s in compared]
+    compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
+    steps = [Step(tables.label(s), intervals_of(solver.timeline(s, best.batching).events)) for s in compared]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
+    front_drawn, parts_drawn = svg(draw_front, ranked, small), svg(draw_parts, shown, small)
+    rates_drawn, nodes_drawn = svg(_draw_rates, by_rate, small), svg(_draw_nodes, by_nodes, small)
+    steps_drawn = svg(draw_timelines, steps, wide)
+    inside = "What a rank computes, and what is on its links meanwhile."
     figures = [
-        figure(_FRONT, "The line is the Pareto front: none quicker takes less.", svg(draw_front, ranked, small)),
-        figure(_PARTS, "What is computed, and what the computation waits for.", svg(draw_parts, shown, small)),
-        figure(_RATES_OF, "Dotted: where another preset becomes the quickest.", svg(_draw_rates, by_rate, small)),
-        figure(_NODES_OF, "The same batch for each rank.", svg(_draw_nodes, by_nodes, small)),
-        figure(_STEPS, "What a rank computes, and what is on its links meanwhile.", svg(draw_steps, steps, wide), True),
+        figure_html("Time against memory", "The line is the Pareto front: none quicker takes less.", front_drawn),
+        figure_html("Where a step's time goes", "And what the computation waits for.", parts_drawn),
+        figure_html("Which strategy when: links", "Dotted: another preset becomes the quickest.", rates_drawn),
+        figure_html("Which strategy when: nodes", "The same batch for each rank.", nodes_drawn),
+        figure_html("One step, from inside", inside, steps_drawn, wide=True),
     ]
     rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
-    write_page(path, "Which strategy?", heading, table(tables.HEADINGS, rows), figures)
-
-
-def _usual(solver: Solver, best: Priced) -> Iterator[Any]:
-    usual = presets.strategy("zero3", solver.cluster.topology)
-    if usual != best.strategy:
-        yield usual
+    write_page(path, "Which strategy?", heading, table_html(tables.HEADINGS, rows), figures)
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
@@ -115,8 +113,8 @@ def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
 
 
 def crossings(curves: Sequence[Curve]) -> list[tuple[float, str, str]]:
-    """Where another one becomes the quickest, by more than nothing: between which points (their geometric mean), from
-    which, to which."""
+    """Where another one becomes the quickest by more than a hundredth (the geometric mean of the two points around it),
+    from which, to which."""
     best: list[tuple[float, str]] = []
     for at in sorted({at for curve in curves for at, _ in curve.points}):
         there = {curve.name: seconds for curve in curves for x, seconds in curve.points if x == at}
@@ -152,18 +150,11 @@ def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
 
 
 def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
-    axes = axes_of(figure, "seconds", "")
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
     parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in Kind
               if any(p.exposed.get(k, 0.0) > 0.01 * p.seconds for p in shown)}  # fmt: skip
-    left = [0.0] * len(shown)
-    for number, (part, values) in enumerate(parts.items()):
-        axes.barh(names, values, left=left, color=colour(number), label=part, height=0.62)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    figure.legend(*axes.get_legend_handles_labels(), frameon=False, ncols=3, loc="outside upper left")
+    draw_stacked(figure, names, "seconds", parts)
 
 
 def _draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
@@ -191,21 +182,3 @@ def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
     ticks = sorted({at for curve in drawn for at, _ in curve.points})
     axes.set_xticks(ticks, [f"{at:.3g}" for at in ticks])
     axes.legend(frameon=False, fontsize=8)
-
-
-def draw_steps(figure: Any, steps: Sequence[Step]) -> None:
-    axes = axes_of(figure, "seconds", "")
-    tracks = {"compute": (COLOURS[0], 0), "inside nodes": (COLOURS[2], 1), "between nodes": (COLOURS[1], 2)}
-    for number, step in enumerate(steps):
-        for event in step.events:
-            if event.track == "waiting":
-                continue
-            track = "compute" if event.track == "compute" else "between nodes" if event.crosses else "inside nodes"
-            shade, row = tracks[track]
-            span = (event.start, event.end - event.start)
-            axes.broken_barh([span], (number * 4 + row, 0.82), facecolors=shade, alpha=0.8, linewidth=0)
-    axes.set_yticks([number * 4 + 1.4 for number in range(len(steps))], [step.name for step in steps])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    handles = [(axes.broken_barh([(0, 0)], (0, 0), facecolors=shade), name) for name, (shade, _) in tracks.items()]
-    figure.legend(*zip(*handles, strict=True), frameon=False, ncols=3, loc="outside upper left")

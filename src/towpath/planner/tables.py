@@ -9,6 +9,8 @@ from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.planner.cluster import GIB
 from towpath.planner.solver import Priced, Solver
 
+BASELINE = "zero3"  # what a choice is compared with
+
 HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
 
 

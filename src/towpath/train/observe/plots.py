@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
 
@@ -99,8 +99,12 @@ def _loss_seconds(figure: Any, outcomes: Sequence[Outcome]) -> None:
 
 
 def _stacked(figure: Any, outcomes: Sequence[Outcome], label: str, parts: dict[str, list[float]]) -> None:
+    draw_stacked(figure, [o.strategy for o in outcomes], label, parts)
+
+
+def draw_stacked(figure: Any, names: Sequence[str], label: str, parts: Mapping[str, Sequence[float]]) -> None:
+    """A bar for each name, of its part of every list."""
     axes = axes_of(figure, label, "")
-    names = [o.strategy for o in outcomes]
     left = [0.0] * len(names)
     for i, (part, values) in enumerate(parts.items()):
         axes.barh(names, values, left=left, color=colour(i), label=part, height=0.62)
@@ -139,20 +143,30 @@ def _memory(figure: Any, outcomes: Sequence[Outcome]) -> None:
     _stacked(figure, outcomes, "MB", parts)
 
 
-def draw_timelines(figure: Any, outcomes: Sequence[Outcome]) -> None:
-    """For each strategy: what one step of rank 0 computed, and what its links carried meanwhile."""
+class Traced(Protocol):
+    """A strategy and what took place in one step under it."""
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def timeline(self) -> Sequence[Interval]: ...
+
+
+def draw_timelines(figure: Any, steps: Sequence[Traced]) -> None:
+    """For each strategy: what one step of a rank computed, and what its links carried meanwhile."""
     axes = axes_of(figure, "milliseconds", "")
     tracks = {COMPUTE: (COLOURS[0], 0), INSIDE: (COLOURS[2], 1), BETWEEN: (COLOURS[1], 2)}
     ticks: list[tuple[float, str]] = []
-    for i, outcome in enumerate(outcomes):
-        begin = min(interval.start_seconds for interval in outcome.timeline)
-        for interval in outcome.timeline:
+    for i, step in enumerate(steps):
+        begin = min(interval.start_seconds for interval in step.timeline)
+        for interval in step.timeline:
             if interval.track not in tracks:
                 continue
-            colour, row = tracks[interval.track]
+            shade, row = tracks[interval.track]
             span = ((interval.start_seconds - begin) * 1e3, interval.seconds * 1e3)
-            axes.broken_barh([span], (i * 4 + row, 0.82), facecolors=colour, alpha=0.8, linewidth=0)
-        ticks.append((i * 4 + 1.4, outcome.strategy))
+            axes.broken_barh([span], (i * 4 + row, 0.82), facecolors=shade, alpha=0.8, linewidth=0)
+        ticks.append((i * 4 + 1.4, step.strategy))
     axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)

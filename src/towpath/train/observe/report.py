@@ -11,11 +11,11 @@ from towpath.train.observe.plots import PLOTS, Outcome, draw_timelines, svg
 
 
 def write_report(path: Path, title: str, about: str, outcomes: Sequence[Outcome]) -> None:
-    figures = [figure(plot.title, plot.about, svg(plot.draw, outcomes, plot.size)) for plot in PLOTS]
+    figures = [figure_html(plot.title, plot.about, svg(plot.draw, outcomes, plot.size)) for plot in PLOTS]
     traced = [o for o in outcomes if o.timeline]
     if traced:
         figures.append(
-            figure(
+            figure_html(
                 "One step, from inside",
                 "Rank 0, on one scale of time: what it computes, and what is on its links meanwhile. Gaps in the first "
                 "row are waiting.",
@@ -23,23 +23,23 @@ def write_report(path: Path, title: str, about: str, outcomes: Sequence[Outcome]
                 wide=True,
             )
         )
-    write_page(path, title, about, table(HEADINGS, [cells(outcome) for outcome in outcomes]), figures)
+    write_page(path, title, about, table_html(HEADINGS, [cells(outcome) for outcome in outcomes]), figures)
 
 
 def write_page(path: Path, title: str, about: str, table: str, figures: Sequence[str]) -> None:
-    """`table` and `figures`: as `table()` and `figure()` make them."""
+    """`table` and `figures`: as `table_html()` and `figure_html()` make them."""
     page = Template(_PAGE).substitute(
         title=html.escape(title), about=html.escape(about), table=table, figures="\n".join(figures)
     )
     path.write_text(page, encoding="utf-8")
 
 
-def figure(title: str, about: str, drawn: str, wide: bool = False) -> str:
+def figure_html(title: str, about: str, drawn: str, wide: bool = False) -> str:
     kind = ' class="wide"' if wide else ""
     return f"<figure{kind}><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{drawn}</figure>"
 
 
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
