@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs import draw_routes
+from docs import draw_routes, papers
 from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
 
 from towpath.core.routes import Op
@@ -89,3 +89,12 @@ def test_two_nodes_of_four_take_what_the_page_says() -> None:
         "two-hop": 4 + Fraction(6, 16),
         "one-hop": 16,
     }
+
+
+def test_what_is_said_of_the_papers_is_what_the_simulator_says() -> None:
+    """Of all rows those that take little time."""
+    page = papers.PAGE.read_text(encoding="utf-8")
+    quick = [row for row in papers.rows() if row.setting.micro_steps == 1 and "7b" in row.setting.model]
+    tables = [papers.placements_table(), papers.collectives_table(), papers.ratios_table(quick)]
+    missing = [line for table in tables for line in table.splitlines() if "|" in line and line not in page]
+    assert not missing, f"docs/papers.md is old: run `python docs/papers.py --write`. It lacks {missing}"
