@@ -120,6 +120,8 @@ def test_where_nothing_fits_the_exit_code_is_1_and_the_message_names_what_would_
         ((*PLAN, "-o", "/nowhere/plan.toml"), "--output /nowhere/plan.toml: there is no folder /nowhere"),
         (("simulate", "zero3", *SIDES, "--trace", "/nowhere/t.json"), "there is no folder /nowhere"),
         ((*PLAN, "--optimizer", "muon"), "optimizer 'muon': expected one of adamw"),
+        (("simulate", "zero3", *SIDES, "--straggler", "3"), "expected RANK:TIMES"),
+        (("simulate", "zero3", *SIDES, "--straggler", "64:2"), "a rank below 64"),
         (("simulate", "zero4", *SIDES), "unknown strategy 'zero4'; did you mean"),
         (("simulate", "missing.toml", *SIDES), "cannot read missing.toml"),
     ],
@@ -130,6 +132,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert main._run(list(arguments)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_ranks_that_are_not_alike_take_longer() -> None:
+    plain = json.loads(told_wide("simulate", "zero3", *SIDES, "--json"))
+    uneven = json.loads(told_wide("simulate", "zero3", *SIDES, "--jitter", "0.1", "--straggler", "5:1.5", "--json"))
+    words = told_wide("simulate", "zero3", *SIDES, "--straggler", "5:1.5")
+
+    assert uneven["late_seconds"]["most"] >= uneven["late_seconds"]["mean"] > 0.1 * plain["seconds"]
+    assert "late_seconds" not in plain and "With ranks that are not alike:" in words
 
 
 def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:

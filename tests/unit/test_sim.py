@@ -15,8 +15,10 @@ from towpath.core.schedule import plan_unit, schedule
 from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.errors import ConfigError
 from towpath.sim.fluid import _ROUNDS, Flow, Fluid
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
+from towpath.sim.lateness import Late, Uneven, lateness
 from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds, Timeline
 from towpath.topology.cluster import Topology
@@ -245,3 +247,50 @@ def test_every_legal_placement_replays() -> None:
     for placement in legal_placements(topology, copies=True):
         found = replayed(Strategy(topology, placement), hardware(topology, latency=1e-6), micro_steps=2)
         assert found.seconds >= 2 * 3 * DEPTH * 1e-3, placement
+
+
+# --- ranks that are not alike ----------------------------------------------------------------------------------------
+
+
+def late(made: Strategy, uneven: Uneven, cable: float = 1e9, compute: float = 1e-3) -> Late:
+    moments = replayed(made, hardware(made.topology, cable), compute).moments
+    return lateness(moments, uneven, made.topology.world)
+
+
+@pytest.mark.parametrize("label", strategies())
+def test_ranks_that_are_alike_are_never_late(label: str) -> None:
+    assert late(strategy(label, Topology(2, 2)), Uneven()) == Late(0.0, 0.0)
+
+
+@pytest.mark.parametrize("label", strategies())
+def test_where_links_take_nothing_a_step_is_as_late_as_its_straggler(label: str) -> None:
+    """A group waits for its last member, and nobody for anything else."""
+    found = late(strategy(label, Topology(2, 2)), Uneven(stragglers={1: 1.5}), cable=1e18)
+
+    assert found.most == pytest.approx(0.5 * 3e-3 * DEPTH, rel=0.02)  # encoding takes the processor too
+
+
+@pytest.mark.parametrize("label", strategies())
+def test_a_straggler_costs_no_more_than_it_computes_longer(label: str) -> None:
+    """Where the others wait for links anyway it costs less."""
+    made = strategy(label, Topology(4, 2))
+    wide, narrow = (late(made, Uneven(stragglers={3: 2.0}), cable).most for cable in (1e12, 1e8))
+
+    assert 0 <= narrow <= 1.001 * wide <= 1.02 * 3e-3 * DEPTH
+
+
+def test_what_waits_for_everybody_often_loses_more_by_jitter() -> None:
+    """zero3 waits for the slowest of all in each unit, ddp once a step."""
+    often, once = (late(strategy(label, Topology(4, 8)), Uneven(0.1), 1e15).mean for label in ("zero3", "ddp"))
+
+    assert often > 1.2 * once > 0
+
+
+def test_a_faster_rank_alone_gains_nothing() -> None:
+    assert late(strategy("zero3", Topology(2, 2)), Uneven(stragglers={2: 0.5}), cable=1e18).most == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("uneven", [Uneven(1.5), Uneven(stragglers={4: 1.5}), Uneven(stragglers={0: 0.0})])
+def test_what_cannot_be_is_refused(uneven: Uneven) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        late(strategy("ddp", Topology(2, 2)), uneven)

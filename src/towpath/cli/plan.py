@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,6 +24,7 @@ from towpath.planner import model as models
 from towpath.planner.cluster import GIB
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
+from towpath.sim.lateness import Uneven, lateness
 from towpath.train.observe.bar import progress_bar
 
 _IN_REPORT = 40  # strategies of which a report shows time against memory
@@ -195,25 +196,48 @@ def simulate(
     precision: Dtypes = Dtype.BF16,
     optimizer: OptimizerName = "adamw",
     trace: Annotated[Path | None, typer.Option(help="Write the step there, for https://ui.perfetto.dev.")] = None,
+    jitter: Annotated[
+        float, typer.Option(metavar="SHARE", help="Standard deviation of what each pass takes, on every rank.")
+    ] = 0.0,
+    straggler: Annotated[
+        list[str] | None, typer.Option(metavar="RANK:TIMES", help="A rank that computes so many times as long.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay one optimizer step on a described cluster, of up to thousands of ranks.
 
-    Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --trace step.json`
+    Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --jitter 0.05`
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     made, batching = _strategy(strategy, solver), Batching(micro_batch, micro_steps, checkpointing)
     check_folder("--trace", trace)
     if trace is not None:
         _write_trace(trace, solver, made, batching)
+    uneven = Uneven(jitter, dict(_straggler(text) for text in straggler or ()))
+    uneven.check(made.topology.world)
     priced = solver.price(made, batching)
+    late = None
+    if uneven != Uneven():
+        late = lateness(solver.timeline(made, batching).moments, uneven, made.topology.world)
     if as_json:
-        print(json.dumps(tables.as_json(priced, solver), indent=2))
+        found = tables.as_json(priced, solver)
+        print(json.dumps(found if late is None else found | {"late_seconds": asdict(late)}, indent=2))
         return
     speed, share = tables.tokens_per_second(priced, solver), tables.mfu(priced, solver)
     _show_step([priced], solver, f"{speed:,.0f} tokens/s, {share:.1%} of the peak.")
+    if late is not None:
+        mean, most = (tables.seconds(priced.seconds + more) for more in (late.mean, late.most))
+        print(f"With ranks that are not alike: {mean} a step on average, {most} at most.")
     if trace is not None:
         print(f"The step, for https://ui.perfetto.dev: {trace}")
+
+
+def _straggler(text: str) -> tuple[int, float]:
+    rank, _, times = text.partition(":")
+    try:
+        return int(rank), float(times)
+    except ValueError:
+        raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
 
 
 def _show_step(sides: Sequence[Priced], solver: Solver, conclusion: str) -> None:

@@ -19,6 +19,7 @@ from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware
+from towpath.sim.lateness import Carried, Computed, Moment, Submitted, Waited
 from towpath.sim.loads import Load, TransferShape, loads_of
 
 
@@ -69,7 +70,10 @@ class Event:
 
 @dataclass(slots=True)
 class Timeline:
-    """A step that is over. `exposed`: by kind, what the computation waited for. Bytes: sent by all ranks together."""
+    """A step that is over. `exposed`: by kind, what the computation waited for. Bytes: sent by all ranks together.
+
+    `moments`: what the thread that trains did, in its order, for those who ask what uneven ranks cost.
+    """
 
     seconds: float = 0.0
     computed: float = 0.0
@@ -78,6 +82,7 @@ class Timeline:
     events: list[Event] = field(default_factory=list[Event])
     exposed: dict[Kind, float] = field(default_factory=dict[Kind, float])
     in_flight: dict[Kind, float] = field(default_factory=dict[Kind, float])
+    moments: list[Moment] = field(default_factory=list[Moment])
 
     def with_more(self, times: int, shorter: Timeline) -> Timeline:
         """Of a step with so many more of what this one has more than `shorter`."""
@@ -113,6 +118,7 @@ class _Running:
     micro_step: int
     loads: deque[Load]
     before: _Running | None  # in the queue
+    carried: Carried
     began: float | None = None
     ended: bool = False
     crosses: bool = False
@@ -201,11 +207,15 @@ class Replay:
         began = self._fluid.now
         yield Flow(max(seconds, self._fluid.alone(needs)), needs)
         self._timeline.computed += self._fluid.now - began
+        self._timeline.moments.append(Computed(self._fluid.now - began))
         self._timeline.events.append(Event("compute", name, began, self._fluid.now))
 
     def _wait(self, task: Task) -> Iterator[_Running]:
         waited = task.handle
-        if not isinstance(waited, _Running) or waited.ended:  # of a step before
+        if not isinstance(waited, _Running):  # of a step before
+            return
+        self._timeline.moments.append(Waited(waited.carried, self._fluid.now))
+        if waited.ended:
             return
         for earlier in task.after:  # so that its seconds are told to those whose they are
             yield from self._wait(earlier)
@@ -237,14 +247,19 @@ class Replay:
 
     def _submit(self, task: Task, micro_step: int) -> None:
         queue = QUEUES[task.kind]
-        costs = [self._cost_of(transfer) for transfer in self._transfers(task)]
+        transfers = list(self._transfers(task))
+        costs = [self._cost_of(transfer) for transfer in transfers]
         loads = deque(load for cost in costs for load in cost.loads)
         self._timeline.inter_bytes += sum(cost.inter_bytes for cost in costs)
         self._timeline.intra_bytes += sum(cost.intra_bytes for cost in costs)
         if extra := self._own_work(task):
             loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
-        running = _Running(task, micro_step, loads, self._last.get(queue), crosses=any(x.crosses for x in loads))
+        last = self._last.get(queue)
+        before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, _Running)]
+        carried = Carried(transfers, self._fluid.now, after=tuple(running.carried for running in before))
+        running = _Running(task, micro_step, loads, last, carried, crosses=any(x.crosses for x in loads))
         task.handle = self._last[queue] = running
+        self._timeline.moments.append(Submitted(carried))
 
     def _transfers(self, task: Task) -> Iterator[Transfer]:
         if task.kind is Kind.USAGE:
@@ -325,6 +340,7 @@ class Replay:
         assert running.began is not None
         running.ended, running.before = True, None
         task, now = running.task, self._fluid.now
+        running.carried.began, running.carried.ended = running.began, now
         in_flight = self._timeline.in_flight
         in_flight[task.kind] = in_flight.get(task.kind, 0.0) + now - running.began
         name = f"{task.kind.value} of {self._facts[task.unit].name or 'root'}"
