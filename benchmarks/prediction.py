@@ -154,9 +154,9 @@ class Planning:
         self._model = None
         if rank == 0:
             inputs, tokens = next(workload.data(0)), workload.batch * workload.length
-            device, dtype = torch.device("cpu"), workload.torch_dtype
-            model = workload.model()
-            self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, dtype)
+            model, precision = workload.model(), towpath.Precision(workload.dtype)
+            device = torch.device("cpu")
+            self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
 
     def found(self) -> tuple[Profile, Model | None]:
         return self._profile, self._model

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from towpath.auto.measure import describe_measured, line_through
+from towpath.core.precision import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.planner.cluster import Cluster
@@ -51,8 +52,8 @@ def ids(sequences: int) -> list[Tensor]:
     return [torch.zeros(sequences, LENGTH, dtype=torch.long)]
 
 
-def measured(model: nn.Module, sizes: list[int], dtype: torch.dtype) -> Model:
-    return describe_measured(model, lay_out(model), ids, sizes, LENGTH, CPU, dtype)
+def measured(model: nn.Module, sizes: list[int], precision: Precision | None = None) -> Model:
+    return describe_measured(model, lay_out(model), ids, sizes, LENGTH, CPU, precision or Precision())
 
 
 def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was() -> None:
@@ -60,7 +61,7 @@ def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     drawn_before = torch.random.get_rng_state()
 
-    found = measured(model, [1, 2], torch.float32)
+    found = measured(model, [1, 2])
 
     assert all(u.measured is not None and u.measured.backward.at(LENGTH) > 0 for u in found.units)
     alike = {u.measured for u in found.units if u.modules == found.units[1].modules and u.spec.name}
@@ -74,7 +75,7 @@ def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was()
 def test_the_root_runs_without_the_units() -> None:
     """Of six like units one runs, five times; and none with the root."""
     model = Net()
-    measured(model, [1], torch.float32)
+    measured(model, [1])
     assert model.ran["cpu"] == 5
 
 
@@ -83,7 +84,7 @@ def test_a_model_without_memory_is_measured_and_can_be_sharded_afterwards() -> N
     with torch.device("meta"):
         model = GPT(Shape(vocabulary=64, width=16, depth=2, heads=2, kv_heads=2, hidden=32, tied=True))
 
-    found = measured(model, [1], torch.bfloat16)
+    found = measured(model, [1], Precision("bfloat16"))
 
     gc.collect()
     assert all(p.is_meta and not weakref.getweakrefs(p) for p in model.parameters())
@@ -91,7 +92,7 @@ def test_a_model_without_memory_is_measured_and_can_be_sharded_afterwards() -> N
 
 
 def test_measured_seconds_take_the_place_of_flops(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = measured(Net(), [1], torch.float32)
+    found = measured(Net(), [1])
 
     def refuse(*_: Any) -> float:
         raise AssertionError("nothing is asked of the cluster")
@@ -120,7 +121,7 @@ def test_a_unit_that_the_inputs_do_not_reach_takes_no_time() -> None:
                 x = block(x)
             return self.head(x)
 
-    found = measured(Half(), [1], torch.float32)
+    found = measured(Half(), [1])
 
     reached = [u.measured.forward.at(LENGTH) > 0 for u in found.units if u.measured is not None]
     assert reached == [True, *[True] * 3, *[False] * 3]
@@ -136,4 +137,4 @@ def test_what_cannot_run_by_itself_is_named() -> None:
     model = Net()
     model.blocks = nn.ModuleList(Needy(model.ran) for _ in range(2))
     with pytest.raises(ConfigError, match=r"unit blocks\.0.* cannot be run by itself.*where is my mask"):
-        measured(model, [1], torch.float32)
+        measured(model, [1])

@@ -117,8 +117,7 @@ def choose_for(
     def describe(device: torch.device) -> Model:
         if not workload.inputs:
             return describe_by_parameters(model, layouts, workload.tokens)
-        compute = getattr(torch, precision.compute_dtype(dtype))
-        return describe_measured(model, layouts, lambda _: workload.inputs, [1], workload.tokens, device, compute)
+        return describe_measured(model, layouts, lambda _: workload.inputs, [1], workload.tokens, device, precision)
 
     choice = choose(groups, topology, describe, request, workload.profile)
     if groups.rank == 0:

@@ -1,12 +1,14 @@
 """A live module as the planner knows it: its units, and what each computes and keeps; without memory, on fake tensors.
 
-FLOPs are those of PyTorch's own counter; activations are what autograd saves, each storage once, parameters apart.
+FLOPs are those of PyTorch's own counter; activations are what autograd saves, each storage once, parameters apart, and
+what more there is for a moment in the backward pass.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -16,11 +18,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from towpath.core.formats import dtype_name, item_bytes
+from towpath.core.formats import dtype_name
 from towpath.core.precision import Precision
+from towpath.engine.initialise import torch_dtype
 from towpath.engine.layout import UnitChoice, UnitLayout, lay_out
 from towpath.errors import ConfigError
 from towpath.planner.model import Model, Unit
@@ -33,11 +37,13 @@ def describe_live(
     *,
     length: int | None = None,
     units: UnitChoice | None = None,
+    precision: Precision | None = None,
     name: str = "",
 ) -> Model:
     """`inputs`: what the model is called with, of `tokens` tokens in sequences of `length` (default: all in one)."""
-    layouts = lay_out(model, units, Precision())
-    traced = trace(model, layouts, inputs)
+    precision = precision or Precision()
+    layouts = lay_out(model, units, precision)
+    traced = trace(model, layouts, inputs, precision)
     return Model(name or type(model).__name__, length or tokens, traced.units(layouts, tokens))
 
 
@@ -64,11 +70,15 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """By unit: FLOPs of a forward pass, bytes that autograd keeps, bytes of what enters it; by module its call."""
+    """By unit: FLOPs of a forward pass, elements that autograd keeps of what the unit computes in, bytes that it keeps
+    besides, elements of what enters it; by module its call. `passing`: bytes that there are for a moment only, beside
+    all that is kept."""
 
     flops: Mapping[str, float]
     kept: Mapping[str, float]
+    kept_besides: Mapping[str, float]
     entering: Mapping[str, float]
+    passing: float
     calls: Mapping[nn.Module, Call]
 
     def units(self, layouts: Sequence[UnitLayout], tokens: int) -> tuple[Unit, ...]:
@@ -77,46 +87,51 @@ class Traced:
             Unit(
                 layout.spec,
                 self.flops[layout.name] / tokens,
-                self.kept[layout.name] / tokens / _item(layout),
-                self.entering[layout.name] / tokens / _item(layout),
+                self.kept[layout.name] / tokens,
+                self.entering[layout.name] / tokens,
+                kept_fp32=self.kept_besides[layout.name] / tokens / 4,
+                passing_fp32=self.passing / tokens / 4 if layout.spec.kept else 0.0,
                 modules=len(layout.modules),
             )
             for layout in layouts
         )
 
 
-def _item(layout: UnitLayout) -> int:
-    """Bytes of what the unit computes in."""
-    return item_bytes(layout.spec.buckets[0].dtype) if layout.spec.buckets else 4
-
-
-def trace(model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any]) -> Traced:
-    """The model as it was; without memory."""
+def trace(
+    model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any], precision: Precision | None = None
+) -> Traced:
+    """The model as `shard` would run it, both passes; it stays as it was, and takes no memory."""
+    precision = precision or Precision()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Not `from_tensor`: it would keep weak references to parameters that `shard` is to exchange.
     with mode:
-        fakes = {id(t): _like(t) for t in (*model.parameters(), *model.buffers())}
+        fakes = {id(t): _like(t, precision) for t in (*model.parameters(), *model.buffers())}
     values: dict[str, torch.Tensor] = {n: fakes[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     owned = {_storage(fake) for fake in fakes.values()}
+    dtypes = {u.name: torch_dtype(precision.compute_dtype(u.buckets[0].spec.dtype)) for u in layouts if u.buckets}
     kept: dict[str, float] = defaultdict(float)
+    besides: dict[str, float] = defaultdict(float)
     entering: dict[str, float] = defaultdict(float)
     seen: set[int] = set()
     inside = [""]
     calls: dict[nn.Module, Call] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = _storage(tensor)
+        storage, unit = _storage(tensor), inside[-1]
         if storage not in owned and storage not in seen:
             seen.add(storage)
-            kept[inside[-1]] += tensor.untyped_storage().nbytes()
+            nbytes = tensor.untyped_storage().nbytes()
+            if tensor.dtype == dtypes.get(unit, torch.float32):
+                kept[unit] += nbytes / tensor.itemsize
+            else:
+                besides[unit] += nbytes
         return tensor
 
-    counter = FlopCounterMode(display=False)
-
+    counter, live = FlopCounterMode(display=False), LiveBytes(owned)
     where = next(iter(fakes.values())).device if fakes else torch.device("cpu")
 
     def faked(value: Any) -> Any:
-        return _like(value, where) if isinstance(value, torch.Tensor) else value
+        return _like(value, precision, where) if isinstance(value, torch.Tensor) else value
 
     with mode:
         given = tree_map(faked, tuple(inputs))
@@ -125,6 +140,7 @@ def trace(model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any]
         _noting_units(layouts, inside, entering, calls),
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         counter,
+        live,
     ):
         try:
             output = functional_call(model, values, given)
@@ -138,7 +154,54 @@ def trace(model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any]
             flops[layout.name] = sum(sum(counts.get(f"{type(model).__name__}.{n}", {}).values()) for n in names)
     flops[""] = counter.get_total_flops() - sum(flops.values())
     calls[model] = Call(given, {}, output)
-    return Traced(flops, kept, entering, calls)
+    with mode, live:
+        _backward(output, fakes.values())
+    lasting = sum(besides.values()) + sum(kept[name] * dtype.itemsize for name, dtype in dtypes.items())
+    return Traced(flops, kept, besides, entering, max(0.0, live.most - lasting), calls)
+
+
+def _backward(output: Any, parameters: Iterable[torch.Tensor]) -> None:
+    """Each gradient of a parameter is gone as soon as it is whole, as in the engine."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    roots = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    losses = [t for t in roots if not t.dim()] or roots  # where a model gives its loss, the rest is looked at only
+    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
+
+
+def _drop_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Bytes of what is computed inside, as long as it lives, and the most there were. `owned`: storages left out."""
+
+    def __init__(self, owned: Set[int]) -> None:
+        super().__init__()
+        self.most = 0
+        self._now = 0
+        self._known = set(owned)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._appears(tensor.untyped_storage())
+        return out
+
+    def _appears(self, storage: torch.UntypedStorage) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
+        if key in self._known:
+            return
+        self._known.add(key)
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._goes, key, nbytes).atexit = False
+
+    def _goes(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes
 
 
 @contextmanager
@@ -151,7 +214,7 @@ def _noting_units(
     def enters(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
             inside.append(name)
-            entering[name] += sum(prod(t.shape) * item_bytes(dtype_name(t.dtype)) for t in args if _floats(t))
+            entering[name] += sum(prod(t.shape) for t in args if _floats(t))
 
         return hook
 
@@ -170,8 +233,12 @@ def _noting_units(
             handle.remove()
 
 
-def _like(tensor: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device)
+def _like(tensor: torch.Tensor, precision: Precision, device: torch.device | None = None) -> torch.Tensor:
+    """In the dtype that it is computed with: parameters are cast, and so is what enters a unit."""
+    dtype = tensor.dtype
+    if dtype.is_floating_point:
+        dtype = torch_dtype(precision.compute_dtype(dtype_name(dtype)))
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device or tensor.device)
     return made.requires_grad_(tensor.requires_grad)
 
 

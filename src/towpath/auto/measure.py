@@ -19,6 +19,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from towpath.auto.live import Call, Traced, trace
+from towpath.core.precision import Precision
+from towpath.engine.initialise import torch_dtype
 from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError
 from towpath.planner.model import Line, Measured, Model, Unit
@@ -37,13 +39,15 @@ def describe_measured(
     sizes: Sequence[int],
     length: int,
     device: torch.device,
-    dtype: torch.dtype,
+    precision: Precision,
 ) -> Model:
     """`inputs(n)`: what the model is called with, for n sequences of `length` tokens; `sizes`: the n that are tried."""
+    own = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
+    dtype = torch_dtype(precision.compute_dtype(own))
     taken: list[list[Seconds]] = []
     described: tuple[Unit, ...] = ()
     for size in sizes:
-        traced = trace(model, layouts, inputs(size))
+        traced = trace(model, layouts, inputs(size), precision)
         described = traced.units(layouts, size * length)
         taken.append(_all_units(model, layouts, traced, device, dtype))
     tokens = [size * length for size in sizes]

@@ -26,7 +26,7 @@ def optimizer_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> int:
 
 
 def activation_bytes(model: Model, precision: Precision, tokens: int, checkpointing: bool) -> int:
-    """At the end of the forward pass; or where a block is recomputed, and of all others only the inputs are there."""
+    """At most: when the backward pass begins, or, of blocks that are recomputed, when the first of them is."""
     root, *others = model.units
 
     def item(unit: Unit) -> int:
@@ -35,9 +35,9 @@ def activation_bytes(model: Model, precision: Precision, tokens: int, checkpoint
     def kept(unit: Unit) -> float:
         return unit.kept * item(unit) + 4 * unit.kept_fp32
 
-    if checkpointing:
-        # Block by block: a unit of several recomputes one at a time.
-        blocks = sum(u.entering * item(u) for u in others) + max((kept(u) / u.modules for u in others), default=0.0)
-    else:
-        blocks = sum(map(kept, others))
-    return round(tokens * (blocks + kept(root)))
+    end = kept(root) + 4 * root.passing_fp32
+    if not checkpointing:
+        return round(tokens * (sum(map(kept, others)) + end))
+    # Block by block: a unit of several recomputes one at a time.
+    block = max((kept(unit) / unit.modules for unit in others), default=0.0)
+    return round(tokens * (sum(unit.entering * item(unit) for unit in others) + max(end, kept(root) + block)))

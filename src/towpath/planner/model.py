@@ -44,13 +44,15 @@ class Measured:
 class Unit:
     """`flops`: of a token's forward pass. `kept`: elements per token that autograd keeps for the backward pass, and
     `entering`: those of the unit's input, all that checkpointing keeps. `kept_fp32`: elements that are kept in fp32,
-    whatever computes. `modules`: how many blocks run in it. `measured`: else time follows from `flops`."""
+    whatever computes; `passing_fp32`: those that the backward pass has for a moment besides. `modules`: how many blocks
+    run in it. `measured`: else time follows from `flops`."""
 
     spec: UnitSpec
     flops: float
     kept: float
     entering: float
     kept_fp32: float = 0.0
+    passing_fp32: float = 0.0
     modules: int = 1
     measured: Measured | None = None
 
@@ -153,6 +155,7 @@ class Transformer:
             2 * self.width + self.vocabulary,
             0,
             kept_fp32=self.vocabulary,  # the loss
+            passing_fp32=2 * self.vocabulary,  # its gradient, before and after the softmax
         )
 
 

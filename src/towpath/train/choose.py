@@ -51,9 +51,8 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
 
     def describe(device: torch.device) -> Model:
         sizes = sorted({min(size, share) for size in _SIZES})
-        compute = getattr(torch, precision.compute_dtype("float32"))
         model = _WithLoss(built.model)
-        return describe_measured(model, lay_out(model, None, precision), inputs, sizes, train.length, device, compute)
+        return describe_measured(model, lay_out(model, None, precision), inputs, sizes, train.length, device, precision)
 
     def inputs(sequences: int) -> list[Tensor]:
         return [torch.zeros(sequences, train.length, dtype=torch.long, device="meta") for _ in range(2)]
