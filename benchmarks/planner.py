@@ -6,7 +6,8 @@ A case is an environment: a rate of the cables, a shape of the cluster, a model,
 compute on the cores or wait instead. On ranks of their own, `towpath probe` measures the cluster and rank 0 the model's
 units; nothing else enters the predictions. Then every strategy runs, and those that the planner ranks first, without
 codecs and with them: each in processes of its own, in turns. What comes out: the error of each predicted step; the
-regret, what the planner's choice takes over the best that was measured; the rank correlation. Every run is added to
+regret, what the planner's choice takes over the best that was measured; the rank correlation; and how far apart each
+transfer begins by the engine's trace and by the simulator (`timelines.py`). Every run is added to
 benchmarks/results/planner.jsonl.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import timelines
 import towpath
 from harness import race
 from harness.contestants import Cluster, Entry, started
@@ -20,11 +21,14 @@ from peers import Kind
 from steps import stepper
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
+from towpath.cli.simulated import intervals_of
 from towpath.engine.layout import lay_out
+from towpath.observing import Interval
 from towpath.planner.model import Model
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Ranking, Solver
+from towpath.sim.replay import Timeline
 from workload import Workload
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
@@ -34,6 +38,8 @@ AT_ONCE = 6  # contestants whose ranks live at the same time: memory
 PROBE_SECONDS = 20.0
 MOST_ERROR = {"on the cores": 0.15, "waiting": 0.10}
 MOST_REGRET = 0.10
+TRACED_STEPS = 3
+DRAWN = ("zero3", "paro-iig")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +64,14 @@ class Environment:
         strategies = {name: made(name, workload.topology) for name in (*LOSSLESS, *LOSSY)}
         chosen = {"the plan's": plan.best(()), "the plan's with codecs": plan.best(ALLOWED)}
         measured: dict[str, list[float]] = {}
+        traces: dict[str, list[list[Interval]]] = {}
         strategies |= chosen
         for first in range(0, len(strategies), AT_ONCE):
             names = list(strategies)[first : first + AT_ONCE]
             entries = {name: Entry(cluster, Step, (strategies[name], workload), warm_turns=2) for name in names}
             with started(entries, settings.say) as running:
                 measured |= race.run(running, settings.rounds, settings.say).seconds
+                traces |= {name: running[name].ask("traced")[0] for name in names}
         predicted = {name: plan.seconds(strategy) for name, strategy in strategies.items()}
         found = compared(predicted, measured)
         return {
@@ -74,7 +82,29 @@ class Environment:
             "computing_seconds": round(plan.computing, 5),
             "profile": profile.to_json(),
             **found,
+            **self._timelines(plan, strategies, traces, measured),
         }
+
+    def _timelines(
+        self,
+        plan: Plan,
+        strategies: Mapping[str, towpath.Strategy],
+        traces: Mapping[str, Sequence[Sequence[Interval]]],
+        measured: Mapping[str, Sequence[float]],
+    ) -> dict[str, Any]:
+        """Task by task, and of some strategies what a picture of both needs."""
+        compared, drawn = dict[str, Any](), dict[str, Any]()
+        for name, steps in traces.items():
+            events = plan.timeline(strategies[name]).events
+            engine = timelines.usual([timelines.of_trace(step) for step in steps])
+            seconds = statistics.median(measured[name])
+            compared[name] = timelines.compared(engine, timelines.of_replay(events, strategies[name]), seconds)
+            if name in DRAWN:
+                drawn[name] = {
+                    "engine": timelines.drawn(steps[-1]),
+                    "simulated": timelines.drawn(intervals_of(events)),
+                }
+        return {"timelines": compared, "drawn": drawn}
 
     def _checks(self, found: Mapping[str, Any]) -> list[Check]:
         how = "waiting" if self.workload.wait_seconds is not None else "on the cores"
@@ -122,6 +152,9 @@ class Plan:
 
     def seconds(self, strategy: towpath.Strategy) -> float:
         return self._solver(()).price(strategy, self._batching).seconds
+
+    def timeline(self, strategy: towpath.Strategy) -> Timeline:
+        return self._solver(()).timeline(strategy, self._batching)
 
     @property
     def computing(self) -> float:
@@ -171,11 +204,20 @@ class Step:
     """A turn is one optimizer step."""
 
     def __init__(self, rank: int, world: int, strategy: towpath.Strategy, workload: Workload) -> None:
-        model: Any = towpath.shard(workload.model(), strategy, precision=towpath.Precision(workload.dtype))
-        self._work = stepper(model, between, workload.data(rank), workload.micro_steps)
+        self._model: Any = towpath.shard(workload.model(), strategy, precision=towpath.Precision(workload.dtype))
+        self._work = stepper(self._model, between, workload.data(rank), workload.micro_steps)
 
     def turn(self) -> float:
         return timed(self._work)
+
+    def traced(self) -> list[Sequence[Interval]]:
+        """Of some steps, each from the moment at which all ranks begin it."""
+        found: list[Sequence[Interval]] = []
+        for _ in range(TRACED_STEPS):
+            with towpath.tracing(self._model) as trace:
+                self._work()
+            found.append(trace.intervals)
+        return found
 
 
 def between(model: Any, last: bool) -> AbstractContextManager[Any]:

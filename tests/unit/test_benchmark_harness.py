@@ -20,7 +20,13 @@ from benchmarks.harness import figures, migrate, race, regime, results, stamp, s
 from benchmarks.harness.contestants import Contestant, ContestantError, Entry, ThisHost
 from benchmarks.harness.failure import CaseError
 
+from towpath.core.presets import strategy
+from towpath.core.queues import QUEUES
+from towpath.core.strategy import Kind
 from towpath.lab import LinkBytes, Rate
+from towpath.observing import BETWEEN, INSIDE, Interval
+from towpath.sim.replay import Event
+from towpath.topology.cluster import Topology
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -30,7 +36,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules as a script has them: with its own folder in the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        names = ("engine", "peers", "prediction", "races", "report", "timeline", "workload")
+        names = ("engine", "peers", "prediction", "races", "report", "timeline", "timelines", "workload")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -530,3 +536,28 @@ class TestPrediction:
     def test_a_rank_correlation_looks_at_places_only(self, scripts: SimpleNamespace) -> None:
         assert scripts.prediction.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
         assert scripts.prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+
+    def test_a_traced_step_and_a_replayed_one_are_compared_task_by_task(self, scripts: SimpleNamespace) -> None:
+        def message(kind: str, start: float, track: str = BETWEEN, unit: str = "a") -> Interval:
+            args: dict[str, str | int] = {"kind": kind, "unit": unit, "micro_step": 0}
+            return Interval(track=track, name="", start_seconds=start, seconds=1.0, args=args)
+
+        def event(kind: Kind, start: float) -> Event:
+            return Event(QUEUES[kind], "", start, start + 1, kind, "a")
+
+        timelines, zero3 = scripts.timelines, strategy("zero3", Topology(2, 1))
+        trace = [
+            message("gather", 1.0),
+            message("gather", 1.5, INSIDE),
+            message("reduce", 4.0),
+            message("publish", 9.0),
+        ]
+        later = [message("gather", 2.0), message("reduce", 5.0)]
+        engine = timelines.usual([timelines.of_trace(step) for step in (trace, later)])
+        # zero3 syncs nothing: what the queue has to do there is no message.
+        events = [event(Kind.GATHER, 1.0), event(Kind.REDUCE, 2.5), event(Kind.SYNC, 3.0), Event("compute", "", 0, 9)]
+        found = timelines.compared(engine, timelines.of_replay(events, zero3), 10.0)
+
+        assert engine[("gather", "a", 0)] == timelines.Span(1.5, 2.75) and len(engine) == 2
+        assert found["start_error"] == pytest.approx((0.5 + 2.0) / 2 / 10) and found["same_order"]
+        assert not found["only_in_engine"] and not found["only_in_simulator"]
