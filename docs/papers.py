@@ -28,7 +28,7 @@ from towpath.planner.model import MODELS, Model, Unit
 from towpath.planner.request import BF16, Request
 from towpath.planner.solver import Batching, Priced, Solver
 from towpath.sim.hardware import Hardware
-from towpath.sim.loads import TransferShape, loads_of
+from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 from towpath.topology.cluster import Extent
 
 PAGE = Path(__file__).parent / "papers.md"
@@ -215,11 +215,7 @@ def collective_seconds(route: str, cluster: Cluster, gigabytes: float) -> float:
 
 
 def _alone(move: MoveShape, wire: Wire, numel: int, hardware: Hardware) -> float:
-    loads = loads_of(TransferShape.of_move(move, wire, numel, "bfloat16"), hardware)
-    return sum(
-        load.seconds + max((need / hardware.capacities[name] for name, need in load.needs.items()), default=0.0)
-        for load in loads
-    )
+    return seconds_alone(loads_of(TransferShape.of_move(move, wire, numel, "bfloat16"), hardware), hardware)
 
 
 # The placements of Lins ----------------------------------------------------------------------------------------------

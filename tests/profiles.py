@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from towpath.planner.profile import TOGETHER, Point, Profile
+from towpath.core.routes import Op
+from towpath.planner.profile import TOGETHER, Point, Profile, route_name
 from towpath.topology.cluster import Topology
 
 
@@ -32,4 +33,8 @@ def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
         *points("encode int8", 0, 1e9),
         *points("decode int8", 0, 2e9),
     ]
-    return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, (*links, *alone))
+    routes = [
+        Point(route_name(Op.ALL_GATHER, route, mesh), 1 << 20, (0.1, 0.1))
+        for route, mesh in (("ho-ring", "all ranks"), ("flat", "in nodes"), ("flat", "across nodes"))
+    ]
+    return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, (*links, *alone, *routes))

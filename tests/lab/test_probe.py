@@ -27,3 +27,6 @@ def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: C
     # Headers take a few per cent; the bucket that shapes the cable lets the first bytes of a message pass.
     assert found.inter.rate == pytest.approx(Rate.parse(RATE).bits_per_second / 8, rel=0.25)
     assert found.ranks_sharing == 4
+    routes = [point.what for point in profiles[0].routes()]
+    assert {what.partition(", ")[2] for what in routes} == {"all ranks", "in nodes", "across nodes"}
+    assert any("ho-ring" in what for what in routes)

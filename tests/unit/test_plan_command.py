@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from towpath.cli import main, plan_report
+from tests.profiles import made_profile
+from towpath.cli import main, plan_report, probe_picture
+from towpath.cli import probe as probe_command
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
 
@@ -201,3 +203,13 @@ def test_a_job_of_thousands_is_planned_without_torch() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "512 nodes × 8 ranks" in done.stdout
+
+
+def test_a_profile_is_shown_and_drawn_with_what_its_collectives_took(capsys: pytest.CaptureFixture[str]) -> None:
+    probe_command.show(made_profile(), Path("profile.json"))
+
+    out = capsys.readouterr().out
+    assert re.search(r"all-gather by ho-ring, all ranks +1,048,576 +100 ms +\S+ ms \([+-]\d+%\)", out), out
+    assert all(len(line) <= 100 for line in out.splitlines())
+    picture = probe_picture.drawn(made_profile())
+    assert picture.startswith("<svg") and "inter, one (within" in picture and "all-gather by flat, in nodes" in picture

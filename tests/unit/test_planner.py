@@ -326,6 +326,16 @@ def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
     assert bent.error > 0.05
 
 
+def test_what_a_collective_takes_follows_from_the_messages() -> None:
+    """Over two nodes of two the cables carry half of the region each way; in nodes nothing crosses."""
+    cable = 2e7
+    foretold = {p.what.partition(", ")[2]: made_profile(cable=cable).foretold(p) for p in made_profile().routes()}
+
+    assert foretold["all ranks"] == pytest.approx((1 << 19) / cable, rel=0.1)
+    assert foretold["across nodes"] == pytest.approx((1 << 20) / cable, rel=0.1)
+    assert foretold["in nodes"] < 0.2 * foretold["all ranks"]
+
+
 def test_a_profile_is_a_cluster() -> None:
     """The cable's rate is that of all its ranks together; a slow repetition does not count."""
     found = made_profile().cluster()

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from towpath.auto.probe_routes import route_probes
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.core.formats import Codec
 from towpath.errors import TopologyError
@@ -25,13 +26,14 @@ from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
+_SMALLEST_REGION = 1 << 17  # of a route's collective
 _GROWTH = 8
 _REPEATS = 5
 _SHORT_SECONDS, _MOST_AT_ONCE = 0.01, 200
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
-_SHARES = {"inter": 0.6, "intra": 0.25}
+_SHARES = {"inter": 0.5, "intra": 0.2, "routes": 0.2}
 # A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
@@ -86,6 +88,7 @@ class _Prober:
         parts = [
             partial(self._links, "inter", self._budget * _SHARES["inter"]),
             partial(self._links, "intra", self._budget * _SHARES["intra"]),
+            partial(self._routes, self._budget * _SHARES["routes"]),
             self._codecs,
             self._memory,
             self._compute,
@@ -151,9 +154,15 @@ class _Prober:
 
         return work
 
-    def _sizes(self, seconds: float) -> Iterator[int]:
+    def _routes(self, seconds: float) -> None:
+        probes = list(route_probes(self._groups, self._topology, self._device))
+        for probe_of in probes:
+            for size in self._sizes(seconds / len(probes), _SMALLEST_REGION):
+                self._measure(probe_of.name, size, probe_of.work(size))
+
+    def _sizes(self, seconds: float, smallest: int = SMALLEST) -> Iterator[int]:
         """Larger ones, as long as the next is likely to fit into what is left of `seconds`."""
-        size, left = SMALLEST, seconds
+        size, left = smallest, seconds
         while size <= LARGEST:
             yield size
             left -= self._spent

@@ -14,16 +14,20 @@ from rich.table import Table
 from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
 from towpath.planner.profile import Profile
+from towpath.planner.tables import seconds
 
 
 def probe(
     output: Annotated[Path, typer.Option("-o", "--output", help="The profile, for `towpath plan --cluster`.")] = Path(
         "profile.json"
     ),
-    seconds: Annotated[float, typer.Option(min=1, help="How long it may take, about.")] = 60.0,
+    budget: Annotated[
+        float, typer.Option("--seconds", metavar="SECONDS", min=1, help="How long it may take, about.")
+    ] = 60.0,
+    picture: Annotated[Path | None, typer.Option(help="Draw what was measured and fitted there, as .svg.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile, too.")] = False,
 ) -> None:
-    """Measure the cluster that this runs on: messages, codecs, memory, matrix products.
+    """Measure the cluster that this runs on: messages, collectives, codecs, memory, matrix products.
 
     Example: `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- -m towpath probe -o profile.json`
 
@@ -39,6 +43,7 @@ def probe(
             "towpath probe on every node, or by towpath lab run … -- -m towpath probe."
         )
     check_folder("--output", output)
+    check_folder("--picture", picture)
     import torch
     import torch.distributed as dist
 
@@ -52,27 +57,32 @@ def probe(
         first = dist.get_rank() == 0
         if first:
             with progress_bar("Probing") as say:
-                profile = measure(budget_seconds=seconds, say=say)
+                profile = measure(budget_seconds=budget, say=say)
         else:
-            profile = measure(budget_seconds=seconds)
+            profile = measure(budget_seconds=budget)
     finally:
         dist.destroy_process_group()
     if not first:
         return
     output.write_text(profile.to_json(), encoding="utf-8")
+    if picture is not None:
+        from towpath.cli.probe_picture import drawn
+
+        picture.write_text(drawn(profile), encoding="utf-8")
     if as_json:
         sys.stdout.write(profile.to_json())
         return
-    _show(profile, output)
+    show(profile, output)
 
 
-def _show(profile: Profile, output: Path) -> None:
+def show(profile: Profile, output: Path) -> None:
     console = Console(width=100, highlight=False)
     console.print(f"{profile.topology.nodes} nodes × {profile.topology.ranks_per_node} ranks on {profile.host}")
     table = Table("what", "sizes", "latency", "rate", "error of the fit", box=None, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"
-    for what in dict.fromkeys(point.what for point in profile.points):
+    routes = {point.what for point in profile.routes()}
+    for what in dict.fromkeys(point.what for point in profile.points if point.what not in routes):
         points = profile.of(what)
         fit = profile.fit(what)
         sizes = f"{points[0].size:,} to {points[-1].size:,}" if len(points) > 1 else f"{points[0].size:,}"
@@ -83,4 +93,19 @@ def _show(profile: Profile, output: Path) -> None:
             continue
         table.add_row(what, sizes, f"{fit.latency * 1e6:.0f} µs", f"{fit.rate / scale:.4g} {unit}", f"{fit.error:.0%}")
     console.print(table)
+    if routes:
+        console.print(_routes(profile))
     console.print(f"The profile: {output}", soft_wrap=True)
+
+
+def _routes(profile: Profile) -> Table:
+    """The largest collective of each kind, beside what follows from single messages: by that a plan is priced."""
+    table = Table("collective", "bytes", "took", "from its messages", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for what in dict.fromkeys(point.what for point in profile.routes()):
+        point = profile.of(what)[-1]
+        foretold = profile.foretold(point)
+        difference = foretold / point.usual - 1
+        table.add_row(what, f"{point.size:,}", seconds(point.usual), f"{seconds(foretold)} ({difference:+.0%})")
+    return table

@@ -15,14 +15,27 @@ from statistics import median
 from typing import Any
 
 from towpath.core.formats import CODECS, FLOATING
+from towpath.core.move_shapes import MoveShape
+from towpath.core.routes import Grid, Op
+from towpath.core.wire import Wire
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
+from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 from towpath.topology.cluster import Topology
 
 VERSION = 1
 SEVERAL = 9  # messages that are sent at once where more than one is
 TOGETHER = "matmul float32, all"  # by all ranks at once, of the size of 'matmul float32'
+
+
+_MESHES = ("all ranks", "in nodes", "across nodes")
+
+
+def route_name(op: Op, route: str, mesh: str) -> str:
+    """What a measurement of a route's collective is called. `mesh`: all ranks, or those in nodes or across nodes."""
+    assert mesh in _MESHES, mesh
+    return f"{op.value} by {route}, {mesh}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +86,20 @@ class Profile:
 
     def fit(self, what: str) -> Fit:
         return fitted([(point.size, point.usual) for point in self.of(what)])
+
+    def routes(self) -> list[Point]:
+        """Of whole collectives; nothing is fitted to them."""
+        return [point for point in self.points if point.what.endswith(tuple(f", {mesh}" for mesh in _MESHES))]
+
+    def foretold(self, point: Point) -> float:
+        """What follows of the messages that were measured for one of `routes()`."""
+        op, _, what = point.what.partition(" by ")
+        route, _, mesh = what.partition(", ")
+        nodes, width = self.topology.nodes, self.topology.ranks_per_node
+        grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
+        hardware = self.cluster().hardware
+        shape = TransferShape.of_move(MoveShape(Op(op), 1, grid, 1), Wire(route), point.size // 4, "float32")
+        return seconds_alone(loads_of(shape, hardware), hardware)
 
     def cluster(self) -> Cluster:
         """As the planner takes it."""

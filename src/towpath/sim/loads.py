@@ -5,7 +5,7 @@ A phase is what one rank and its node have to do; all others do the same at the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from towpath.core.formats import Codec, item_bytes
@@ -75,6 +75,13 @@ class TransferShape:
 def loads_of(shape: TransferShape, hardware: Hardware) -> tuple[Load, ...]:
     """In their order."""
     return tuple(load for load in _loads(shape, hardware) if load.seconds or any(load.needs.values()))
+
+
+def seconds_alone(loads: Iterable[Load], hardware: Hardware) -> float:
+    """One after the other, while nothing else goes on."""
+    return sum(
+        load.seconds + max((n / hardware.capacities[r] for r, n in load.needs.items()), default=0.0) for load in loads
+    )
 
 
 def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[Load]:

@@ -1,0 +1,69 @@
+"""The routes' collectives, as the engine runs them: on all ranks, in their nodes, across nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from towpath.collectives.collective import Binding, Members
+from towpath.collectives.select import bind
+from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.core.routes import ROUTES, Grid, Group, Op
+from towpath.planner.profile import route_name
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+Work = Callable[[], None]
+_OPS = (Op.ALL_GATHER, Op.REDUCE_SCATTER)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteProbe:
+    """`work(size)`: one collective whose region has so many bytes."""
+
+    name: str
+    work: Callable[[int], Work]
+
+
+def route_probes(groups: Groups, topology: Topology, device: torch.device) -> Iterator[RouteProbe]:
+    """Every rank must go through all of them in this order: that makes process groups."""
+    for mesh, rows in _meshes(topology).items():
+        ranks = next(row for row in rows if groups.rank in row)
+        nodes = tuple(map(topology.node_of, ranks))
+        for route in ROUTES if not Grid.of(nodes).plain else ("flat",):
+            group = groups.of(rows, "probe")
+            between = group
+            if groups.backend(device) == "nccl" and route != "flat":  # as in engine/wiring.py
+                between = groups.of(rows, "probe between nodes")
+            members = Members(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), nodes)
+            for op in _OPS:
+                work = _collective(op, route, members, groups.backend(device), device)
+                yield RouteProbe(route_name(op, route, mesh), work)
+
+
+def _meshes(topology: Topology) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """By name: the groups that run at once."""
+    nodes, width = topology.nodes, topology.ranks_per_node
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    if nodes > 1:
+        found["all ranks"] = (tuple(range(topology.world)),)
+    if width > 1:
+        found["in nodes"] = tuple(tuple(range(node * width, (node + 1) * width)) for node in range(nodes))
+    if nodes > 1 and width > 1:
+        found["across nodes"] = tuple(tuple(range(local, topology.world, width)) for local in range(width))
+    return found
+
+
+def _collective(op: Op, route: str, members: Members, backend: str, device: torch.device) -> Callable[[int], Work]:
+    def of_size(size: int) -> Work:
+        count = len(members.group.ranks)
+        numel = max(1, size // 4 // count) * count
+        region = torch.zeros(numel, device=device)
+        binding = Binding(op, route, numel, torch.float32, f"probe of {op.value} by {route}")
+        collective = bind(binding, members, backend, device)
+        shard, workspace = binding.own_slice(region, members), Workspace(WireBuffers(device))
+        return lambda: collective.run(region, shard, workspace)
+
+    return of_size
