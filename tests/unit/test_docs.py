@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs import draw_routes, papers
+from docs import draw_plans, draw_routes, papers
 from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
 
 from towpath.core.routes import Op
@@ -98,3 +98,10 @@ def test_what_is_said_of_the_papers_is_what_the_simulator_says() -> None:
     tables = [papers.placements_table(), papers.collectives_table(), papers.ratios_table(quick)]
     missing = [line for table in tables for line in table.splitlines() if "|" in line and line not in page]
     assert not missing, f"docs/papers.md is old: run `python docs/papers.py --write`. It lacks {missing}"
+
+
+def test_the_pictures_of_which_strategy_when_are_what_the_simulator_says() -> None:
+    page = (DOCS / "planner.md").read_text(encoding="utf-8")
+    for path, text in draw_plans.pictures().items():
+        assert f"]({path.name})" in page
+        assert path.read_text(encoding="utf-8") == text, f"{path.name} is old: run `python docs/draw_plans.py`"

@@ -60,7 +60,7 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     steps = [Step(tables.label(s), intervals_of(solver.timeline(s, best.batching).events)) for s in compared]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
     front_drawn, parts_drawn = svg(draw_front, ranked, small), svg(draw_parts, shown, small)
-    rates_drawn, nodes_drawn = svg(_draw_rates, by_rate, small), svg(_draw_nodes, by_nodes, small)
+    rates_drawn, nodes_drawn = svg(draw_rates, by_rate, small), svg(draw_nodes, by_nodes, small)
     steps_drawn = svg(draw_timelines, steps, wide)
     inside = "What a rank computes, and what is on its links meanwhile."
     figures = [
@@ -157,11 +157,11 @@ def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
     draw_stacked(figure, names, "seconds", parts)
 
 
-def _draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
+def draw_rates(figure: Any, drawn: Sequence[Curve]) -> None:
     _draw_curves(figure, drawn, "Gbit/s between nodes, each way")
 
 
-def _draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
+def draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
     _draw_curves(figure, drawn, "nodes")
 
 
