@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from towpath.core.routes import Op
-from towpath.planner.profile import TOGETHER, Point, Profile, route_name
+from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, TOGETHER, HostShape, Point, Profile, host_name, route_name
 from towpath.topology.cluster import Topology
 
 
 def line(latency: float, rate: float, *sizes: int) -> list[tuple[int, float]]:
     return [(size, latency + size / rate) for size in sizes]
+
+
+def host_points(*, unit: float, parameter: float, transfer: float) -> list[Point]:
+    """Each pass takes so much more of a sharded model than of a bare one; its optimizer as much again."""
+
+    def taken(kind: str, part: str, shape: HostShape) -> float:
+        parameters = shape.units * shape.parameters
+        if kind == "bare":
+            return 1e-6 * parameters
+        passes = 2 if part == "backward" else 1
+        sent = transfer * passes * shape.units if kind == "over all ranks" and part != "optimizer" else 0.0
+        return 1e-6 * parameters + unit * shape.units + parameter * parameters + sent
+
+    kinds = ("bare", "sharded", "over all ranks")
+    return [
+        Point(host_name(kind, part, shape), shape.units, (taken(kind, part, shape),))
+        for kind in kinds
+        for part in HOST_PARTS
+        for shape in HOST_SHAPES
+    ]
 
 
 def made_profile(host: str = "here", cable: float = 2e7) -> Profile:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.profiles import line, made_profile
+from tests.profiles import host_points, line, made_profile
 from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
 from towpath.core.presets import strategy
@@ -19,11 +20,13 @@ from towpath.errors import ConfigError
 from towpath.planner import clusters
 from towpath.planner.cluster import Cluster, from_table
 from towpath.planner.clusters import shipped
+from towpath.planner.cost import computing
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
-from towpath.planner.profile import Profile, fitted
+from towpath.planner.profile import SEVERAL, Profile, fitted
 from towpath.planner.request import BF16, Optimizer, Request
 from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
+from towpath.sim.hardware import PassWork
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
 ADAMW = Optimizer.named("adamw")
@@ -334,6 +337,32 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
     assert foretold["all ranks"] == pytest.approx((1 << 19) / cable, rel=0.1)
     assert foretold["across nodes"] == pytest.approx((1 << 20) / cable, rel=0.1)
     assert foretold["in nodes"] < 0.2 * foretold["all ranks"]
+
+
+def test_what_the_engine_takes_of_the_processor_is_told_by_unit_parameter_and_transfer() -> None:
+    made = made_profile()
+    several = next(p for p in made.points if p.what == "inter, several")
+    points = [p for p in made.points if p is not several]
+    points += [replace(several, busy=SEVERAL * 2 * 3e-5), *host_points(unit=2e-4, parameter=1e-5, transfer=5e-4)]
+
+    hardware = replace(made, points=tuple(points)).cluster().hardware
+
+    assert hardware.inter.message_work == pytest.approx(3e-5)  # two ranks of the host sent nine each
+    for part in (hardware.host.forward, hardware.host.backward):
+        assert part == PassWork(pytest.approx(2e-4), pytest.approx(1e-5))
+    assert hardware.host.optimizer == pytest.approx(1.1e-5)
+    assert hardware.host.transfer == pytest.approx(5e-4 - 3 * 3e-5)  # a ring of four sends three messages
+
+
+def test_a_step_takes_longer_by_what_the_engine_takes_of_the_processor() -> None:
+    model, made = describe("gpt-2.5b"), made_profile()
+    with_host = replace(made, points=(*made.points, *host_points(unit=2e-4, parameter=1e-5, transfer=0.0)))
+
+    without, more = (computing(model, p.cluster(), "float32", 64, False) for p in (made, with_host))
+
+    units = len(model.units)
+    expected = 2 * (2e-4 * units + 1e-5 * model.trainable_parameters)
+    assert more.micro_step - without.micro_step == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_profile_is_a_cluster() -> None:

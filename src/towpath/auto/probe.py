@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from towpath.auto import host_work
 from towpath.auto.probe_routes import route_probes
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.core.formats import Codec
@@ -92,6 +93,7 @@ class _Prober:
             self._codecs,
             self._memory,
             self._compute,
+            self._host_work,
         ]
         for done, part in enumerate(parts, 1):
             part()
@@ -197,6 +199,12 @@ class _Prober:
             self._measure(f"matmul {name}", side, product, alone=True)
             if dtype == torch.float32:
                 self._measure(TOGETHER, side, product)
+
+    def _host_work(self) -> None:
+        if self._device.type == "cpu":
+            points = self._groups.gather_objects(host_work.measured(self._groups))
+            # As rank 0 has it: what others take at the same time is theirs.
+            self._points += points[0]
 
     # Measuring ------------------------------------------------------------------------------------------------------
 

@@ -82,7 +82,8 @@ def show(profile: Profile, output: Path) -> None:
     for column in table.columns[2:]:
         column.justify = "right"
     routes = {point.what for point in profile.routes()}
-    for what in dict.fromkeys(point.what for point in profile.points if point.what not in routes):
+    apart = routes | {point.what for point in profile.host_points()}
+    for what in dict.fromkeys(point.what for point in profile.points if point.what not in apart):
         points = profile.of(what)
         fit = profile.fit(what)
         sizes = f"{points[0].size:,} to {points[-1].size:,}" if len(points) > 1 else f"{points[0].size:,}"
@@ -95,7 +96,19 @@ def show(profile: Profile, output: Path) -> None:
     console.print(table)
     if routes:
         console.print(_routes(profile))
+    if profile.host_points():
+        console.print(_host(profile))
     console.print(f"The profile: {output}", soft_wrap=True)
+
+
+def _host(profile: Profile) -> str:
+    host = profile.cluster().hardware.host
+    forward, backward = host.forward, host.backward
+    return (
+        f"The processor besides: in a forward pass {seconds(forward.unit)} a unit and {seconds(forward.parameter)} a "
+        f"parameter, in a backward pass {seconds(backward.unit)} and {seconds(backward.parameter)}; "
+        f"{seconds(host.transfer)} a transfer; the optimizer {seconds(host.optimizer)} a parameter."
+    )
 
 
 def _routes(profile: Profile) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from towpath.core.formats import item_bytes
 from towpath.planner.cluster import Cluster
 from towpath.planner.model import Model, Unit
 from towpath.planner.request import Optimizer
@@ -14,7 +15,7 @@ _BACKWARD = 2
 
 def computing(model: Model, cluster: Cluster, dtype: str, tokens: int, checkpointing: bool) -> Seconds:
     """Of one micro-step of `tokens` tokens, in `dtype`; without the optimizer's step."""
-    (root_forward, root_backward), *blocks = (_passes(unit, cluster, dtype, tokens) for unit in model.units)
+    (root_forward, root_backward), *blocks = (_with_host(unit, cluster, dtype, tokens) for unit in model.units)
     return Seconds(
         forward=(0.0, *(forward for forward, _ in blocks)),
         # What is recomputed is one forward pass more.
@@ -32,6 +33,13 @@ def _share(model: Model, tokens: int) -> float:
     return sum(m.share * seconds for m, seconds in weights) / whole if whole else 1.0
 
 
+def _with_host(unit: Unit, cluster: Cluster, dtype: str, tokens: int) -> tuple[float, float]:
+    """Forward and backward, with what the engine itself takes of the thread that trains."""
+    forward, backward = _passes(unit, cluster, dtype, tokens)
+    host, parameters = cluster.hardware.host, sum(len(bucket.numels) for bucket in unit.spec.buckets)
+    return forward + host.forward.of(parameters), backward + host.backward.of(parameters)
+
+
 def _passes(unit: Unit, cluster: Cluster, dtype: str, tokens: int) -> tuple[float, float]:
     """Forward and backward."""
     if unit.measured is not None:
@@ -40,6 +48,8 @@ def _passes(unit: Unit, cluster: Cluster, dtype: str, tokens: int) -> tuple[floa
     return forward, _BACKWARD * forward
 
 
-def optimizer_seconds(elements: float, own: str, optimizer: Optimizer, hardware: Hardware) -> float:
-    """Of so many parameters in the dtype `own`: as fast as memory is read and written; a copy does both."""
-    return elements * optimizer.moved_bytes(own) / (2 * hardware.memory_rate)
+def optimizer_seconds(elements: float, parameters: int, own: str, optimizer: Optimizer, hardware: Hardware) -> float:
+    """Of so many elements in the dtype `own`: as fast as memory is read and written (a copy does both); and what each
+    of the parameters that they belong to takes of the host."""
+    moved = elements * (optimizer.moved_bytes(own) + item_bytes(own))  # the norm of the gradients reads them once more
+    return moved / (2 * hardware.memory_rate) + parameters * hardware.host.optimizer

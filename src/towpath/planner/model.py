@@ -75,8 +75,13 @@ class Model:
 
     @cached_property
     def trainable(self) -> int:
-        """Of the parameters."""
+        """Elements of what trains."""
         return sum(sum(b.numels) for unit in self.units for b in unit.spec.buckets if b.trainable)
+
+    @cached_property
+    def trainable_parameters(self) -> int:
+        """How many there are, whatever their sizes."""
+        return sum(len(b.numels) for unit in self.units for b in unit.spec.buckets if b.trainable)
 
     @cached_property
     def flops(self) -> float:

@@ -20,13 +20,29 @@ from towpath.core.routes import Grid, Op
 from towpath.core.wire import Wire
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
-from towpath.sim.hardware import CodecSpeed, Hardware, Link
+from towpath.sim.hardware import CodecSpeed, Hardware, HostWork, Link, PassWork
 from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 from towpath.topology.cluster import Topology
 
 VERSION = 1
 SEVERAL = 9  # messages that are sent at once where more than one is
 TOGETHER = "matmul float32, all"  # by all ranks at once, of the size of 'matmul float32'
+
+
+# What the engine and the optimizer take of the processor is measured on models of so many units, of so many parameters.
+@dataclass(frozen=True, slots=True)
+class HostShape:
+    units: int
+    parameters: int  # of each unit
+
+
+FEW, MANY_UNITS, MANY_PARAMETERS = HostShape(2, 4), HostShape(16, 4), HostShape(2, 32)
+HOST_SHAPES = (FEW, MANY_UNITS, MANY_PARAMETERS)
+HOST_PARTS = ("forward", "backward", "optimizer")
+
+
+def host_name(kind: str, part: str, shape: HostShape) -> str:
+    return f"{part} {kind}, {shape.parameters} parameters a unit"
 
 
 _MESHES = ("all ranks", "in nodes", "across nodes")
@@ -91,6 +107,10 @@ class Profile:
         """Of whole collectives; nothing is fitted to them."""
         return [point for point in self.points if point.what.endswith(tuple(f", {mesh}" for mesh in _MESHES))]
 
+    def host_points(self) -> list[Point]:
+        """Of the engine's and the optimizer's own work."""
+        return [point for point in self.points if point.what.endswith("parameters a unit")]
+
     def foretold(self, point: Point) -> float:
         """What follows of the messages that were measured for one of `routes()`."""
         op, _, what = point.what.partition(" by ")
@@ -120,6 +140,7 @@ class Profile:
             codecs=codecs,
             cores=self._cores(),
             ranks_sharing=self.ranks_on_host,
+            host=self._host_work(intra, inter),
         )
         return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, flops, 1.0)
 
@@ -132,8 +153,39 @@ class Profile:
         rate = everyone.rate * (self.topology.ranks_per_node if which == "inter" else 1)
         single = self.of(f"{which}, one")[0].usual
         message = max(several.usual - single, 0.0) / (SEVERAL - 1)
-        work = 0.0 if self.device != "cpu" else largest.busy / sent
-        return Link(rate, one.latency, message, work)
+        if self.device != "cpu":
+            return Link(rate, one.latency, message)
+        # One rank of each node sends to another node, and those of the first node inside it.
+        ranks = self.topology.ranks_per_node
+        senders = max(1, self.ranks_on_host // ranks) if which == "inter" else ranks
+        each = several.busy / (SEVERAL * senders)
+        return Link(rate, one.latency, message, largest.busy / sent, each)
+
+    def _host_work(self, intra: Link, inter: Link) -> HostWork:
+        """What is more of a sharded model than of a bare one, by unit and by parameter; of the optimizer all."""
+        if self.device != "cpu" or not self.has(host_name("bare", "forward", FEW)):
+            return HostWork()
+        forward, backward = self._more("forward", "sharded"), self._more("backward", "sharded")
+        optimizer = self._host_seconds("sharded", "optimizer", MANY_PARAMETERS)
+        optimizer -= self._host_seconds("sharded", "optimizer", FEW)
+        more = MANY_PARAMETERS.units * (MANY_PARAMETERS.parameters - FEW.parameters)
+        # In a forward pass each unit is gathered, in a backward pass gathered and reduced, by a ring.
+        everywhere = [self._more(part, "over all ranks").unit for part in ("forward", "backward")]
+        messages = (self.topology.world - 1) * (inter if self.topology.nodes > 1 else intra).message_work
+        transfer = (sum(everywhere) - forward.unit - backward.unit) / 3 - messages
+        return HostWork(forward, backward, max(0.0, optimizer / more), max(0.0, transfer))
+
+    def _host_seconds(self, kind: str, part: str, shape: HostShape) -> float:
+        return next(p.usual for p in self.of(host_name(kind, part, shape)) if p.size == shape.units)
+
+    def _more(self, part: str, kind: str) -> PassWork:
+        def more(shape: HostShape) -> float:
+            return self._host_seconds(kind, part, shape) - self._host_seconds("bare", part, shape)
+
+        parameters = MANY_PARAMETERS.units * (MANY_PARAMETERS.parameters - FEW.parameters)
+        parameter = max(0.0, (more(MANY_PARAMETERS) - more(FEW)) / parameters)
+        unit = (more(MANY_UNITS) - more(FEW)) / (MANY_UNITS.units - FEW.units) - FEW.parameters * parameter
+        return PassWork(max(0.0, unit), parameter)
 
     def _cores(self) -> float | None:
         """How many of them compute at once, as products of matrices tell: each rank alone, and all together."""

@@ -190,7 +190,8 @@ class Solver:
             dtype = self._compute
             self._seconds[key] = computing(self.model, self.cluster, dtype, tokens, batching.checkpointing)
         elements = self.model.trainable / ranks_of_optimizer
-        optimizer = optimizer_seconds(elements, self.request.own, self.request.optimizer, self._hardware)
+        parameters = self.model.trainable_parameters
+        optimizer = optimizer_seconds(elements, parameters, self.request.own, self.request.optimizer, self._hardware)
         return replace(self._seconds[key], optimizer=optimizer)
 
     def _cheapest(self, kind: Kind, candidate: Candidate, numel: int) -> _Cost:

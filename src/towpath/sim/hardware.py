@@ -12,14 +12,15 @@ class Link:
     """`rate`: bytes a second, each way: of a node's cable, or of what one rank sends inside its node.
 
     `latency`: seconds from the start of a message to its first byte. `message`: seconds that each message keeps its
-    sender busy, however short. `work`: seconds of a processor core that each byte takes, at both ends together, where
-    processors move it.
+    sender busy, however short. `work`, `message_work`: seconds of a processor core that each byte, and each message,
+    takes, at both ends together, where processors move them.
     """
 
     rate: float
     latency: float
     message: float = 0.0
     work: float = 0.0
+    message_work: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,28 @@ class CodecSpeed:
 
 
 @dataclass(frozen=True, slots=True)
+class PassWork:
+    """Seconds of the processor that the engine takes in a pass, for each unit and for each of its parameters."""
+
+    unit: float = 0.0
+    parameter: float = 0.0
+
+    def of(self, parameters: int) -> float:
+        return self.unit + self.parameter * parameters
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """What takes the processor beside arithmetic and messages. `optimizer`: seconds for each parameter in its step,
+    with the norm of the gradients; `transfer`: for each transfer, whatever it sends."""
+
+    forward: PassWork = PassWork()
+    backward: PassWork = PassWork()
+    optimizer: float = 0.0
+    transfer: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """`memory_rate`: bytes a second that one rank copies. `sum_rate`: bytes a second that it adds to others.
 
@@ -55,6 +78,7 @@ class Hardware:
     racks: Racks | None = None
     cores: float | None = None
     ranks_sharing: int = 1
+    host: HostWork = HostWork()
 
     @property
     def capacities(self) -> dict[str, float]:

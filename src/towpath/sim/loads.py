@@ -108,6 +108,8 @@ def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> Load:
     messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
     nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
     work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
+    work += hardware.ranks_sharing * phase.messages_out * hardware.inter.message_work
+    work += hardware.ranks_sharing * phase.messages_inside * hardware.intra.message_work
     if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and shape.codec is None:
         received = (phase.leaving / grid.width + phase.inside) * shape.slice_bytes
         work += hardware.processor(received / hardware.sum_rate)

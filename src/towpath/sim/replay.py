@@ -273,6 +273,8 @@ class Replay:
         found = self._costs.get(transfer)
         if found is None:
             loads = loads_of(TransferShape.of(transfer), self._hardware)
+            if own := self._hardware.host.transfer:
+                loads = (Load(0.0, {PROCESSOR: self._hardware.processor(own)}), *loads)
             found = self._costs[transfer] = _Cost(loads, transfer.inter_bytes, transfer.intra_bytes)
         return found
 

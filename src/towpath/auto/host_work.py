@@ -1,0 +1,86 @@
+"""What a training step takes of the processor beside arithmetic: the engine's bookkeeping, and the optimizer's.
+
+Models that hardly compute are trained, bare and sharded; what counts is seconds of the processor, without any waiting.
+Where a device computes by itself, the host goes on meanwhile, and nothing of this is measured.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from towpath.core import presets
+from towpath.core.precision import Precision
+from towpath.engine.build import BuildOptions, build
+from towpath.engine.layout import lay_out
+from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, host_name
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups
+
+_REPEATS = 15
+_ELEMENTS = 16  # of a parameter
+
+
+class _Unit(nn.Module):
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(parameters))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """`groups`: over which it is sharded, if it is."""
+
+    name: str
+    strategy: str = ""
+    groups: Groups | None = None
+
+
+def measured(groups: Groups) -> list[Point]:
+    """Every rank must call it."""
+    mine: Any = dist.new_group([groups.members[groups.rank]], use_local_synchronization=True)
+    alone = Groups(mine)
+    kinds = [_Kind("bare"), _Kind("sharded", "ddp", alone), _Kind("over all ranks", "zero3", groups)]
+    return [point for kind in kinds for shape in HOST_SHAPES for point in _points(kind, shape)]
+
+
+def _points(kind: _Kind, shape: HostShape) -> Iterator[Point]:
+    taken = list(zip(*_steps(kind, shape), strict=True))
+    for part, seconds in zip(HOST_PARTS, taken, strict=True):
+        yield Point(host_name(kind.name, part, shape), shape.units, (median(seconds),))
+
+
+def _steps(kind: _Kind, shape: HostShape) -> list[Sequence[float]]:
+    """Processor seconds of each part of a step."""
+    model: Any = nn.Sequential(*(_Unit(shape.parameters) for _ in range(shape.units)))
+    if kind.groups is not None:
+        strategy = presets.strategy(kind.strategy, Topology(kind.groups.world, 1))
+        build(model, BuildOptions(strategy, Precision(), None), lay_out(model, [_Unit]), kind.groups)
+    optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(_ELEMENTS)
+
+    def step() -> Sequence[float]:
+        marks = [time.process_time()]
+        loss = model(x).sum()
+        marks.append(time.process_time())
+        loss.backward()
+        marks.append(time.process_time())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        marks.append(time.process_time())
+        return [after - before for before, after in pairwise(marks)]
+
+    return [step() for _ in range(_REPEATS)][2:]  # the first ones make buffers
