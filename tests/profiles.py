@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from towpath.core.routes import Op
-from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, TOGETHER, HostShape, Point, Profile, host_name, route_name
+from towpath.planner.profile import (
+    HOST_PARTS,
+    HOST_SHAPES,
+    TOGETHER,
+    HostShape,
+    Point,
+    Profile,
+    beside_name,
+    host_name,
+    route_name,
+)
 from towpath.topology.cluster import Topology
 
 
@@ -57,4 +67,12 @@ def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
         Point(route_name(Op.ALL_GATHER, route, mesh), 1 << 20, (0.1, 0.1))
         for route, mesh in (("ho-ring", "all ranks"), ("flat", "in nodes"), ("flat", "across nodes"))
     ]
-    return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, (*links, *alone, *routes))
+    inter = 1e-4 + (1 << 20) / (cable / 2)
+    together = [
+        Point(beside_name("matmul float32", "nothing"), 100, (4e-5,)),
+        Point(beside_name("matmul float32", "inter, all"), 100, (6e-5,)),
+        Point(beside_name("inter, all", "nothing"), 1 << 20, (inter,)),
+        Point(beside_name("inter, all", "matmul float32"), 1 << 20, (2 * inter,)),
+    ]
+    points = (*links, *alone, *routes, *together)
+    return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

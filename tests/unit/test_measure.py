@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from towpath.auto.measure import describe_measured, line_through
+from towpath.auto.probe_together import Doing, beside
 from towpath.core.precision import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
@@ -138,3 +139,23 @@ def test_what_cannot_run_by_itself_is_named() -> None:
     model.blocks = nn.ModuleList(Needy(model.ran) for _ in range(2))
     with pytest.raises(ConfigError, match=r"unit blocks\.0.* cannot be run by itself.*where is my mask"):
         measured(model, [1])
+
+
+def test_of_two_things_at_once_the_one_that_others_take_part_in_is_done_as_often_everywhere() -> None:
+    counts: Counter[str] = Counter()
+
+    def doing(name: str, alone: bool) -> Doing:
+        return Doing(name, 1, 0.1, lambda: counts.update([name]), alone)
+
+    beside(doing("product", True), doing("message", False), CPU, 0.5)
+    assert counts["message"] == 5 and counts["product"] >= 1
+    beside(doing("one", False), doing("other", False), CPU, 0.5)
+    assert counts["one"] == counts["other"] == 5
+
+
+def test_what_fails_beside_something_else_is_raised() -> None:
+    def fails() -> None:
+        raise ValueError("no link")
+
+    with pytest.raises(ValueError, match="no link"):
+        beside(Doing("product", 1, 0.1, lambda: None), Doing("message", 1, 0.1, fails), CPU, 0.2)

@@ -365,6 +365,15 @@ def test_a_step_takes_longer_by_what_the_engine_takes_of_the_processor() -> None
     assert more.micro_step - without.micro_step == pytest.approx(expected, rel=1e-6)
 
 
+def test_what_is_done_at_once_is_told_beside_what_the_simulator_gives_each() -> None:
+    """A message hardly needs the processors that the matrices have, and gets what it needs of them."""
+    product, message = made_profile().together()
+
+    assert (product.what, product.measured) == ("matmul float32 beside inter, all", pytest.approx(1.5))
+    assert (message.what, message.measured) == ("inter, all beside matmul float32", pytest.approx(2.0))
+    assert 1.0 < product.foretold < 1.2 and message.foretold == pytest.approx(1.0, abs=0.01)
+
+
 def test_a_profile_is_a_cluster() -> None:
     """The cable's rate is that of all its ranks together; a slow repetition does not count."""
     found = made_profile().cluster()

@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from towpath.auto import host_work
 from towpath.auto.probe_routes import route_probes
+from towpath.auto.probe_together import Doing, beside
 from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.core.formats import Codec
+from towpath.core.formats import Codec, dtype_name
 from towpath.errors import TopologyError
-from towpath.planner.profile import SEVERAL, TOGETHER, Point, Profile
+from towpath.planner.profile import SEVERAL, TOGETHER, TOGETHER_PAIRS, Point, Profile, beside_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -31,6 +32,8 @@ _SMALLEST_REGION = 1 << 17  # of a route's collective
 _GROWTH = 8
 _REPEATS = 5
 _SHORT_SECONDS, _MOST_AT_ONCE = 0.01, 200
+_TOGETHER_SECONDS = 0.4  # that two things are done at once
+_LINKS = ("inter, all", "intra, all")
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
@@ -84,6 +87,7 @@ class _Prober:
         self._points: list[Point] = []
         self._spent = 0.0  # seconds, by the last measurement
         self._host = homes[0][1]
+        self._everyone = (tuple(range(groups.world)),)
 
     def run(self) -> Profile:
         parts = [
@@ -94,6 +98,7 @@ class _Prober:
             self._memory,
             self._compute,
             self._host_work,
+            self._together,
         ]
         for done, part in enumerate(parts, 1):
             part()
@@ -144,13 +149,13 @@ class _Prober:
             return (node + 1) % nodes * ranks + local, (node - 1) % nodes * ranks + local
         return node * ranks + (local + 1) % ranks, node * ranks + (local - 1) % ranks
 
-    def _exchange(self, to: int, origin: int, size: int, count: int) -> Work:
+    def _exchange(self, to: int, origin: int, size: int, count: int, group: dist.ProcessGroup | None = None) -> Work:
         sent = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(count)]
         received = [torch.empty_like(tensor) for tensor in sent]
 
         def work() -> None:
-            operations = [dist.P2POp(dist.irecv, tensor, origin) for tensor in received]
-            operations += [dist.P2POp(dist.isend, tensor, to) for tensor in sent]
+            operations = [dist.P2POp(dist.irecv, tensor, origin, group) for tensor in received]
+            operations += [dist.P2POp(dist.isend, tensor, to, group) for tensor in sent]
             for handle in dist.batch_isend_irecv(operations):
                 handle.wait()
 
@@ -175,13 +180,16 @@ class _Prober:
     # What ranks do alone ---------------------------------------------------------------------------------------------
 
     def _codecs(self) -> None:
-        kernels = kernels_for(self._device)
-        x = torch.randn(_ELEMENTS, device=self._device)
         for name in ("int8", "int4", "bf16"):
-            codec = Codec.parse(name)
-            message = torch.empty(codec.encoded_bytes(_ELEMENTS), dtype=torch.uint8, device=self._device)
-            self._measure(f"encode {name}", _ELEMENTS, lambda c=codec, m=message: kernels.encode(c, x, m), alone=True)
-            self._measure(f"decode {name}", _ELEMENTS, lambda c=codec, m=message: kernels.decode(c, m, x), alone=True)
+            encode, decode = self._coding(name)
+            self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
+            self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)
+
+    def _coding(self, name: str) -> tuple[Work, Work]:
+        kernels, codec = kernels_for(self._device), Codec.parse(name)
+        x = torch.randn(_ELEMENTS, device=self._device)
+        message = torch.empty(codec.encoded_bytes(_ELEMENTS), dtype=torch.uint8, device=self._device)
+        return lambda: kernels.encode(codec, x, message), lambda: kernels.decode(codec, message, x)
 
     def _memory(self) -> None:
         for size in (1 << 16, 1 << 20, 1 << 24):
@@ -192,13 +200,49 @@ class _Prober:
     def _compute(self) -> None:
         side = _SIDE[self._device.type]
         for dtype in (torch.float32, torch.bfloat16):
-            a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
-            out = torch.empty_like(a)
-            product = lambda a=a, b=b, out=out: _ignore(torch.mm(a, b, out=out))  # noqa: E731
-            name = str(dtype).removeprefix("torch.")
-            self._measure(f"matmul {name}", side, product, alone=True)
+            product = self._product(dtype)
+            self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
             if dtype == torch.float32:
                 self._measure(TOGETHER, side, product)
+
+    def _product(self, dtype: torch.dtype) -> Work:
+        side = _SIDE[self._device.type]
+        a, b = (torch.ones(side, side, dtype=dtype, device=self._device) for _ in range(2))
+        out = torch.empty_like(a)
+        return lambda: _ignore(torch.mm(a, b, out=out))
+
+    def _together(self) -> None:
+        """Pairs of what a step does at once: each beside the other, on all ranks."""
+        doing = {name: self._doing(name) for name in (*_LINKS, "encode int8", "matmul float32")}
+        for names in TOGETHER_PAIRS:
+            first, second = (doing[name] for name in names)
+            if first is None or second is None:
+                continue
+            self._groups.barrier()
+            rows = self._groups.gather_objects(beside(first, second, self._device, _TOGETHER_SECONDS))
+            for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
+                self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
+
+    def _doing(self, name: str) -> Doing | None:
+        """On all ranks at once; None: there is no such link."""
+        if name in _LINKS:
+            which = name.removesuffix(", all")
+            if not any(point.what == name for point in self._points):
+                return None
+            fitting = [p for p in self._points if p.what == name and p.usual <= _TOGETHER_SECONDS / 4]
+            point = max(fitting, key=lambda p: p.size)
+            work = self._exchange(*self._neighbours(which), point.size, 1, self._groups.of(self._everyone, which))
+            work()
+        elif name == "matmul float32":
+            point = next(p for p in self._points if p.what == TOGETHER)
+            work = self._product(torch.float32)
+        else:
+            point = next(p for p in self._points if p.what == name)
+            work = self._coding("int8")[0]
+        # Alone as they are here: on all ranks at once.
+        seconds = max(self._groups.gather_objects(self._timed(work, max(1, round(0.05 / point.usual)))))
+        self._points.append(Point(beside_name(name, "nothing"), point.size, (seconds,)))
+        return Doing(name, point.size, seconds, work, alone=name not in _LINKS)
 
     def _host_work(self) -> None:
         if self._device.type == "cpu":

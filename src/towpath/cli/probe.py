@@ -83,6 +83,7 @@ def show(profile: Profile, output: Path) -> None:
         column.justify = "right"
     routes = {point.what for point in profile.routes()}
     apart = routes | {point.what for point in profile.host_points()}
+    apart |= {point.what for point in profile.points if " beside " in point.what}
     for what in dict.fromkeys(point.what for point in profile.points if point.what not in apart):
         points = profile.of(what)
         fit = profile.fit(what)
@@ -96,9 +97,20 @@ def show(profile: Profile, output: Path) -> None:
     console.print(table)
     if routes:
         console.print(_routes(profile))
+    if profile.together():
+        console.print(_together(profile))
     if profile.host_points():
         console.print(_host(profile))
     console.print(f"The profile: {output}", soft_wrap=True)
+
+
+def _together(profile: Profile) -> Table:
+    table = Table("at the same time", "takes", "foretold", box=None, pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for slowdown in profile.together():
+        table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.foretold:.2f} ×")
+    return table
 
 
 def _host(profile: Profile) -> str:

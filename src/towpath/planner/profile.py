@@ -20,7 +20,8 @@ from towpath.core.routes import Grid, Op
 from towpath.core.wire import Wire
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
-from towpath.sim.hardware import CodecSpeed, Hardware, HostWork, Link, PassWork
+from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, CodecSpeed, Hardware, HostWork, Link, PassWork
 from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 from towpath.topology.cluster import Topology
 
@@ -43,6 +44,28 @@ HOST_PARTS = ("forward", "backward", "optimizer")
 
 def host_name(kind: str, part: str, shape: HostShape) -> str:
     return f"{part} {kind}, {shape.parameters} parameters a unit"
+
+
+# What a step does at the same time.
+TOGETHER_PAIRS = (
+    ("matmul float32", "inter, all"),
+    ("matmul float32", "intra, all"),
+    ("intra, all", "inter, all"),
+    ("matmul float32", "encode int8"),
+)
+
+
+def beside_name(what: str, other: str) -> str:
+    return f"{what} beside {other}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many times as long it takes beside something else: measured, and as the simulator shares things out."""
+
+    what: str
+    measured: float
+    foretold: float
 
 
 _MESHES = ("all ranks", "in nodes", "across nodes")
@@ -110,6 +133,41 @@ class Profile:
     def host_points(self) -> list[Point]:
         """Of the engine's and the optimizer's own work."""
         return [point for point in self.points if point.what.endswith("parameters a unit")]
+
+    def together(self) -> list[Slowdown]:
+        """Of each of two things that were done at once."""
+        found: list[Slowdown] = []
+        for pair in TOGETHER_PAIRS:
+            if not self.has(beside_name(*pair)):
+                continue
+            for mine, other in (pair, pair[::-1]):
+                alone, beside = (self.of(beside_name(mine, o))[0].usual for o in ("nothing", other))
+                found.append(Slowdown(beside_name(mine, other), beside / alone, self._foretold_slowdown(mine, other)))
+        return found
+
+    def _foretold_slowdown(self, mine: str, other: str) -> float:
+        """Both go on for ever: each at the rate that is left to it."""
+        hardware = self.cluster().hardware
+        fluid = Fluid(hardware.capacities)
+        flows = [self._flow(what, hardware, fluid) for what in (mine, other)]
+        for flow in flows:
+            fluid.start(flow)
+        fluid.share_out()
+        return 1 / (flows[0].seconds * flows[0].rate)
+
+    def _flow(self, what: str, hardware: Hardware, fluid: Fluid) -> Flow:
+        point = self.of(beside_name(what, "nothing"))[0]
+        if what in ("inter, all", "intra, all"):
+            width, crosses = self.topology.ranks_per_node, what == "inter, all"
+            link = hardware.inter if crosses else hardware.intra
+            work = hardware.ranks_sharing * (point.size * link.work + link.message_work)
+            needs = {CABLE: point.size * width} if crosses else {INSIDE: float(point.size)}
+            needs = needs | ({PROCESSOR: work} if work else {})
+        else:
+            # It was measured with its ranks at once: what one of them would take of the processor by itself is less.
+            alone = next(p for p in self.of(what) if p.size == point.size).usual
+            needs = {PROCESSOR: hardware.processor(alone)}
+        return Flow(max(point.usual, fluid.alone(needs)), needs)
 
     def foretold(self, point: Point) -> float:
         """What follows of the messages that were measured for one of `routes()`."""
