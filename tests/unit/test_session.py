@@ -57,14 +57,14 @@ def test_each_reason_to_skip_is_told_once_with_its_count_also_by_workers(tmp_pat
     assert told == [["3", "no Mars here  (test_it.py)"], ["1", "no Moon here  (test_it.py)"]]
 
 
-@pytest.mark.parametrize("compiles", [False, True], ids=["plain", "compiles"])
+@pytest.mark.parametrize("mark", ["", "compiles", "soak"])
 @pytest.mark.parametrize("load, fails", [(0.1, True), (3.0, False)], ids=["idle", "busy"])
-def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_compiles(
-    monkeypatch: pytest.MonkeyPatch, load: float, fails: bool, compiles: bool
+def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_is_meant_to_take_long(
+    monkeypatch: pytest.MonkeyPatch, load: float, fails: bool, mark: str
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     ledger = Ledger(None)
-    taken = {"seconds": spent.LIMIT_SECONDS + 1, "cpu": 2.0, "compiles": compiles}
+    taken = {"seconds": spent.LIMIT_SECONDS + 1, "cpu": 2.0, "compiles": mark == "compiles", "soak": mark == "soak"}
     report = pytest.TestReport("slow", ("", 0, ""), {}, "passed", None, "teardown", user_properties=[("spent", taken)])
     ledger.pytest_runtest_logreport(report)
 
@@ -72,7 +72,7 @@ def test_a_slow_test_fails_the_run_of_an_idle_machine_unless_it_compiles(
         exitstatus = pytest.ExitCode.OK
 
     ledger.pytest_sessionfinish(Session, pytest.ExitCode.OK)  # pyright: ignore[reportArgumentType]
-    assert (Session.exitstatus == pytest.ExitCode.TESTS_FAILED) == (fails and not compiles)
+    assert (Session.exitstatus == pytest.ExitCode.TESTS_FAILED) == (fails and not mark)
 
 
 def test_processor_seconds_hold_those_of_living_grandchildren() -> None:
