@@ -16,6 +16,7 @@ from towpath.auto.probe_together import Doing, beside
 from towpath.core.precision import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
+from towpath.planner import clusters
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing
 from towpath.planner.model import Line, Model
@@ -99,7 +100,7 @@ def test_measured_seconds_take_the_place_of_flops(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("nothing is asked of the cluster")
 
     monkeypatch.setattr(Cluster, "flops_of", refuse)
-    cluster = Cluster.__new__(Cluster)
+    cluster = clusters.load("ethernet-1g")
     plain, again = (computing(found, cluster, "float32", 4 * LENGTH, ckpt) for ckpt in (False, True))
 
     forward = [u.measured.forward.at(4 * LENGTH) for u in found.units if u.measured is not None]

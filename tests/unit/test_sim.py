@@ -294,3 +294,27 @@ def test_a_faster_rank_alone_gains_nothing() -> None:
 def test_what_cannot_be_is_refused(uneven: Uneven) -> None:
     with pytest.raises(ConfigError, match="expected"):
         late(strategy("ddp", Topology(2, 2)), uneven)
+
+
+# --- messages beside computation -------------------------------------------------------------------------------------
+
+
+def test_what_waits_for_a_busy_processor_takes_longer_only_as_long_as_it_is_busy() -> None:
+    """A message that takes a second alone and three beside a computation: a third of it is done when that ends."""
+    found = ends_of(
+        Fluid({"a": 1.0}), {"message": Flow(1.0, {}, busy_seconds=2.0), "product": Flow(1.0, {}, hinders=1.0)}
+    )
+
+    assert found == pytest.approx({"product": 1.0, "message": 1.0 + 2 / 3})
+
+
+def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> None:
+    topology = Topology(4, 1)
+    idle = hardware(topology)
+    busy = replace(idle, inter=replace(idle.inter, busy_latency=0.01))
+    (transfer,) = (t for t in schedule(strategy("ddp", topology), UNITS[:1], 1).transfers if t.kind is Kind.SYNC)
+
+    loads = loads_of(TransferShape.of(transfer), busy)
+
+    assert sum(load.busy_seconds for load in loads) == pytest.approx(2 * 3 * 0.01)  # an all-reduce by a ring of four
+    assert all(not load.busy_seconds for load in loads_of(TransferShape.of(transfer), idle))

@@ -23,7 +23,7 @@ from towpath.auto.probe_together import Doing, beside
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.core.formats import Codec, dtype_name
 from towpath.errors import TopologyError
-from towpath.planner.profile import SEVERAL, TOGETHER, TOGETHER_PAIRS, Point, Profile, beside_name
+from towpath.planner.profile import SEVERAL, TOGETHER, Point, Profile, beside_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -203,7 +203,8 @@ class _Prober:
             product = self._product(dtype)
             self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
             if dtype == torch.float32:
-                self._measure(TOGETHER, side, product)
+                # Ranks that come late from the barrier would have the processors to themselves for a while.
+                self._measure(TOGETHER, side, product, least_seconds=_TOGETHER_SECONDS)
 
     def _product(self, dtype: torch.dtype) -> Work:
         side = _SIDE[self._device.type]
@@ -212,37 +213,44 @@ class _Prober:
         return lambda: _ignore(torch.mm(a, b, out=out))
 
     def _together(self) -> None:
-        """Pairs of what a step does at once: each beside the other, on all ranks."""
-        doing = {name: self._doing(name) for name in (*_LINKS, "encode int8", "matmul float32")}
-        for names in TOGETHER_PAIRS:
-            first, second = (doing[name] for name in names)
-            if first is None or second is None:
-                continue
-            self._groups.barrier()
-            rows = self._groups.gather_objects(beside(first, second, self._device, _TOGETHER_SECONDS))
-            for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
-                self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
+        """Pairs of what a step does at once: each beside the other, on all ranks. Messages of two sizes: the small ones
+        tell how long they wait for a processor that computes."""
+        links = [name for name in _LINKS if any(point.what == name for point in self._points)]
+        product, encoding = self._doing("matmul float32"), self._doing("encode int8")
+        large = {name: self._message(name, small=False) for name in links}
+        for name in links:
+            self._beside(product, self._message(name, small=True))
+            self._beside(product, large[name])
+        if len(links) > 1:
+            self._beside(large["intra, all"], large["inter, all"])
+        self._beside(product, encoding)
 
-    def _doing(self, name: str) -> Doing | None:
-        """On all ranks at once; None: there is no such link."""
-        if name in _LINKS:
-            which = name.removesuffix(", all")
-            if not any(point.what == name for point in self._points):
-                return None
-            fitting = [p for p in self._points if p.what == name and p.usual <= _TOGETHER_SECONDS / 4]
-            point = max(fitting, key=lambda p: p.size)
-            work = self._exchange(*self._neighbours(which), point.size, 1, self._groups.of(self._everyone, which))
-            work()
-        elif name == "matmul float32":
-            point = next(p for p in self._points if p.what == TOGETHER)
-            work = self._product(torch.float32)
-        else:
-            point = next(p for p in self._points if p.what == name)
-            work = self._coding("int8")[0]
-        # Alone as they are here: on all ranks at once.
+    def _beside(self, first: Doing, second: Doing) -> None:
+        self._groups.barrier()
+        rows = self._groups.gather_objects(beside(first, second, self._device, _TOGETHER_SECONDS))
+        for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
+            self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
+
+    def _doing(self, name: str) -> Doing:
+        point = next(p for p in self._points if p.what == (TOGETHER if name.startswith("matmul") else name))
+        work = self._product(torch.float32) if name.startswith("matmul") else self._coding("int8")[0]
+        return self._alone(name, point, work, True)
+
+    def _message(self, name: str, small: bool) -> Doing:
+        points = sorted((p for p in self._points if p.what == name), key=lambda p: p.size)
+        quick = [p for p in points if p.usual <= _TOGETHER_SECONDS / 8]
+        point = points[0] if small or not quick else quick[-1]
+        which = name.removesuffix(", all")
+        work = self._exchange(*self._neighbours(which), point.size, 1, self._groups.of(self._everyone, which))
+        work()
+        return self._alone(name, point, work, False)
+
+    def _alone(self, name: str, point: Point, work: Work, local: bool) -> Doing:
+        """As it is on all ranks at once, while nothing else goes on."""
+        self._groups.barrier()
         seconds = max(self._groups.gather_objects(self._timed(work, max(1, round(0.05 / point.usual)))))
         self._points.append(Point(beside_name(name, "nothing"), point.size, (seconds,)))
-        return Doing(name, point.size, seconds, work, alone=name not in _LINKS)
+        return Doing(name, point.size, seconds, work, alone=local)
 
     def _host_work(self) -> None:
         if self._device.type == "cpu":
@@ -252,14 +260,16 @@ class _Prober:
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
-    def _measure(self, what: str, size: int, work: Work, alone: bool = False) -> None:
+    def _measure(
+        self, what: str, size: int, work: Work, alone: bool = False, least_seconds: float = _SHORT_SECONDS
+    ) -> None:
         """Of the slowest rank, and each repetition. `alone`: rank 0 does it while the others wait."""
         if alone and self._rank:
             work = _nothing
         work()  # connections are made, caches filled
         # Ranks do not leave a barrier together: what is short is done many times between two of them.
         once = max(self._groups.gather_objects(self._timed(work, 1)))
-        count = max(1, min(_MOST_AT_ONCE, round(_SHORT_SECONDS / once)))
+        count = max(1, min(_MOST_AT_ONCE, round(least_seconds / once)))
         taken: list[float] = []
         self._groups.barrier()
         busy = self._busy()

@@ -141,7 +141,7 @@ class Profile:
             if not self.has(beside_name(*pair)):
                 continue
             for mine, other in (pair, pair[::-1]):
-                alone, beside = (self.of(beside_name(mine, o))[0].usual for o in ("nothing", other))
+                alone, beside = (self.of(beside_name(mine, o))[-1].usual for o in ("nothing", other))
                 found.append(Slowdown(beside_name(mine, other), beside / alone, self._foretold_slowdown(mine, other)))
         return found
 
@@ -156,7 +156,7 @@ class Profile:
         return 1 / (flows[0].seconds * flows[0].rate)
 
     def _flow(self, what: str, hardware: Hardware, fluid: Fluid) -> Flow:
-        point = self.of(beside_name(what, "nothing"))[0]
+        point = self.of(beside_name(what, "nothing"))[-1]
         if what in ("inter, all", "intra, all"):
             width, crosses = self.topology.ranks_per_node, what == "inter, all"
             link = hardware.inter if crosses else hardware.intra
@@ -217,7 +217,15 @@ class Profile:
         ranks = self.topology.ranks_per_node
         senders = max(1, self.ranks_on_host // ranks) if which == "inter" else ranks
         each = several.busy / (SEVERAL * senders)
-        return Link(rate, one.latency, message, largest.busy / sent, each)
+        return Link(rate, one.latency, message, largest.busy / sent, each, self._busy_latency(which))
+
+    def _busy_latency(self, which: str) -> float:
+        """What the smallest message takes longer where all ranks compute."""
+        name = f"{which}, all"
+        beside, alone = beside_name(name, "matmul float32"), beside_name(name, "nothing")
+        if not self.has(beside):
+            return 0.0
+        return max(0.0, self.of(beside)[0].usual - self.of(alone)[0].usual)
 
     def _host_work(self, intra: Link, inter: Link) -> HostWork:
         """What is more of a sharded model than of a bare one, by unit and by parameter; of the optimizer all."""
@@ -250,7 +258,7 @@ class Profile:
         if self.device != "cpu":
             return None
         alone, together = self.of("matmul float32")[0].usual, self.of(TOGETHER)[0].usual
-        return self.ranks_on_host * min(1.0, alone / together)
+        return min(self.cores, self.ranks_on_host * min(1.0, alone / together))
 
     def to_json(self) -> str:
         found = asdict(self)

@@ -14,16 +14,21 @@ _ROUNDS = 4  # fifty change no rate by a thousandth (tests/unit/test_sim.py)
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """`seconds`: what it takes alone, at least; `needs`: how much of each resource it uses up meanwhile."""
+    """`seconds`: what it takes alone, at least; `needs`: how much of each resource it uses up meanwhile.
+
+    `busy_seconds`: what more it takes at least beside one that `hinders`: that much of it, from 0 to 1.
+    """
 
     seconds: float
     needs: Mapping[str, float]
+    busy_seconds: float = 0.0
+    hinders: float = 0.0
     left: float = 1.0  # of it
     rate: float = 0.0  # of it, a second
     signature: tuple[object, ...] = field(init=False)  # flows that have it in common get the same rate
 
     def __post_init__(self) -> None:
-        self.signature = (self.seconds, *self.needs.items())
+        self.signature = (self.seconds, self.busy_seconds, self.hinders, *self.needs.items())
 
 
 class Fluid:
@@ -70,21 +75,22 @@ class Fluid:
 
     def _settled(self) -> list[float]:
         """What a flow wants of a resource is what the others let it use: settled by going round them a few times."""
-        limits: dict[Flow, dict[str, float]] = {flow: {} for flow in self.flows}
+        hindered = max((flow.hinders for flow in self.flows), default=0.0)
+        limits = {flow: {"": 1 / (flow.seconds + hindered * flow.busy_seconds)} for flow in self.flows}
         users = {name: [f for f in self.flows if f.needs.get(name)] for name in self._capacities}
         shared = {name: found for name, found in users.items() if found}
         for number in range(_ROUNDS):
             for name, found in shared.items():
-                wants = {flow: flow.needs[name] * _limit(flow, limits[flow], but=name) for flow in found}
+                wants = {flow: flow.needs[name] * _limit(limits[flow], but=name) for flow in found}
                 for flow, share in _shares(self._capacities[name], wants).items():
                     # Until the last round a flow may come to want more than it does.
                     given = share if number < _ROUNDS - 1 else min(share, wants[flow])
                     limits[flow][name] = given / flow.needs[name]
-        return [_limit(flow, limits[flow]) for flow in self.flows]
+        return [_limit(limits[flow]) for flow in self.flows]
 
 
-def _limit(flow: Flow, limits: Mapping[str, float], but: str = "") -> float:
-    return min([1 / flow.seconds, *(limit for name, limit in limits.items() if name != but)])
+def _limit(limits: Mapping[str, float], but: str | None = None) -> float:
+    return min(limit for name, limit in limits.items() if name != but)
 
 
 def _shares(capacity: float, wants: Mapping[Flow, float]) -> dict[Flow, float]:

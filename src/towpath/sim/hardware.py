@@ -11,9 +11,10 @@ from towpath.topology.cluster import Topology
 class Link:
     """`rate`: bytes a second, each way: of a node's cable, or of what one rank sends inside its node.
 
-    `latency`: seconds from the start of a message to its first byte. `message`: seconds that each message keeps its
-    sender busy, however short. `work`, `message_work`: seconds of a processor core that each byte, and each message,
-    takes, at both ends together, where processors move them.
+    `latency`: seconds from the start of a message to its first byte, and `busy_latency` more of them while the
+    processors that carry it compute: a thread that a message wakes waits there for its turn. `message`: seconds that
+    each message keeps its sender busy, however short. `work`, `message_work`: seconds of a processor core that each
+    byte, and each message, takes, at both ends together, where processors move them.
     """
 
     rate: float
@@ -21,6 +22,7 @@ class Link:
     message: float = 0.0
     work: float = 0.0
     message_work: float = 0.0
+    busy_latency: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,12 @@ from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, Hardware
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """`seconds`: what it takes beside what its needs take, such as the latencies of its messages."""
+    """`seconds`: what it takes beside what its needs take, such as the latencies of its messages; `busy_seconds`: what
+    more it takes while the processors compute."""
 
     seconds: float
     needs: Mapping[str, float]
+    busy_seconds: float = 0.0
 
     @property
     def crosses(self) -> bool:
@@ -104,7 +106,9 @@ def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> Load:
     op, grid = shape.op, shape.grid
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
     cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
-    latency = max(hardware.inter.latency if phase.leaving else 0.0, hardware.intra.latency if phase.inside else 0.0)
+    used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
+    latency = max((link.latency for link in used), default=0.0)
+    busy = max((link.busy_latency for link in used), default=0.0)
     messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
     nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
     work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
@@ -116,7 +120,8 @@ def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> Load:
     needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
     if hardware.racks is not None:
         needs[SPINE] = cable * _share_leaving_racks(shape, hardware)
-    return Load(phase.rounds * latency + messages, {name: amount for name, amount in needs.items() if amount})
+    needed = {name: amount for name, amount in needs.items() if amount}
+    return Load(phase.rounds * latency + messages, needed, phase.rounds * busy)
 
 
 def _share_leaving_racks(shape: TransferShape, hardware: Hardware) -> float:

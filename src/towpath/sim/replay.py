@@ -205,7 +205,7 @@ class Replay:
             return
         needs = {PROCESSOR: self._hardware.processor(share * seconds)}
         began = self._fluid.now
-        yield Flow(max(seconds, self._fluid.alone(needs)), needs)
+        yield Flow(max(seconds, self._fluid.alone(needs)), needs, hinders=share)
         self._timeline.computed += self._fluid.now - began
         self._timeline.moments.append(Computed(self._fluid.now - began))
         self._timeline.events.append(Event("compute", name, began, self._fluid.now))
@@ -308,7 +308,7 @@ class Replay:
                 load = running.loads.popleft()
                 running.crosses_now = load.crosses
                 alone = self._fluid.alone(load.needs)
-                flow = Flow(load.seconds + alone, load.needs)
+                flow = Flow(load.seconds + alone, load.needs, load.busy_seconds)
                 self._started[flow] = running
                 busy.add(id(running))
                 self._fluid.start(flow)
