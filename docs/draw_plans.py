@@ -12,7 +12,7 @@ from towpath.planner import clusters
 from towpath.planner.model import describe
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
-from towpath.train.observe.plots import svg
+from towpath.train.observe.plots import standalone_svg
 
 DOCS = Path(__file__).parent
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"
@@ -23,10 +23,9 @@ def pictures() -> dict[Path, str]:
     cluster = clusters.load(CLUSTER)
     solver = Solver(describe(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
     by_rate, by_nodes = (curves(solver, BATCHING, found, _nothing) for found in (rates_of(solver), nodes_of(solver)))
-    drawn = {"which-by-rate": svg(draw_rates, by_rate, (7, 3.6)), "which-by-nodes": svg(draw_nodes, by_nodes, (7, 3.6))}
-    # Alone, without a page around it, a picture needs a ground to be seen on.
     return {
-        DOCS / f"{name}.svg": text.replace("<svg ", '<svg style="background: #fff" ', 1) for name, text in drawn.items()
+        DOCS / "which-by-rate.svg": standalone_svg(draw_rates, by_rate, (7, 3.6)),
+        DOCS / "which-by-nodes.svg": standalone_svg(draw_nodes, by_nodes, (7, 3.6)),
     }
 
 

@@ -9,29 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from docs.papers import written
 
+from towpath.cli.plan_report import Step
 from towpath.observing import Interval
-from towpath.train.observe.plots import draw_timelines, svg
+from towpath.train.observe.plots import draw_timelines, standalone_svg
 
 DOCS = Path(__file__).parent
 PAGE, PICTURE = DOCS / "planner.md", DOCS / "timelines.svg"
 RESULTS = DOCS.parent / "benchmarks" / "results" / "planner.jsonl"
 NAME = "predictions"  # of the table in the page
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """As `draw_timelines` takes it."""
-
-    strategy: str
-    timeline: Sequence[Interval]
 
 
 def last_runs() -> list[dict[str, Any]]:
@@ -66,9 +57,7 @@ def picture() -> str:
         for name in drawn
         for who, kept in (("traced", "engine"), ("simulated", "simulated"))
     ]
-    text = svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
-    # Alone, without a page around it, it needs a ground to be seen on.
-    return text.replace("<svg ", '<svg style="background: #fff" ', 1)
+    return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
 def main() -> None:

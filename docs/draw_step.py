@@ -10,7 +10,7 @@ from pathlib import Path
 
 from towpath import lab
 from towpath.train import demo
-from towpath.train.observe.plots import Outcome, draw_timelines, svg
+from towpath.train.observe.plots import Outcome, draw_timelines, standalone_svg
 
 
 def main() -> None:
@@ -24,9 +24,7 @@ def main() -> None:
         for strategy in options.strategies:
             config = demo.configuration(strategy, steps=6)
             outcomes.append(cluster.call(demo.trained, config, True, timeout_seconds=600)[0])
-    drawn = svg(draw_timelines, outcomes, (10, 0.8 + 0.8 * len(outcomes)))
-    # Alone, without a page around it, it needs a ground to be seen on.
-    options.output.write_text(drawn.replace("<svg ", '<svg style="background: #fff" ', 1))
+    options.output.write_text(standalone_svg(draw_timelines, outcomes, (10, 0.8 + 0.8 * len(outcomes))))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from towpath.topology.cluster import Extent
 PAGE = Path(__file__).parent / "papers.md"
 
 BLOCKS, MATRICES = "blocks", "matrices"
+_AFTER_ATTENTION = 3  # of a block's matrices, the one that takes what attention gives
 NEAR = 0.15  # what the papers' figures are to be met within
 
 
@@ -44,15 +45,12 @@ def model_of(name: str, length: int, units: str) -> Model:
     whole = shape.model(name, length)
     if units == BLOCKS:
         return whole
-    shared = shape.width * (shape.kv_heads or shape.heads) // shape.heads
-    attention = [(shape.width, shape.width), (shape.width, shared), (shape.width, shared), (shape.width, shape.width)]
-    feed = [(shape.width, shape.hidden)] * (2 if shape.gated else 1) + [(shape.hidden, shape.width)]
-    scores = 4 * length * shape.width
     found = [whole.units[0]]
     for block in range(shape.depth):
-        for i, matrix in enumerate([*attention, *feed]):
+        for i, matrix in enumerate(shape.matrices):
             spec = UnitSpec(f"{block}.{i}", (BucketSpec((prod(matrix),)),))
-            found.append(Unit(spec, 2.0 * prod(matrix) + (scores if i == len(attention) - 1 else 0), 0, 0))
+            scores = shape.attention_flops(length) if i == _AFTER_ATTENTION else 0
+            found.append(Unit(spec, 2.0 * prod(matrix) + scores, 0, 0))
     return Model(name, length, tuple(found))
 
 

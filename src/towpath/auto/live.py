@@ -109,24 +109,9 @@ def trace(
     values: dict[str, torch.Tensor] = {n: fakes[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     owned = {_storage(fake) for fake in fakes.values()}
     dtypes = {u.name: torch_dtype(precision.compute_dtype(u.buckets[0].spec.dtype)) for u in layouts if u.buckets}
-    kept: dict[str, float] = defaultdict(float)
-    besides: dict[str, float] = defaultdict(float)
+    kept = _Kept(owned, dtypes)
     entering: dict[str, float] = defaultdict(float)
-    seen: set[int] = set()
-    inside = [""]
     calls: dict[nn.Module, Call] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage, unit = _storage(tensor), inside[-1]
-        if storage not in owned and storage not in seen:
-            seen.add(storage)
-            nbytes = tensor.untyped_storage().nbytes()
-            if tensor.dtype == dtypes.get(unit, torch.float32):
-                kept[unit] += nbytes / tensor.itemsize
-            else:
-                besides[unit] += nbytes
-        return tensor
-
     counter, live = FlopCounterMode(display=False), LiveBytes(owned)
     where = next(iter(fakes.values())).device if fakes else torch.device("cpu")
 
@@ -137,8 +122,8 @@ def trace(
         given = tree_map(faked, tuple(inputs))
     with (
         mode,
-        _noting_units(layouts, inside, entering, calls),
-        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        _noting_units(layouts, kept.inside, entering, calls),
+        torch.autograd.graph.saved_tensors_hooks(kept.saved, lambda tensor: tensor),
         counter,
         live,
     ):
@@ -146,18 +131,48 @@ def trace(
             output = functional_call(model, values, given)
         except Exception as error:
             raise ConfigError(f"the model cannot be run with the inputs it was described with: {error}") from error
+    calls[model] = Call(given, {}, output)
+    with mode, live:
+        _backward(output, fakes.values())
+    passing = max(0.0, live.most - kept.nbytes)
+    return Traced(_flops(model, layouts, counter), kept.elements, kept.besides, entering, passing, calls)
+
+
+def _flops(model: nn.Module, layouts: Sequence[UnitLayout], counter: FlopCounterMode) -> dict[str, float]:
+    """By unit; what no other unit has computed is the root's."""
     counts = counter.get_flop_counts()
     flops: dict[str, float] = {}
     for layout in layouts:
         if layout.name:
             names = [n for n, module in model.named_modules() if any(module is m for m in layout.modules)]
             flops[layout.name] = sum(sum(counts.get(f"{type(model).__name__}.{n}", {}).values()) for n in names)
-    flops[""] = counter.get_total_flops() - sum(flops.values())
-    calls[model] = Call(given, {}, output)
-    with mode, live:
-        _backward(output, fakes.values())
-    lasting = sum(besides.values()) + sum(kept[name] * dtype.itemsize for name, dtype in dtypes.items())
-    return Traced(flops, kept, besides, entering, max(0.0, live.most - lasting), calls)
+    return flops | {"": counter.get_total_flops() - sum(flops.values())}
+
+
+class _Kept:
+    """What autograd saves in a forward pass, by unit: elements of what the unit computes in, and bytes besides.
+
+    `owned`: storages that do not count; `dtypes`: what each unit computes in; `inside[-1]`: the unit under way.
+    """
+
+    def __init__(self, owned: Set[int], dtypes: Mapping[str, torch.dtype]) -> None:
+        self.elements: dict[str, float] = defaultdict(float)
+        self.besides: dict[str, float] = defaultdict(float)
+        self.inside = [""]
+        self.nbytes = 0
+        self._dtypes, self._known = dtypes, set(owned)
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage, unit = _storage(tensor), self.inside[-1]
+        if storage not in self._known:
+            self._known.add(storage)
+            nbytes = tensor.untyped_storage().nbytes()
+            self.nbytes += nbytes
+            if tensor.dtype == self._dtypes.get(unit, torch.float32):
+                self.elements[unit] += nbytes / tensor.itemsize
+            else:
+                self.besides[unit] += nbytes
+        return tensor
 
 
 def _backward(output: Any, parameters: Iterable[torch.Tensor]) -> None:

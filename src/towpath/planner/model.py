@@ -119,31 +119,41 @@ class Transformer:
     def model(self, name: str, length: int) -> Model:
         if type(length) is not int or length < 1:
             raise ConfigError(f"model: length = {length!r}: expected a whole number of at least 1.")
-        shared = self.width * (self.kv_heads or self.heads) // self.heads
-        block = self._block(shared, length)
+        block = self._block(length)
         numel = sum(block.spec.buckets[0].numels)
         units = [self._root()]
         for batch in together([numel] * self.depth):
             units.append(_several(block, "blocks", batch))
         return Model(name, length, tuple(units))
 
-    def _matrices(self, shared: int) -> list[tuple[int, int]]:
+    @property
+    def _shared(self) -> int:
+        """Width of keys, and of values: several heads may share them."""
+        return self.width * (self.kv_heads or self.heads) // self.heads
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """Of a block: the attention's four, and those of the feed-forward part."""
+        shared = self._shared
         attention = [(self.width, self.width), (self.width, shared), (self.width, shared), (self.width, self.width)]
         feed = [(self.width, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, self.width)]
         return attention + feed
 
-    def _block(self, shared: int, length: int) -> Unit:
-        matrices = self._matrices(shared)
+    def attention_flops(self, length: int) -> int:
+        """Of a token in a block: its scores, and their product with the values."""
+        return 4 * length * self.width
+
+    def _block(self, length: int) -> Unit:
+        matrices = self.matrices
         numels = [prod(shape) for shape in matrices]
         numels += [out for _, out in matrices] if self.biases else []
         numels += [self.width] * (4 if self.biases else 2)
-        attention = 4 * length * self.width  # scores, and their product with the values
         # What the norms, projections, attention (which recomputes its scores) and activation functions read again.
-        kept = 4 * self.width + 2 * self.width + 2 * shared
+        kept = 4 * self.width + 2 * self.width + 2 * self._shared
         kept += self.hidden * (4 if self.gated else 2)
         return Unit(
             UnitSpec("block", (BucketSpec(tuple(numels)),)),
-            2 * sum(map(prod, matrices)) + attention,
+            2 * sum(map(prod, matrices)) + self.attention_flops(length),
             kept,
             self.width,
             kept_fp32=self.heads + 2,  # of attention one number for each head, of each norm one

@@ -56,6 +56,11 @@ def svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, flo
     return text[text.index("<svg") :]
 
 
+def standalone_svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, float]) -> str:
+    """For a file of its own: without a page around it, a picture needs a ground to be seen on."""
+    return svg(draw, shown, size).replace("<svg ", '<svg style="background: #fff" ', 1)
+
+
 def colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
