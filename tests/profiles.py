@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from towpath.core.routes import Op
 from towpath.planner.profile import (
     HOST_PARTS,
     HOST_SHAPES,
+    INTER,
+    INTRA,
+    NOTHING,
+    PRODUCT,
     TOGETHER,
     HostShape,
     Point,
@@ -41,8 +47,13 @@ def host_points(*, unit: float, parameter: float, transfer: float) -> list[Point
     ]
 
 
-def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
-    """Four ranks that share two cores of one host; `cable`: bytes a second of a node."""
+# What a small message of a link takes longer beside a computation.
+BUSY_LATENCY = {INTER: 3e-3, INTRA: 1e-3}
+
+
+def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Point] = ()) -> Profile:
+    """Four ranks that share two cores of one host; `cable`: bytes a second of a node. `host_work`: as `host_points`
+    makes them; none: the engine takes nothing of the processor."""
 
     def points(what: str, latency: float, rate: float, busy: float = 0.0) -> list[Point]:
         return [Point(what, n, (s, s, 9 * s), busy * n) for n, s in line(latency, rate, 4096, 1 << 20)]
@@ -58,7 +69,7 @@ def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
     alone = [
         *points("copy", 0, 1e10),
         *points("add", 0, 8e9),
-        Point("matmul float32", 100, (2e-5,)),
+        Point(PRODUCT, 100, (2e-5,)),
         Point(TOGETHER, 100, (4e-5,)),
         *points("encode int8", 0, 1e9),
         *points("decode int8", 0, 2e9),
@@ -67,12 +78,16 @@ def made_profile(host: str = "here", cable: float = 2e7) -> Profile:
         Point(route_name(Op.ALL_GATHER, route, mesh), 1 << 20, (0.1, 0.1))
         for route, mesh in (("ho-ring", "all ranks"), ("flat", "in nodes"), ("flat", "across nodes"))
     ]
-    inter = 1e-4 + (1 << 20) / (cable / 2)
-    together = [
-        Point(beside_name("matmul float32", "nothing"), 100, (4e-5,)),
-        Point(beside_name("matmul float32", "inter, all"), 100, (6e-5,)),
-        Point(beside_name("inter, all", "nothing"), 1 << 20, (inter,)),
-        Point(beside_name("inter, all", "matmul float32"), 1 << 20, (2 * inter,)),
-    ]
-    points = (*links, *alone, *routes, *together)
+    together = [Point(beside_name(PRODUCT, NOTHING), 100, (4e-5,))]
+    for link, latency, rate in ((INTER, 1e-4, cable / 2), (INTRA, 5e-5, 5e8)):
+        (small, least), (large, most) = line(latency, rate, 4096, 1 << 20)
+        together += [
+            Point(beside_name(PRODUCT, link), 100, (6e-5,)),
+            Point(beside_name(link, NOTHING), small, (least,)),
+            Point(beside_name(link, NOTHING), large, (most,)),
+            Point(beside_name(link, PRODUCT), small, (least + BUSY_LATENCY[link],)),
+            Point(beside_name(link, PRODUCT), large, (2 * most,)),
+        ]
+    work = host_work or host_points(unit=0.0, parameter=0.0, transfer=0.0)
+    points = (*links, *alone, *routes, *together, *work)
     return Profile(Topology(2, 2), "cpu", host, "2026-01-01 00:00", 2, 4, 4 << 30, points)

@@ -16,9 +16,8 @@ RATE = "100mbit"
 def measured(rank: int, world: int) -> Profile:
     from towpath.auto import host_work, probe
 
-    # What takes as long as it does, whatever the budget; and nothing of it is looked at here.
+    # It takes as long as it does, whatever the budget; and nothing of it is looked at here.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "_TOGETHER_SECONDS", 0.05)
         patch.setattr(host_work, "_REPEATS", 3)
         return probe.probe(Topology(2, 2), budget_seconds=6)
 

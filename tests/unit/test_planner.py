@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.profiles import host_points, line, made_profile
+from tests.profiles import BUSY_LATENCY, host_points, line, made_profile
 from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
 from towpath.core.presets import strategy
@@ -23,7 +23,8 @@ from towpath.planner.clusters import shipped
 from towpath.planner.cost import computing
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
-from towpath.planner.profile import SEVERAL, Profile, fitted
+from towpath.planner.probe_checks import collective_seconds, slowdowns
+from towpath.planner.profile import INTER, INTRA, NOTHING, SEVERAL, Profile, beside_name, fitted, route_of
 from towpath.planner.request import BF16, Optimizer, Request
 from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
 from towpath.sim.hardware import PassWork
@@ -332,18 +333,20 @@ def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
 def test_what_a_collective_takes_follows_from_the_messages() -> None:
     """Over two nodes of two the cables carry half of the region each way; in nodes nothing crosses."""
     cable = 2e7
-    foretold = {p.what.partition(", ")[2]: made_profile(cable=cable).foretold(p) for p in made_profile().routes()}
+    made = made_profile(cable=cable)
+    foretold = {route_of(point.what)[2]: collective_seconds(made, point) for point in made.routes()}
 
+    # Latencies come on top: a tenth of a millisecond a message.
     assert foretold["all ranks"] == pytest.approx((1 << 19) / cable, rel=0.1)
     assert foretold["across nodes"] == pytest.approx((1 << 20) / cable, rel=0.1)
     assert foretold["in nodes"] < 0.2 * foretold["all ranks"]
 
 
 def test_what_the_engine_takes_of_the_processor_is_told_by_unit_parameter_and_transfer() -> None:
-    made = made_profile()
+    made = made_profile(host_work=host_points(unit=2e-4, parameter=1e-5, transfer=5e-4))
     several = next(p for p in made.points if p.what == "inter, several")
     points = [p for p in made.points if p is not several]
-    points += [replace(several, busy=SEVERAL * 2 * 3e-5), *host_points(unit=2e-4, parameter=1e-5, transfer=5e-4)]
+    points.append(replace(several, busy=SEVERAL * 2 * 3e-5))
 
     hardware = replace(made, points=tuple(points)).cluster().hardware
 
@@ -356,7 +359,7 @@ def test_what_the_engine_takes_of_the_processor_is_told_by_unit_parameter_and_tr
 
 def test_a_step_takes_longer_by_what_the_engine_takes_of_the_processor() -> None:
     model, made = describe("gpt-2.5b"), made_profile()
-    with_host = replace(made, points=(*made.points, *host_points(unit=2e-4, parameter=1e-5, transfer=0.0)))
+    with_host = made_profile(host_work=host_points(unit=2e-4, parameter=1e-5, transfer=0.0))
 
     without, more = (computing(model, p.cluster(), "float32", 64, False) for p in (made, with_host))
 
@@ -366,12 +369,28 @@ def test_a_step_takes_longer_by_what_the_engine_takes_of_the_processor() -> None
 
 
 def test_what_is_done_at_once_is_told_beside_what_the_simulator_gives_each() -> None:
-    """A message hardly needs the processors that the matrices have, and gets what it needs of them."""
-    product, message = made_profile().together()
+    """A message hardly needs the processors that the matrices have, but waits for its turn there."""
+    made = made_profile()
+    product, message, *_ = slowdowns(made)
 
     assert (product.what, product.measured) == ("matmul float32 beside inter, all", pytest.approx(1.5))
     assert (message.what, message.measured) == ("inter, all beside matmul float32", pytest.approx(2.0))
-    assert 1.0 < product.foretold < 1.2 and message.foretold == pytest.approx(1.0, abs=0.01)
+    alone = made.of(beside_name(INTER, NOTHING))[-1].usual
+    assert 1.0 < product.foretold < 1.2
+    assert message.foretold == pytest.approx(1 + BUSY_LATENCY[INTER] / alone, rel=1e-3)
+
+
+def test_a_small_message_beside_a_computation_tells_how_long_each_waits_for_the_processor() -> None:
+    hardware = made_profile().cluster().hardware
+
+    assert hardware.inter.busy_latency == pytest.approx(BUSY_LATENCY[INTER])
+    assert hardware.intra.busy_latency == pytest.approx(BUSY_LATENCY[INTRA])
+
+
+def test_a_profile_of_before_is_refused_rather_than_read_without_what_it_lacks() -> None:
+    old = json.loads(made_profile().to_json()) | {"version": 1}
+    with pytest.raises(ConfigError, match="version 1; this Towpath reads 2"):
+        Profile.from_json(json.dumps(old))
 
 
 def test_a_profile_is_a_cluster() -> None:
@@ -401,7 +420,7 @@ def test_a_profile_is_read_as_it_was_written_and_planned_with(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     "change, told",
-    [({"version": 7}, "version 7; this Towpath reads 1"), ({"points": 3}, "cannot be"), ({"more": 1}, "cannot be")],
+    [({"version": 7}, "version 7; this Towpath reads 2"), ({"points": 3}, "cannot be"), ({"more": 1}, "cannot be")],
 )
 def test_a_file_that_is_no_profile_is_refused(change: dict[str, object], told: str, tmp_path: Path) -> None:
     file = tmp_path / "profile.json"

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from towpath.core import presets
@@ -26,35 +25,35 @@ from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, h
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
-_REPEATS = 8
+_REPEATS = 6
 _ELEMENTS = 16  # of a parameter
 _CACHED_BYTES = 1 << 21  # that a processor keeps near
 
 
-class _Elsewhere(torch.autograd.Function):
-    """Passes its input on, and works on other memory, in both passes."""
-
-    memory = torch.zeros(_CACHED_BYTES // 4)
+class _FillCaches(torch.autograd.Function):
+    """Passes its input on, and works on `memory`, in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        _Elsewhere.memory.add_(1.0)
+    def forward(ctx: Any, x: Tensor, memory: Tensor) -> Tensor:
+        memory.add_(1.0)
+        ctx.memory = memory
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        _Elsewhere.memory.add_(1.0)
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.memory.add_(1.0)
+        return grads[0], None
 
 
 class _Unit(nn.Module):
-    def __init__(self, parameters: int) -> None:
+    def __init__(self, parameters: int, memory: Tensor) -> None:
         super().__init__()
+        self.memory = [memory]  # no buffer: it is nobody's values
         self.factors = nn.ParameterList(nn.Parameter(torch.ones(_ELEMENTS)) for _ in range(parameters))
 
     def forward(self, x: Tensor) -> Tensor:
         for factor in self.factors:
-            x = _Elsewhere.apply(x) * factor
+            x = _FillCaches.apply(x, self.memory[0]) * factor
         return x
 
 
@@ -69,8 +68,7 @@ class _Kind:
 
 def measured(groups: Groups) -> list[Point]:
     """Every rank must call it."""
-    mine: Any = dist.new_group([groups.members[groups.rank]], use_local_synchronization=True)
-    alone = Groups(mine)
+    alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
     kinds = [_Kind("bare"), _Kind("sharded", "ddp", alone), _Kind("over all ranks", "zero3", groups)]
     return [point for kind in kinds for shape in HOST_SHAPES for point in _points(kind, shape)]
 
@@ -83,7 +81,8 @@ def _points(kind: _Kind, shape: HostShape) -> Iterator[Point]:
 
 def _steps(kind: _Kind, shape: HostShape) -> list[Sequence[float]]:
     """Processor seconds of each part of a step."""
-    model: Any = nn.Sequential(*(_Unit(shape.parameters) for _ in range(shape.units)))
+    memory = torch.zeros(_CACHED_BYTES // 4)
+    model: Any = nn.Sequential(*(_Unit(shape.parameters, memory) for _ in range(shape.units)))
     if kind.groups is not None:
         strategy = presets.strategy(kind.strategy, Topology(kind.groups.world, 1))
         build(model, BuildOptions(strategy, Precision(), None), lay_out(model, [_Unit]), kind.groups)

@@ -23,7 +23,18 @@ from towpath.auto.probe_together import Doing, beside
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.core.formats import Codec, dtype_name
 from towpath.errors import TopologyError
-from towpath.planner.profile import SEVERAL, TOGETHER, Point, Profile, beside_name
+from towpath.planner.profile import (
+    INTER,
+    INTRA,
+    NOTHING,
+    PAIRS,
+    PRODUCT,
+    SEVERAL,
+    TOGETHER,
+    Point,
+    Profile,
+    beside_name,
+)
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -32,12 +43,13 @@ _SMALLEST_REGION = 1 << 17  # of a route's collective
 _GROWTH = 8
 _REPEATS = 5
 _SHORT_SECONDS, _MOST_AT_ONCE = 0.01, 200
-_TOGETHER_SECONDS = 0.4  # that two things are done at once
-_LINKS = ("inter, all", "intra, all")
+_LARGE_SECONDS = 0.02  # that a message takes which is sent beside something else, at most
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
-_SHARES = {"inter": 0.5, "intra": 0.2, "routes": 0.2}
+_SHARES = {"inter": 0.5, "intra": 0.15, "routes": 0.15, "pairs": 0.15}
+_SLOWED = 5  # times as long as alone, what is done beside something else: about, where processors are shared
+_ALL_AT_ONCE_SECONDS = 0.15  # of products on all ranks: who comes late from the barrier is to count little
 # A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
@@ -98,7 +110,7 @@ class _Prober:
             self._memory,
             self._compute,
             self._host_work,
-            self._together,
+            partial(self._pairs, self._budget * _SHARES["pairs"]),
         ]
         for done, part in enumerate(parts, 1):
             part()
@@ -203,8 +215,7 @@ class _Prober:
             product = self._product(dtype)
             self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
             if dtype == torch.float32:
-                # Ranks that come late from the barrier would have the processors to themselves for a while.
-                self._measure(TOGETHER, side, product, least_seconds=_TOGETHER_SECONDS)
+                self._measure(TOGETHER, side, product, least_seconds=_ALL_AT_ONCE_SECONDS)
 
     def _product(self, dtype: torch.dtype) -> Work:
         side = _SIDE[self._device.type]
@@ -212,33 +223,32 @@ class _Prober:
         out = torch.empty_like(a)
         return lambda: _ignore(torch.mm(a, b, out=out))
 
-    def _together(self) -> None:
-        """Pairs of what a step does at once: each beside the other, on all ranks. Messages of two sizes: the small ones
-        tell how long they wait for a processor that computes."""
-        links = [name for name in _LINKS if any(point.what == name for point in self._points)]
-        product, encoding = self._doing("matmul float32"), self._doing("encode int8")
-        large = {name: self._message(name, small=False) for name in links}
-        for name in links:
-            self._beside(product, self._message(name, small=True))
-            self._beside(product, large[name])
-        if len(links) > 1:
-            self._beside(large["intra, all"], large["inter, all"])
-        self._beside(product, encoding)
+    def _pairs(self, seconds: float) -> None:
+        """What a step does at once, each beside the other, on all ranks. Small messages beside a product tell how long
+        one waits for a processor that computes."""
+        names = dict.fromkeys(name for pair in PAIRS for name in pair)
+        done = {name: self._doing(name) for name in names if any(point.what == name for point in self._points)}
+        pairs = [(done[PRODUCT], self._message(link, small=True)) for link in (INTER, INTRA) if link in done]
+        pairs += [(done[first], done[second]) for first, second in PAIRS if first in done and second in done]
+        for first, second in pairs:
+            self._beside(first, second, seconds / len(pairs) / _SLOWED)
 
-    def _beside(self, first: Doing, second: Doing) -> None:
+    def _beside(self, first: Doing, second: Doing, seconds_alone: float) -> None:
         self._groups.barrier()
-        rows = self._groups.gather_objects(beside(first, second, self._device, _TOGETHER_SECONDS))
+        rows = self._groups.gather_objects(beside(first, second, self._device, seconds_alone))
         for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
             self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
 
     def _doing(self, name: str) -> Doing:
-        point = next(p for p in self._points if p.what == (TOGETHER if name.startswith("matmul") else name))
-        work = self._product(torch.float32) if name.startswith("matmul") else self._coding("int8")[0]
+        if name in (INTER, INTRA):
+            return self._message(name, small=False)
+        point = next(p for p in self._points if p.what == name)
+        work = self._product(torch.float32) if name == PRODUCT else self._coding("int8")[0]
         return self._alone(name, point, work, True)
 
     def _message(self, name: str, small: bool) -> Doing:
         points = sorted((p for p in self._points if p.what == name), key=lambda p: p.size)
-        quick = [p for p in points if p.usual <= _TOGETHER_SECONDS / 8]
+        quick = [p for p in points if p.usual <= _LARGE_SECONDS]
         point = points[0] if small or not quick else quick[-1]
         which = name.removesuffix(", all")
         work = self._exchange(*self._neighbours(which), point.size, 1, self._groups.of(self._everyone, which))
@@ -249,7 +259,7 @@ class _Prober:
         """As it is on all ranks at once, while nothing else goes on."""
         self._groups.barrier()
         seconds = max(self._groups.gather_objects(self._timed(work, max(1, round(0.05 / point.usual)))))
-        self._points.append(Point(beside_name(name, "nothing"), point.size, (seconds,)))
+        self._points.append(Point(beside_name(name, NOTHING), point.size, (seconds,)))
         return Doing(name, point.size, seconds, work, alone=local)
 
     def _host_work(self) -> None:

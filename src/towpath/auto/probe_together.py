@@ -25,7 +25,8 @@ class Doing:
 
 
 def beside(first: Doing, second: Doing, device: torch.device, seconds: float) -> tuple[float, float]:
-    """What each of the two takes while the other goes on: `second` for about `seconds`, `first` as long as that.
+    """What each of the two takes while the other goes on: `second` as often as would take `seconds` alone, `first` as
+    long as that.
 
     What other ranks take part in is done as often on every rank: of two such things the quicker ends a little earlier.
     """

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
+from towpath.planner.probe_checks import collective_seconds, slowdowns
 from towpath.planner.profile import Profile
 from towpath.planner.tables import seconds
 
@@ -44,6 +45,22 @@ def probe(
         )
     check_folder("--output", output)
     check_folder("--picture", picture)
+    profile = _measured(budget)
+    if profile is None:
+        return
+    output.write_text(profile.to_json(), encoding="utf-8")
+    if picture is not None:
+        from towpath.cli.probe_picture import drawn
+
+        picture.write_text(drawn(profile), encoding="utf-8")
+    if as_json:
+        sys.stdout.write(profile.to_json())
+    else:
+        show(profile, output)
+
+
+def _measured(budget: float) -> Profile | None:
+    """By all ranks; rank 0 has it."""
     import torch
     import torch.distributed as dist
 
@@ -54,25 +71,13 @@ def probe(
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
-        first = dist.get_rank() == 0
-        if first:
-            with progress_bar("Probing") as say:
-                profile = measure(budget_seconds=budget, say=say)
-        else:
-            profile = measure(budget_seconds=budget)
+        if dist.get_rank():
+            measure(budget_seconds=budget)
+            return None
+        with progress_bar("Probing") as say:
+            return measure(budget_seconds=budget, say=say)
     finally:
         dist.destroy_process_group()
-    if not first:
-        return
-    output.write_text(profile.to_json(), encoding="utf-8")
-    if picture is not None:
-        from towpath.cli.probe_picture import drawn
-
-        picture.write_text(drawn(profile), encoding="utf-8")
-    if as_json:
-        sys.stdout.write(profile.to_json())
-        return
-    show(profile, output)
 
 
 def show(profile: Profile, output: Path) -> None:
@@ -81,10 +86,7 @@ def show(profile: Profile, output: Path) -> None:
     table = Table("what", "sizes", "latency", "rate", "error of the fit", box=None, pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"
-    routes = {point.what for point in profile.routes()}
-    apart = routes | {point.what for point in profile.host_points()}
-    apart |= {point.what for point in profile.points if " beside " in point.what}
-    for what in dict.fromkeys(point.what for point in profile.points if point.what not in apart):
+    for what in dict.fromkeys(point.what for point in profile.singles()):
         points = profile.of(what)
         fit = profile.fit(what)
         sizes = f"{points[0].size:,} to {points[-1].size:,}" if len(points) > 1 else f"{points[0].size:,}"
@@ -95,20 +97,20 @@ def show(profile: Profile, output: Path) -> None:
             continue
         table.add_row(what, sizes, f"{fit.latency * 1e6:.0f} µs", f"{fit.rate / scale:.4g} {unit}", f"{fit.error:.0%}")
     console.print(table)
-    if routes:
+    if profile.routes():
         console.print(_routes(profile))
-    if profile.together():
-        console.print(_together(profile))
+    if profile.pairs():
+        console.print(_pairs(profile))
     if profile.host_points():
         console.print(_host(profile))
     console.print(f"The profile: {output}", soft_wrap=True)
 
 
-def _together(profile: Profile) -> Table:
+def _pairs(profile: Profile) -> Table:
     table = Table("at the same time", "takes", "foretold", box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
-    for slowdown in profile.together():
+    for slowdown in slowdowns(profile):
         table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.foretold:.2f} ×")
     return table
 
@@ -130,7 +132,7 @@ def _routes(profile: Profile) -> Table:
         column.justify = "right"
     for what in dict.fromkeys(point.what for point in profile.routes()):
         point = profile.of(what)[-1]
-        foretold = profile.foretold(point)
+        foretold = collective_seconds(profile, point)
         difference = foretold / point.usual - 1
         table.add_row(what, f"{point.size:,}", seconds(point.usual), f"{seconds(foretold)} ({difference:+.0%})")
     return table

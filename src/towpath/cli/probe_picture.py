@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from towpath.planner.probe_checks import collective_seconds
 from towpath.planner.profile import Profile
-from towpath.train.observe.plots import colour, svg
+from towpath.train.observe.plots import colour, standalone_svg
 
 _LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")
 
 
 def drawn(profile: Profile) -> str:
-    return svg(_draw, profile, (10, 4.2)).replace("<svg ", '<svg style="background: #fff" ', 1)
+    return standalone_svg(_draw, profile, (10, 4.2))
 
 
 def _draw(figure: Any, profile: Profile) -> None:
@@ -47,5 +48,5 @@ def _draw_routes(axes: Any, profile: Profile) -> None:
         points = profile.of(what)
         sizes = [point.size for point in points]
         axes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=colour(number))
-        foretold = [profile.foretold(point) for point in points]
+        foretold = [collective_seconds(profile, point) for point in points]
         axes.plot(sizes, foretold, color=colour(number), linewidth=1.0, label=what)

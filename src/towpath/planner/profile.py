@@ -15,17 +15,13 @@ from statistics import median
 from typing import Any
 
 from towpath.core.formats import CODECS, FLOATING
-from towpath.core.move_shapes import MoveShape
-from towpath.core.routes import Grid, Op
-from towpath.core.wire import Wire
+from towpath.core.routes import Op
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
-from towpath.sim.fluid import Flow, Fluid
-from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, CodecSpeed, Hardware, HostWork, Link, PassWork
-from towpath.sim.loads import TransferShape, loads_of, seconds_alone
+from towpath.sim.hardware import CodecSpeed, Hardware, HostWork, Link, PassWork
 from towpath.topology.cluster import Topology
 
-VERSION = 1
+VERSION = 2
 SEVERAL = 9  # messages that are sent at once where more than one is
 TOGETHER = "matmul float32, all"  # by all ranks at once, of the size of 'matmul float32'
 
@@ -47,34 +43,28 @@ def host_name(kind: str, part: str, shape: HostShape) -> str:
 
 
 # What a step does at the same time.
-TOGETHER_PAIRS = (
-    ("matmul float32", "inter, all"),
-    ("matmul float32", "intra, all"),
-    ("intra, all", "inter, all"),
-    ("matmul float32", "encode int8"),
-)
+INTER, INTRA, PRODUCT, ENCODING, NOTHING = "inter, all", "intra, all", "matmul float32", "encode int8", "nothing"
+PAIRS = ((PRODUCT, INTER), (PRODUCT, INTRA), (INTRA, INTER), (PRODUCT, ENCODING))
 
 
 def beside_name(what: str, other: str) -> str:
     return f"{what} beside {other}"
 
 
-@dataclass(frozen=True, slots=True)
-class Slowdown:
-    """How many times as long it takes beside something else: measured, and as the simulator shares things out."""
-
-    what: str
-    measured: float
-    foretold: float
-
-
-_MESHES = ("all ranks", "in nodes", "across nodes")
+MESHES = ("all ranks", "in nodes", "across nodes")
 
 
 def route_name(op: Op, route: str, mesh: str) -> str:
     """What a measurement of a route's collective is called. `mesh`: all ranks, or those in nodes or across nodes."""
-    assert mesh in _MESHES, mesh
+    assert mesh in MESHES, mesh
     return f"{op.value} by {route}, {mesh}"
+
+
+def route_of(name: str) -> tuple[str, str, str]:
+    """The operation, the route and the mesh that `route_name` was given."""
+    op, _, rest = name.partition(" by ")
+    route, _, mesh = rest.partition(", ")
+    return op, route, mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,56 +118,20 @@ class Profile:
 
     def routes(self) -> list[Point]:
         """Of whole collectives; nothing is fitted to them."""
-        return [point for point in self.points if point.what.endswith(tuple(f", {mesh}" for mesh in _MESHES))]
+        return [point for point in self.points if point.what.endswith(tuple(f", {mesh}" for mesh in MESHES))]
 
     def host_points(self) -> list[Point]:
         """Of the engine's and the optimizer's own work."""
         return [point for point in self.points if point.what.endswith("parameters a unit")]
 
-    def together(self) -> list[Slowdown]:
-        """Of each of two things that were done at once."""
-        found: list[Slowdown] = []
-        for pair in TOGETHER_PAIRS:
-            if not self.has(beside_name(*pair)):
-                continue
-            for mine, other in (pair, pair[::-1]):
-                alone, beside = (self.of(beside_name(mine, o))[-1].usual for o in ("nothing", other))
-                found.append(Slowdown(beside_name(mine, other), beside / alone, self._foretold_slowdown(mine, other)))
-        return found
+    def pairs(self) -> list[Point]:
+        """Of things that were done at once."""
+        return [point for point in self.points if " beside " in point.what]
 
-    def _foretold_slowdown(self, mine: str, other: str) -> float:
-        """Both go on for ever: each at the rate that is left to it."""
-        hardware = self.cluster().hardware
-        fluid = Fluid(hardware.capacities)
-        flows = [self._flow(what, hardware, fluid) for what in (mine, other)]
-        for flow in flows:
-            fluid.start(flow)
-        fluid.share_out()
-        return 1 / (flows[0].seconds * flows[0].rate)
-
-    def _flow(self, what: str, hardware: Hardware, fluid: Fluid) -> Flow:
-        point = self.of(beside_name(what, "nothing"))[-1]
-        if what in ("inter, all", "intra, all"):
-            width, crosses = self.topology.ranks_per_node, what == "inter, all"
-            link = hardware.inter if crosses else hardware.intra
-            work = hardware.ranks_sharing * (point.size * link.work + link.message_work)
-            needs = {CABLE: point.size * width} if crosses else {INSIDE: float(point.size)}
-            needs = needs | ({PROCESSOR: work} if work else {})
-        else:
-            # It was measured with its ranks at once: what one of them would take of the processor by itself is less.
-            alone = next(p for p in self.of(what) if p.size == point.size).usual
-            needs = {PROCESSOR: hardware.processor(alone)}
-        return Flow(max(point.usual, fluid.alone(needs)), needs)
-
-    def foretold(self, point: Point) -> float:
-        """What follows of the messages that were measured for one of `routes()`."""
-        op, _, what = point.what.partition(" by ")
-        route, _, mesh = what.partition(", ")
-        nodes, width = self.topology.nodes, self.topology.ranks_per_node
-        grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
-        hardware = self.cluster().hardware
-        shape = TransferShape.of_move(MoveShape(Op(op), 1, grid, 1), Wire(route), point.size // 4, "float32")
-        return seconds_alone(loads_of(shape, hardware), hardware)
+    def singles(self) -> list[Point]:
+        """Of messages, kernels and products, each by itself."""
+        others = {point.what for point in (*self.routes(), *self.host_points(), *self.pairs())}
+        return [point for point in self.points if point.what not in others]
 
     def cluster(self) -> Cluster:
         """As the planner takes it."""
@@ -222,14 +176,12 @@ class Profile:
     def _busy_latency(self, which: str) -> float:
         """What the smallest message takes longer where all ranks compute."""
         name = f"{which}, all"
-        beside, alone = beside_name(name, "matmul float32"), beside_name(name, "nothing")
-        if not self.has(beside):
-            return 0.0
-        return max(0.0, self.of(beside)[0].usual - self.of(alone)[0].usual)
+        beside, alone = (self.of(beside_name(name, other))[0].usual for other in (PRODUCT, NOTHING))
+        return max(0.0, beside - alone)
 
     def _host_work(self, intra: Link, inter: Link) -> HostWork:
         """What is more of a sharded model than of a bare one, by unit and by parameter; of the optimizer all."""
-        if self.device != "cpu" or not self.has(host_name("bare", "forward", FEW)):
+        if self.device != "cpu":
             return HostWork()
         forward, backward = self._more("forward", "sharded"), self._more("backward", "sharded")
         optimizer = self._host_seconds("sharded", "optimizer", MANY_PARAMETERS)
