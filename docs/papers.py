@@ -108,7 +108,7 @@ ZERO1, ZERO2, ZERO3 = System("zero1"), System("zero2"), System("zero3")
 ZEROPP_PLAIN = System("hpz")
 
 
-def _behind(name: str, nodes: int, gigabytes: float | None = None) -> Cluster:
+def _cluster(name: str, nodes: int, gigabytes: float | None = None) -> Cluster:
     cluster = clusters.load(name).on(nodes)
     if gigabytes is None:
         return cluster
@@ -130,11 +130,11 @@ LINS = {
 
 def lins_rows() -> Iterator[Row]:
     for name, (ours, group, (lins, mics, zeropp)) in LINS.items():
-        setting = Setting(name, 4096, _behind("a800-4hdr", 128), checkpointing=name == "llama-30b")
+        setting = Setting(name, 4096, _cluster("a800-4hdr", 128), checkpointing=name == "llama-30b")
         of = f"{name}, 1,024 A800"
         yield Row("Lins", f"Lins / MiCS, {of}", lins / mics, System("mics", {"group": group}), ours, setting)
         yield Row("Lins", f"Lins / ZeRO++ without codecs, {of}", lins / zeropp, ZEROPP_PLAIN, ours, setting)
-    setting = Setting("llama-7b", 4096, _behind("a800-4hdr", 128))
+    setting = Setting("llama-7b", 4096, _cluster("a800-4hdr", 128))
     yield Row("Lins", "ZeRO-1 / ZeRO-3, llama-7b, 1,024 A800", 36 / 4, ZERO3, ZERO1, setting)
 
 
@@ -144,7 +144,7 @@ def mics_rows() -> Iterator[Row]:
 
     def row(what: str, printed: float, system: System, model: str, cluster: str, nodes: int) -> Row:
         steps = 8192 // (8 * 8 * nodes)
-        setting = Setting(model, 512, _behind(cluster, nodes), 8, steps, checkpointing=True)
+        setting = Setting(model, 512, _cluster(cluster, nodes), 8, steps, checkpointing=True)
         return Row("MiCS", what, printed, ZERO3, system, setting)
 
     yield row("MiCS / ZeRO-3, bert-10b, 128 V100, 100 Gbps", 3.23, mics(1), "bert-10b", "p3dn", 16)
@@ -158,7 +158,7 @@ def zeropp_rows() -> Iterator[Row]:
     all_three = System("zero++")
 
     def setting(model: str, tokens: int, adapters: int, nodes: int = 24) -> Setting:
-        return Setting(model, tokens, _behind("dgx-2", nodes, gigabytes[adapters]), checkpointing=True)
+        return Setting(model, tokens, _cluster("dgx-2", nodes, gigabytes[adapters]), checkpointing=True)
 
     for tokens, adapters, printed in ((1024, 1, 30 / 12.5), (2048, 1, 38.3 / 21.6), (1024, 8, 1.29)):
         what = f"ZeRO++ / ZeRO-3, gpt-18b, 384 V100, {adapters} IB, {tokens:,} tokens"
@@ -189,7 +189,7 @@ def paro_rows() -> Iterator[Row]:
     }
     for (model, base, system), figures in printed.items():
         for nodes, figure in zip((4, 16), figures, strict=True):
-            cluster = _behind("dgx-a100-800g", nodes, 56.0)
+            cluster = _cluster("dgx-a100-800g", nodes, 56.0)
             setting = Setting(model, 512, cluster, 4, 10, checkpointing=model == "llama-65b")
             what = f"{system} / {base}, {model}, {8 * nodes} A100"
             yield Row("PaRO", what, figure, System(base), System(system), setting)
@@ -241,7 +241,7 @@ def lins_placements(name: str, checkpointing: bool) -> list[Placed]:
     With one micro-step gradients are whole at the end of the backward pass, wherever they are kept later: so G takes
     what P takes. An all-reduce is NCCL's: it waits for as many messages as a tree is deep, not one for each rank.
     """
-    cluster = _behind("a800-4hdr", 128)
+    cluster = _cluster("a800-4hdr", 128)
     topology = cluster.topology
     blocks, matrices = model_of(name, 4096, BLOCKS), model_of(name, 4096, MATRICES)
     numel, kept = blocks.parameters, activation_bytes(blocks, BF16, 4096, checkpointing)
@@ -300,7 +300,7 @@ def _is_near(found: float, printed: float) -> bool:
 
 
 def collectives_table() -> str:
-    paro, p3dn = _behind("dgx-a100-800g", 2, 56.0), _behind("p3dn", 2)
+    paro, p3dn = _cluster("dgx-a100-800g", 2, 56.0), _cluster("p3dn", 2)
     found = [
         ("PaRO", "HO-Ring / ring, 2 × 8 A100, 100 GB", 309 / 459, "ho-ring", paro, 100.0),
         ("MiCS", "hierarchical / vanilla, 2 × 8 V100, 128 MB", 0.721, "hierarchical", p3dn, 0.128),

@@ -276,6 +276,7 @@ def test_a_straggler_costs_no_more_than_it_computes_longer(label: str) -> None:
     made = strategy(label, Topology(4, 2))
     wide, narrow = (late(made, Uneven(stragglers={3: 2.0}), cable).most for cable in (1e12, 1e8))
 
+    # By rounding, and by what encoding takes of the processor beside computing.
     assert 0 <= narrow <= 1.001 * wide <= 1.02 * 3e-3 * DEPTH
 
 
@@ -302,7 +303,7 @@ def test_what_cannot_be_is_refused(uneven: Uneven) -> None:
 def test_what_waits_for_a_busy_processor_takes_longer_only_as_long_as_it_is_busy() -> None:
     """A message that takes a second alone and three beside a computation: a third of it is done when that ends."""
     found = ends_of(
-        Fluid({"a": 1.0}), {"message": Flow(1.0, {}, busy_seconds=2.0), "product": Flow(1.0, {}, hinders=1.0)}
+        Fluid({"a": 1.0}), {"message": Flow(1.0, {}, busy_seconds=2.0), "product": Flow(1.0, {}, keeps_busy=1.0)}
     )
 
     assert found == pytest.approx({"product": 1.0, "message": 1.0 + 2 / 3})

@@ -62,7 +62,7 @@ def _flow(profile: Profile, what: str, hardware: Hardware, fluid: Fluid) -> Flow
         # By itself, as one rank takes it: all of them at once is what the simulator is asked.
         alone = next(p for p in profile.of(what) if p.size == point.size).usual
         needs = {PROCESSOR: hardware.processor(alone)}
-        return Flow(max(alone, fluid.alone(needs)), needs, hinders=1.0)
+        return Flow(max(alone, fluid.alone(needs)), needs, keeps_busy=1.0)
     link = hardware.inter if what == INTER else hardware.intra
     work = hardware.ranks_sharing * (point.size * link.work + link.message_work)
     carried = {CABLE: point.size * profile.topology.ranks_per_node} if what == INTER else {INSIDE: float(point.size)}

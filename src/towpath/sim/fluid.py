@@ -16,19 +16,20 @@ _ROUNDS = 4  # fifty change no rate by a thousandth (tests/unit/test_sim.py)
 class Flow:
     """`seconds`: what it takes alone, at least; `needs`: how much of each resource it uses up meanwhile.
 
-    `busy_seconds`: what more it takes at least beside one that `hinders`: that much of it, from 0 to 1.
+    `keeps_busy`: how much of the processors that carry messages it has, from 0 to 1; `busy_seconds`: how much longer it
+    takes itself beside one that has all of them.
     """
 
     seconds: float
     needs: Mapping[str, float]
     busy_seconds: float = 0.0
-    hinders: float = 0.0
+    keeps_busy: float = 0.0
     left: float = 1.0  # of it
     rate: float = 0.0  # of it, a second
     signature: tuple[object, ...] = field(init=False)  # flows that have it in common get the same rate
 
     def __post_init__(self) -> None:
-        self.signature = (self.seconds, self.busy_seconds, self.hinders, *self.needs.items())
+        self.signature = (self.seconds, self.busy_seconds, self.keeps_busy, *self.needs.items())
 
 
 class Fluid:
@@ -75,8 +76,8 @@ class Fluid:
 
     def _settled(self) -> list[float]:
         """What a flow wants of a resource is what the others let it use: settled by going round them a few times."""
-        hindered = max((flow.hinders for flow in self.flows), default=0.0)
-        limits = {flow: {"": 1 / (flow.seconds + hindered * flow.busy_seconds)} for flow in self.flows}
+        busy = max((flow.keeps_busy for flow in self.flows), default=0.0)
+        limits = {flow: {"": 1 / (flow.seconds + busy * flow.busy_seconds)} for flow in self.flows}
         users = {name: [f for f in self.flows if f.needs.get(name)] for name in self._capacities}
         shared = {name: found for name, found in users.items() if found}
         for number in range(_ROUNDS):

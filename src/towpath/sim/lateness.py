@@ -26,26 +26,27 @@ class Computed:
 
 
 @dataclass(slots=True, eq=False)
-class Carried:
-    """A task that was carried out. `after`: what it waited for, the one before it in its queue among them."""
+class TimedTask:
+    """A task of the step, and when it was carried out. `after`: what it waited for, the one before it in its queue
+    among them."""
 
     transfers: Sequence[Transfer]
     submitted: float
     began: float = 0.0
     ended: float = 0.0
-    after: tuple[Carried, ...] = ()
+    after: tuple[TimedTask, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    task: Carried
+    task: TimedTask
 
 
 @dataclass(frozen=True, slots=True)
 class Waited:
     """For a task, from `since` on; nothing, if that had ended by then."""
 
-    task: Carried
+    task: TimedTask
     since: float
 
 
@@ -90,7 +91,7 @@ def lateness(moments: Sequence[Moment], uneven: Uneven, world: int, draws: int =
 def _one(moments: Sequence[Moment], uneven: Uneven, world: int, draw: Random) -> list[float]:
     """How late each rank is at the end."""
     late = [0.0] * world
-    ends: dict[Carried, list[float]] = {}  # how late, for each rank, a task ended
+    ends: dict[TimedTask, list[float]] = {}  # how late, for each rank, a task ended
     for moment in moments:
         match moment:
             case Computed(seconds):
@@ -105,7 +106,7 @@ def _one(moments: Sequence[Moment], uneven: Uneven, world: int, draw: Random) ->
     return late
 
 
-def _ended(task: Carried, submitted: Sequence[float], ends: Mapping[Carried, Sequence[float]]) -> list[float]:
+def _ended(task: TimedTask, submitted: Sequence[float], ends: Mapping[TimedTask, Sequence[float]]) -> list[float]:
     spare = max(0.0, task.began - task.submitted)
     late = [mine - spare for mine in submitted]
     for before in task.after:

@@ -19,7 +19,7 @@ from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware
-from towpath.sim.lateness import Carried, Computed, Moment, Submitted, Waited
+from towpath.sim.lateness import Computed, Moment, Submitted, TimedTask, Waited
 from towpath.sim.loads import Load, TransferShape, loads_of
 
 
@@ -118,7 +118,7 @@ class _Running:
     micro_step: int
     loads: deque[Load]
     before: _Running | None  # in the queue
-    carried: Carried
+    timed: TimedTask
     began: float | None = None
     ended: bool = False
     crosses: bool = False
@@ -205,7 +205,7 @@ class Replay:
             return
         needs = {PROCESSOR: self._hardware.processor(share * seconds)}
         began = self._fluid.now
-        yield Flow(max(seconds, self._fluid.alone(needs)), needs, hinders=share)
+        yield Flow(max(seconds, self._fluid.alone(needs)), needs, keeps_busy=share)
         self._timeline.computed += self._fluid.now - began
         self._timeline.moments.append(Computed(self._fluid.now - began))
         self._timeline.events.append(Event("compute", name, began, self._fluid.now))
@@ -214,7 +214,7 @@ class Replay:
         waited = task.handle
         if not isinstance(waited, _Running):  # of a step before
             return
-        self._timeline.moments.append(Waited(waited.carried, self._fluid.now))
+        self._timeline.moments.append(Waited(waited.timed, self._fluid.now))
         if waited.ended:
             return
         for earlier in task.after:  # so that its seconds are told to those whose they are
@@ -256,10 +256,10 @@ class Replay:
             loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         last = self._last.get(queue)
         before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, _Running)]
-        carried = Carried(transfers, self._fluid.now, after=tuple(running.carried for running in before))
-        running = _Running(task, micro_step, loads, last, carried, crosses=any(x.crosses for x in loads))
+        timed = TimedTask(transfers, self._fluid.now, after=tuple(running.timed for running in before))
+        running = _Running(task, micro_step, loads, last, timed, crosses=any(x.crosses for x in loads))
         task.handle = self._last[queue] = running
-        self._timeline.moments.append(Submitted(carried))
+        self._timeline.moments.append(Submitted(timed))
 
     def _transfers(self, task: Task) -> Iterator[Transfer]:
         if task.kind is Kind.USAGE:
@@ -342,7 +342,7 @@ class Replay:
         assert running.began is not None
         running.ended, running.before = True, None
         task, now = running.task, self._fluid.now
-        running.carried.began, running.carried.ended = running.began, now
+        running.timed.began, running.timed.ended = running.began, now
         in_flight = self._timeline.in_flight
         in_flight[task.kind] = in_flight.get(task.kind, 0.0) + now - running.began
         name = f"{task.kind.value} of {self._facts[task.unit].name or 'root'}"
