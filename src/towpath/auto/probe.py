@@ -47,8 +47,9 @@ _LARGE_SECONDS = 0.02  # that a message takes which is sent beside something els
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
-_SHARES = {"inter": 0.5, "intra": 0.15, "routes": 0.15, "pairs": 0.15}
+_SHARES = {"inter": 0.45, "intra": 0.15, "routes": 0.12, "pairs": 0.12}
 _SLOWED = 5  # times as long as alone, what is done beside something else: about, where processors are shared
+_SMALL_MESSAGES = 12  # that are sent one after the other beside a product
 _ALL_AT_ONCE_SECONDS = 0.15  # of products on all ranks: who comes late from the barrier is to count little
 # A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
@@ -228,16 +229,23 @@ class _Prober:
         one waits for a processor that computes."""
         names = dict.fromkeys(name for pair in PAIRS for name in pair)
         done = {name: self._doing(name) for name in names if any(point.what == name for point in self._points)}
-        pairs = [(done[PRODUCT], self._message(link, small=True)) for link in (INTER, INTRA) if link in done]
-        pairs += [(done[first], done[second]) for first, second in PAIRS if first in done and second in done]
+        small = [(done[PRODUCT], self._message(link, small=True)) for link in (INTER, INTRA) if link in done]
+        pairs = [(done[first], done[second]) for first, second in PAIRS if first in done and second in done]
+        for first, second in small:
+            # Now and then one waits so long that it would outweigh all the others.
+            self._beside(first, second, _SMALL_MESSAGES * second.seconds, _REPEATS, seconds / 4)
         for first, second in pairs:
             self._beside(first, second, seconds / len(pairs) / _SLOWED)
 
-    def _beside(self, first: Doing, second: Doing, seconds_alone: float) -> None:
-        self._groups.barrier()
-        rows = self._groups.gather_objects(beside(first, second, self._device, seconds_alone))
-        for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
-            self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
+    def _beside(self, first: Doing, second: Doing, alone: float, repeats: int = 1, most_seconds: float = 0.0) -> None:
+        """`alone`: seconds that each would take alone. It is repeated until that has taken `most_seconds`."""
+        taken: list[tuple[float, float]] = []
+        while not taken or (len(taken) < repeats and sum(t for _, t in taken) * alone < most_seconds * second.seconds):
+            self._groups.barrier()
+            rows = self._groups.gather_objects(beside(first, second, self._device, alone))
+            taken.append((max(row[0] for row in rows), max(row[1] for row in rows)))
+        for mine, other, seconds in zip((first, second), (second, first), zip(*taken, strict=True), strict=True):
+            self._points.append(Point(beside_name(mine.name, other.name), mine.size, seconds))
 
     def _doing(self, name: str) -> Doing:
         if name in (INTER, INTRA):
@@ -257,10 +265,8 @@ class _Prober:
 
     def _alone(self, name: str, point: Point, work: Work, local: bool) -> Doing:
         """As it is on all ranks at once, while nothing else goes on."""
-        self._groups.barrier()
-        seconds = max(self._groups.gather_objects(self._timed(work, max(1, round(0.05 / point.usual)))))
-        self._points.append(Point(beside_name(name, NOTHING), point.size, (seconds,)))
-        return Doing(name, point.size, seconds, work, alone=local)
+        self._measure(beside_name(name, NOTHING), point.size, work)
+        return Doing(name, point.size, self._points[-1].usual, work, alone=local)
 
     def _host_work(self) -> None:
         if self._device.type == "cpu":

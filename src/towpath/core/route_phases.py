@@ -18,14 +18,15 @@ from towpath.core.routes import HO_RING_STEPS, Grid, Op, travelled
 class Phase:
     """In slices of the region: `leaving` those that leave each node, `inside` those that a rank sends to its node.
 
-    `messages_out`, `messages_inside`: how many messages a rank sends there. All of the whole phase, over its rounds.
+    `messages_out`, `messages_inside`: how many messages a rank sends there, on average: of a ring's ranks in a node only
+    the last one sends out of it. All of the whole phase, over its rounds.
     """
 
     rounds: int
     leaving: float
     inside: float
-    messages_out: int
-    messages_inside: int
+    messages_out: float
+    messages_inside: float
 
 
 @lru_cache(maxsize=4096)
@@ -44,8 +45,8 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
 
 def _ring(grid: Grid, parts: int) -> Iterator[Phase]:
     others = grid.nodes * grid.width - 1
-    out, inside = others * (grid.nodes > 1), others * (grid.width > 1)
-    yield Phase(others, out, inside, out, inside)
+    messages_out = others / grid.width if grid.nodes > 1 else 0
+    yield Phase(others, others * (grid.nodes > 1), others * (grid.width > 1), messages_out, others - messages_out)
 
 
 def _hierarchical(grid: Grid, parts: int) -> Iterator[Phase]:

@@ -157,21 +157,18 @@ class Profile:
         return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, flops, 1.0)
 
     def _link(self, which: str) -> Link:
-        """Its latency is that of one message, its rate that of all ranks at once, and what it keeps processors busy."""
-        one, everyone = self.fit(f"{which}, one"), self.fit(f"{which}, all")
-        largest = self.of(f"{which}, all")[-1]
-        several = self.of(f"{which}, several")[0]
-        sent = largest.size * self.ranks_on_host  # on this host, by all its ranks
-        rate = everyone.rate * (self.topology.ranks_per_node if which == "inter" else 1)
-        single = self.of(f"{which}, one")[0].usual
-        message = max(several.usual - single, 0.0) / (SEVERAL - 1)
-        if self.device != "cpu":
-            return Link(rate, one.latency, message)
-        # One rank of each node sends to another node, and those of the first node inside it.
+        """As it is while all ranks send; of one alone is what messages keep their sender and the processors busy."""
+        everyone, largest = self.fit(f"{which}, all"), self.of(f"{which}, all")[-1]
+        single, several = self.of(f"{which}, one")[0], self.of(f"{which}, several")[0]
         ranks = self.topology.ranks_per_node
+        rate = everyone.rate * (ranks if which == "inter" else 1)
+        message = max(several.usual - single.usual, 0.0) / (SEVERAL - 1)
+        if self.device != "cpu":
+            return Link(rate, everyone.latency, message)
+        work = largest.busy / (largest.size * self.ranks_on_host)
+        # One rank of each node sends to another node, and those of the first node inside it.
         senders = max(1, self.ranks_on_host // ranks) if which == "inter" else ranks
-        each = several.busy / (SEVERAL * senders)
-        return Link(rate, one.latency, message, largest.busy / sent, each, self._busy_latency(which))
+        return Link(rate, everyone.latency, message, work, single.busy / senders, self._busy_latency(which))
 
     def _busy_latency(self, which: str) -> float:
         """What the smallest message takes longer where all ranks compute."""
