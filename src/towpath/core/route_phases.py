@@ -18,8 +18,8 @@ from towpath.core.routes import HO_RING_STEPS, Grid, Op, travelled
 class Phase:
     """In slices of the region: `leaving` those that leave each node, `inside` those that a rank sends to its node.
 
-    `messages_out`, `messages_inside`: how many messages a rank sends there, on average: of a ring's ranks in a node only
-    the last one sends out of it. All of the whole phase, over its rounds.
+    `messages_out`, `messages_inside`: how many messages a rank sends there, on average: of a ring's ranks in a node
+    only the last one sends out of it. All of the whole phase, over its rounds.
     """
 
     rounds: int
