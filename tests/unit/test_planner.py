@@ -24,7 +24,7 @@ from towpath.planner.cost import computing
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
 from towpath.planner.probe_checks import collective_seconds, slowdowns
-from towpath.planner.profile import INTER, INTRA, NOTHING, Profile, beside_name, fitted, route_of
+from towpath.planner.profile import INTER, INTRA, NOTHING, SEVERAL, Profile, beside_name, fitted, route_of
 from towpath.planner.request import BF16, Optimizer, Request
 from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
 from towpath.sim.hardware import PassWork
@@ -344,13 +344,13 @@ def test_what_a_collective_takes_follows_from_the_messages() -> None:
 
 def test_what_the_engine_takes_of_the_processor_is_told_by_unit_parameter_and_transfer() -> None:
     made = made_profile(host_work=host_points(unit=2e-4, parameter=1e-5, transfer=5e-4))
-    single = min((p for p in made.points if p.what == "inter, one"), key=lambda p: p.size)
-    points = [p for p in made.points if p is not single]
-    points.append(replace(single, busy=2 * 3e-5))
+    several = next(p for p in made.points if p.what == "inter, several")
+    points = [p for p in made.points if p is not several]
+    points.append(replace(several, busy=SEVERAL * 2 * 3e-5))
 
     hardware = replace(made, points=tuple(points)).cluster().hardware
 
-    assert hardware.inter.message_work == pytest.approx(3e-5)  # two ranks of the host sent one each
+    assert hardware.inter.message_work == pytest.approx(3e-5)  # two ranks of the host sent nine each
     for part in (hardware.host.forward, hardware.host.backward):
         assert part == PassWork(pytest.approx(2e-4), pytest.approx(1e-5))
     assert hardware.host.optimizer == pytest.approx(1.1e-5)

@@ -49,7 +49,7 @@ _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
 _SHARES = {"inter": 0.45, "intra": 0.15, "routes": 0.12, "pairs": 0.12}
 _SLOWED = 5  # times as long as alone, what is done beside something else: about, where processors are shared
-_SMALL_MESSAGES = 12  # that are sent one after the other beside a product
+_SMALL_MESSAGES = 100  # that are sent one after the other beside a product
 _ALL_AT_ONCE_SECONDS = 0.15  # of products on all ranks: who comes late from the barrier is to count little
 # A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
@@ -229,23 +229,19 @@ class _Prober:
         one waits for a processor that computes."""
         names = dict.fromkeys(name for pair in PAIRS for name in pair)
         done = {name: self._doing(name) for name in names if any(point.what == name for point in self._points)}
-        small = [(done[PRODUCT], self._message(link, small=True)) for link in (INTER, INTRA) if link in done]
+        for link in (INTER, INTRA):
+            if link in done:
+                message = self._message(link, small=True)
+                self._beside(done[PRODUCT], message, _SMALL_MESSAGES * message.seconds)
         pairs = [(done[first], done[second]) for first, second in PAIRS if first in done and second in done]
-        for first, second in small:
-            # Now and then one waits so long that it would outweigh all the others.
-            self._beside(first, second, _SMALL_MESSAGES * second.seconds, _REPEATS, seconds / 4)
         for first, second in pairs:
             self._beside(first, second, seconds / len(pairs) / _SLOWED)
 
-    def _beside(self, first: Doing, second: Doing, alone: float, repeats: int = 1, most_seconds: float = 0.0) -> None:
-        """`alone`: seconds that each would take alone. It is repeated until that has taken `most_seconds`."""
-        taken: list[tuple[float, float]] = []
-        while not taken or (len(taken) < repeats and sum(t for _, t in taken) * alone < most_seconds * second.seconds):
-            self._groups.barrier()
-            rows = self._groups.gather_objects(beside(first, second, self._device, alone))
-            taken.append((max(row[0] for row in rows), max(row[1] for row in rows)))
-        for mine, other, seconds in zip((first, second), (second, first), zip(*taken, strict=True), strict=True):
-            self._points.append(Point(beside_name(mine.name, other.name), mine.size, seconds))
+    def _beside(self, first: Doing, second: Doing, seconds_alone: float) -> None:
+        self._groups.barrier()
+        rows = self._groups.gather_objects(beside(first, second, self._device, seconds_alone))
+        for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
+            self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
 
     def _doing(self, name: str) -> Doing:
         if name in (INTER, INTRA):

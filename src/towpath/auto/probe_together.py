@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
 
 import torch
 
@@ -37,11 +39,13 @@ def beside(first: Doing, second: Doing, device: torch.device, seconds: float) ->
     def others() -> None:
         try:
             with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
-                began = time.perf_counter()
+                marks = [time.perf_counter()]
                 for _ in range(times):
                     second.work()
+                    marks.append(time.perf_counter())
                 _settle(device)
-                took.append((time.perf_counter() - began) / times)
+                each = [after - before for before, after in pairwise(marks)]
+                took.append(usual_mean(each) if device.type == "cpu" else (time.perf_counter() - marks[0]) / times)
         except BaseException as error:
             failure.append(error)
 
@@ -57,6 +61,13 @@ def beside(first: Doing, second: Doing, device: torch.device, seconds: float) ->
     if failure:
         raise failure[0]
     return each, took[0]
+
+
+def usual_mean(seconds: Sequence[float]) -> float:
+    """Without the longest and the shortest twentieth: now and then a thread waits so long for a processor that it would
+    outweigh all the others."""
+    left_out = len(seconds) // 20
+    return fmean(sorted(seconds)[left_out : len(seconds) - left_out])
 
 
 def _settle(device: torch.device) -> None:

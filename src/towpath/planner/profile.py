@@ -157,24 +157,25 @@ class Profile:
         return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, flops, 1.0)
 
     def _link(self, which: str) -> Link:
-        """As it is while all ranks send; of one alone is what messages keep their sender and the processors busy."""
-        everyone, largest = self.fit(f"{which}, all"), self.of(f"{which}, all")[-1]
-        single, several = self.of(f"{which}, one")[0], self.of(f"{which}, several")[0]
+        """Its rate is that of all ranks at once. What a message costs is told by one rank alone: of many at once, those
+        that wait for a processor would count for what they wait for."""
+        one, everyone = self.fit(f"{which}, one"), self.fit(f"{which}, all")
+        largest, several = self.of(f"{which}, all")[-1], self.of(f"{which}, several")[0]
         ranks = self.topology.ranks_per_node
         rate = everyone.rate * (ranks if which == "inter" else 1)
-        message = max(several.usual - single.usual, 0.0) / (SEVERAL - 1)
+        message = max(several.usual - self.of(f"{which}, one")[0].usual, 0.0) / (SEVERAL - 1)
         if self.device != "cpu":
-            return Link(rate, everyone.latency, message)
+            return Link(rate, one.latency, message)
         work = largest.busy / (largest.size * self.ranks_on_host)
         # One rank of each node sends to another node, and those of the first node inside it.
         senders = max(1, self.ranks_on_host // ranks) if which == "inter" else ranks
-        return Link(rate, everyone.latency, message, work, single.busy / senders, self._busy_latency(which))
+        message_work = several.busy / (SEVERAL * senders)
+        return Link(rate, one.latency, message, work, message_work, self._busy_latency(which))
 
     def _busy_latency(self, which: str) -> float:
-        """What the smallest message takes longer where all ranks compute."""
-        name = f"{which}, all"
-        beside, alone = (self.of(beside_name(name, other))[0].usual for other in (PRODUCT, NOTHING))
-        return max(0.0, beside - alone)
+        """What the smallest message takes longer while all ranks compute and send."""
+        beside = self.of(beside_name(f"{which}, all", PRODUCT))[0].usual
+        return max(0.0, beside - self.of(f"{which}, one")[0].usual)
 
     def _host_work(self, intra: Link, inter: Link) -> HostWork:
         """What is more of a sharded model than of a bare one, by unit and by parameter; of the optimizer all."""
