@@ -110,7 +110,12 @@ def _other_precision(root: Path) -> None:
 # --- what codecs carry -----------------------------------------------------------------------------------------------
 
 
-CODED = ["mics:2x1 gradients=int4:32 feedback=both", "qgz gradients=int8:32+stochastic feedback=first", "zero++"]
+CODED = [
+    "mics:2x1 gradients=int4:32 feedback=both",
+    "qgz gradients=int8:32+stochastic feedback=first",
+    "zero++",
+    "zero1 gradients=low-rank:2",
+]
 
 
 @pytest.mark.parametrize("label", CODED)

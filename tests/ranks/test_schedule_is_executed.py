@@ -24,6 +24,7 @@ Worlds = Callable[[int], World]
 SHAPES = [towpath.Topology(2, 2), towpath.Topology(2, 3), towpath.Topology(3, 1)]
 LABELS = [name for name in towpath.strategies() if not name.startswith("paro-")]
 LABELS += ["paro-igg", "paro-iig", "paro-nig", "paro-nii", "zero3@ring", "paro-iig@ring"]
+LABELS += ["ddp gradients=low-rank:2", "zero1 gradients=low-rank:2"]
 LABELS += [f"{name}@{route}" for name in ("zero3", "ddp") for route in ROUTES[2:]]
 PARTS = 3  # of the labels: a test each
 

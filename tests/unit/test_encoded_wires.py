@@ -107,7 +107,7 @@ def test_what_cannot_be_is_refused() -> None:
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
         towpath.Wire("two-hop", feedback="first")
-    with pytest.raises(StrategyError, match="served is for a codec that is no longer in use"):
+    with pytest.raises(StrategyError, match="served is for a codec that is not in use"):
         towpath.Wire("two-hop", served=True)
     with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
         towpath.Wire("two-hop", 8)
@@ -128,7 +128,7 @@ def test_published_weights_in_a_codec_leave_the_optimizer_its_own() -> None:
 
 def test_gradients_may_be_encoded_for_the_first_steps_only() -> None:
     strategy = towpath.strategy("zero++", TWO, gradients_until=100)
-    assert str(strategy.reduce) == "two-hop, int4:256, for 100 steps"
+    assert str(strategy.reduce) == "two-hop, int4:256, until step 100"
     assert Strategy.from_toml(strategy.to_toml()) == strategy
     assert strategy.at(99) == strategy
     assert wires(strategy.at(100)) == {"gather": "ho-ring, int8:256"}

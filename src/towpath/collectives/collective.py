@@ -104,6 +104,11 @@ class Collective(ABC):
         """What it keeps from one run to the next."""
         return ()
 
+    def restart(self) -> None:
+        """Begin without what was kept."""
+        for kept in self.state:
+            kept.zero_()
+
     @property
     def draws(self) -> tuple[Draws, ...]:
         """The seeds it draws for stochastic rounding, from one run to the next."""

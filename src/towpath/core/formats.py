@@ -42,6 +42,11 @@ def item_bytes(dtype: str) -> int:
         ) from None
 
 
+def wide(dtype: str) -> str:
+    """In which what is of `dtype` is computed with, where sums must not lose anything."""
+    return "float32" if dtype in NARROW else dtype
+
+
 def dtype_name(dtype: object) -> str:
     """'float32' for torch.float32 and for 'float32': dtypes by name, so that torch stays out of here."""
     return str(dtype).removeprefix("torch.")

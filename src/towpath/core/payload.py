@@ -8,12 +8,16 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of a bucket's parameters, or of their gradients: as much as one group shares."""
+    """Of a bucket's parameters, or of their gradients: as much as one group shares.
+
+    `factored`: the elements of the matrices of which it has factors, instead of what they are.
+    """
 
     unit: str
     bucket: str
     elements: int
     dtype: str
+    factored: int = 0
 
     def __str__(self) -> str:
         return f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"

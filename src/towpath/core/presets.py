@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any
 
+from towpath.core.low_rank import NAME as LOW_RANK
 from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
@@ -91,7 +92,7 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 
 # The codecs of ZeRO++: of weights (qwZ, section 3.1), and of gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
-_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_until")
+_CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_after", "gradients_until")
 
 
 def strategies() -> tuple[str, ...]:
@@ -103,12 +104,13 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
 
     Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
-    qwz, qgz and zero++ have theirs), `feedback=` the hops at which what gradients lose is kept ('first', 'second',
-    'both'), `gradients_until=` how many optimizer steps their codec serves; `route=` puts every transfer on one route,
-    but for the encoded gradients of qgz and zero++ (by default ddp, zero1 to zero3 and hpz are flat, the others take
-    the best lossless route where a group spans nodes); `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=`
-    take a `Wire` each; `mics`, `hpz` and `zero++` take `group=Extent`, `lins` the four
-    extents.
+    qwz, qgz and zero++ have theirs; for gradients ddp, zero1, paro-nng and paro-nni also take 'low-rank:4').
+    `feedback=`: the hops at which what gradients lose is kept ('first', 'second', 'both'; of low rank 'first', unless
+    it is 'none'). `gradients_after=`, `gradients_until=`: the optimizer steps, counted from 0, from and until which
+    their codec serves. `route=` puts every transfer on one route, but for the encoded gradients of qgz and zero++ (by
+    default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans nodes).
+    `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics`, `hpz` and `zero++` take
+    `group=Extent`, `lins` the four extents.
     """
     placer = _placer(name)
     _check_known(name, placer, options)
@@ -122,7 +124,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
         if not _crosses(getattr(made.moves, kind.value), topology):
             continue
         taken = chosen.get(kind.value, Wire()).route
-        if kind in WEIGHTS:
+        if kind in WEIGHTS or wire.low_rank is not None:
             chosen[kind.value] = replace(wire, route=taken if route or taken != "flat" else BEST_ROUTE)
         else:
             chosen[kind.value] = replace(wire, route=taken if taken in ALL_TO_ALL else "two-hop")
@@ -158,15 +160,19 @@ def _encoded(name: str, route: str | None, options: dict[str, Any]) -> dict[Kind
     named = "gradients" in options
     weights, gradients = _CODECS.get(name, ("none", "none"))
     weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
-    feedback, until = options.pop("feedback", "none"), options.pop("gradients_until", 0)
-    if gradients == "none" and (feedback != "none" or until):
-        raise StrategyError(f"strategy {name!r}: feedback= and gradients_until= need gradients= to name a codec.")
+    low_rank = str(gradients).startswith(LOW_RANK)
+    feedback = options.pop("feedback", "first" if low_rank else "none")
+    steps = {"after": options.pop("gradients_after", 0), "until": options.pop("gradients_until", 0)}
+    if gradients == "none" and (feedback != "none" or any(steps.values())):
+        raise StrategyError(
+            f"strategy {name!r}: feedback=, gradients_after= and gradients_until= need gradients= to name a codec."
+        )
     wires: dict[Kind, Wire] = {}
     if weights != "none":
         wires |= dict.fromkeys(WEIGHTS, Wire("flat", weights))
     if gradients != "none":
-        wires |= dict.fromkeys(GRADIENTS, Wire("two-hop", gradients, feedback, until))
-        if route is not None and named and route not in ALL_TO_ALL:
+        wires |= dict.fromkeys(GRADIENTS, Wire("flat" if low_rank else "two-hop", gradients, feedback, **steps))
+        if route is not None and named and not low_rank and route not in ALL_TO_ALL:
             raise StrategyError(
                 f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
                 f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from towpath.core.formats import ENCODED, item_bytes
+from towpath.core.formats import ENCODED, item_bytes, wide
 from towpath.core.journal import journal_bytes
+from towpath.core.low_rank import Factored
 from towpath.core.payload import Range
 from towpath.core.precision import Precision
 from towpath.core.queues import QUEUES, WAYS
@@ -30,7 +31,10 @@ SMALL_GATHER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in."""
+    """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in.
+
+    `factored`: how its gradients are synchronised in low rank, if they are.
+    """
 
     spec: BucketSpec
     numel: int
@@ -43,6 +47,7 @@ class BucketPlan:
     optimizer: Cut
     backward_copy: Cut | None
     transfers: dict[Kind, tuple[Transfer, ...]]
+    factored: Factored | None = None
 
     @property
     def has_master(self) -> bool:
@@ -77,8 +82,16 @@ class BucketPlan:
             "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
             "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
             "grad": master if self.spec.trainable and not self.grad_is_view else 0,
-            "feedback": sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements),
+            "feedback": self._feedback_bytes(),
         }
+
+    def _feedback_bytes(self) -> int:
+        """What codecs keep from one step to the next."""
+        found = sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements)
+        if self.factored is not None:
+            feedback = self.transfers[Kind.SYNC][0].wire.feedback != "none"
+            found += self.factored.kept_elements(feedback) * item_bytes(wide(self.accumulate_dtype))
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,10 @@ class UnitPlan:
     def wire_needs(self, kind: Kind) -> Needs:
         """What one rank needs to send and receive in, beside the regions."""
         packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
-        return largest([{"uint8": packed}, *(t.wire_needs for t in self.transfers(kind))])
+        factors = [
+            sum(t.region_bytes for t in b.transfers[kind]) for b in self.buckets if b.factored and kind is Kind.SYNC
+        ]
+        return largest([{"uint8": max([packed, *factors])}, *(t.wire_needs for t in self.transfers(kind))])
 
     def facts(self, modules: int = 1) -> UnitFacts:
         """What the step machine has to know; `modules`: how many have their forwards in this unit."""
@@ -152,36 +168,67 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision) for bucket in unit.buckets))
 
 
-def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precision: Precision) -> BucketPlan:
-    moves, own = strategy.moves, bucket.dtype
-    precision = Precision() if bucket.exact else precision
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """One whose transfers are made: `spec` is laid out for the codecs of `strategy`."""
+
+    strategy: Strategy
+    unit: UnitSpec
+    spec: BucketSpec
+    numel: int
+
+    def transfers(self, kind: Kind, moves: tuple[Move, ...], dtype: str, wire: Wire) -> tuple[Transfer, ...]:
+        codec = wire.encoding
+        if codec is not None and moves and dtype not in ENCODED:
+            raise StrategyError(
+                f"{self.strategy.name}: {kind.value} in {codec} of {self.unit.name or 'root'} [{self.spec.name}]: its "
+                f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "
+                "codecs."
+            )
+        wire = wire.within(self.spec.alignment)
+        return tuple(self._transfer(kind, m, self.numel // m.regions, dtype, wire) for m in moves)
+
+    def factors(self, factored: Factored, dtype: str, wire: Wire) -> tuple[Transfer, ...]:
+        """The two sums over all ranks that bring the mean of gradients in low rank."""
+        return tuple(
+            self._transfer(Kind.SYNC, move, elements, dtype, wire, factored.elements)
+            for elements in factored.messages
+            for move in everyone(self.strategy.topology)
+        )
+
+    def _transfer(self, kind: Kind, move: Move, elements: int, dtype: str, wire: Wire, factored: int = 0) -> Transfer:
+        payload = Range(self.unit.name, self.spec.name, elements, dtype, factored)
+        return Transfer(kind, payload, move, wire, self.strategy.topology)
+
+
+def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision: Precision) -> BucketPlan:
+    moves, own = strategy.moves, spec.dtype
+    precision = Precision() if spec.exact else precision
     compute, reduce, summed = precision.dtypes(own)
-    bucket = bucket.in_blocks(strategy.codecs(bucket.trainable), moves.optimizer.count)
-    numel = bucket.padded(moves.optimizer.count)
+    spec = spec.in_blocks(strategy.codecs(spec.trainable), moves.optimizer.count)
+    bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count))
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
     copies = moves.backward_params.count < moves.params.count
     worth = copies and not unit.kept
-    copy = moves.backward_params if worth else None
-    backward_gather = moves.backward_gather if worth else moves.gather
-
-    exact = strategy.sync.encoding is not None and summed in ENCODED
-
-    def travel(kind: Kind, moves: tuple[Move, ...], dtype: str, like: Kind | None = None) -> tuple[Transfer, ...]:
-        asked = strategy.wire(like or kind)
-        codec, wire = asked.encoding, asked.within(bucket.alignment)
-        if codec is not None and moves and dtype not in ENCODED:
-            raise StrategyError(
-                f"{strategy.name}: {kind.value} in {codec} of {unit.name or 'root'} [{bucket.name}]: its elements are "
-                f"{dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without codecs."
-            )
-        return tuple(
-            Transfer(kind, Range(unit.name, bucket.name, numel // m.regions, dtype), m, wire, strategy.topology)
-            for m in moves
-        )
-
+    # Without a copy it is the forward pass's gather again, and must bring the same weights.
+    backward_moves = moves.backward_gather if worth else moves.gather
+    backward_wire = strategy.backward_gather if worth or not copies else strategy.gather
+    low_rank = strategy.sync.low_rank
+    factored = Factored.of(low_rank, spec) if low_rank and moves.sync and spec.trainable else None
+    # A codec takes the sum as it is; else it is rounded to what travels, once.
+    synced = summed if strategy.sync.encoding is not None and summed in ENCODED else reduce
+    transfers = {
+        Kind.GATHER: bucket.transfers(Kind.GATHER, moves.gather, compute, strategy.gather),
+        Kind.BACKWARD_GATHER: bucket.transfers(Kind.BACKWARD_GATHER, backward_moves, compute, backward_wire),
+        Kind.REDUCE: bucket.transfers(Kind.REDUCE, moves.reduce if spec.trainable else (), reduce, strategy.reduce),
+        Kind.SYNC: bucket.transfers(Kind.SYNC, moves.sync if spec.trainable else (), synced, strategy.sync),
+        Kind.PUBLISH: bucket.transfers(Kind.PUBLISH, moves.publish, compute, strategy.publish),
+    }
+    if factored is not None:
+        transfers[Kind.SYNC] = bucket.factors(factored, reduce, strategy.sync)
     return BucketPlan(
-        bucket,
-        numel,
+        spec,
+        bucket.numel,
         own,
         compute,
         reduce,
@@ -189,18 +236,9 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, bucket: BucketSpec, precisi
         moves.params,
         moves.grads,
         moves.optimizer,
-        copy,
-        {
-            Kind.GATHER: travel(Kind.GATHER, moves.gather, compute),
-            # Without a copy it is the forward pass's gather again, and must bring the same weights.
-            Kind.BACKWARD_GATHER: travel(
-                Kind.BACKWARD_GATHER, backward_gather, compute, None if worth or not copies else Kind.GATHER
-            ),
-            Kind.REDUCE: travel(Kind.REDUCE, moves.reduce if bucket.trainable else (), reduce),
-            # A codec takes the sum as it is; else it is rounded to what travels, once.
-            Kind.SYNC: travel(Kind.SYNC, moves.sync if bucket.trainable else (), summed if exact else reduce),
-            Kind.PUBLISH: travel(Kind.PUBLISH, moves.publish, compute),
-        },
+        moves.backward_params if worth else None,
+        transfers,
+        factored,
     )
 
 

@@ -40,6 +40,10 @@ class StepMachine:
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         self.boundary = True  # this backward pass, or the next, is the last before the optimizer's step
         self.more_passes = False  # after it further ones come before anything is reduced, as in a pipeline
+        # As in a pipeline: a backward pass walks the graph of one forward pass, while others wait for theirs; and the
+        # mean gradients are delivered by `boundary_ends`, once those behind have got what they wait for.
+        self.staged = False
+        self._forward_walk = self._walk = 0  # the number of what runs forward, and of what is walked backward
 
     # What the engine may ask -----------------------------------------------------------------------------------------
 
@@ -94,9 +98,10 @@ class StepMachine:
         unit = self._units[index]
         if not recomputing:
             self._gathers.publish()
-            unit.forwards += comes_back
             if unit is self._root:
                 self._pass_of_the_model_begins()
+                self._forward_walk += self.staged
+            unit.forwards[self._forward_walk] += comes_back
         self._gathers.use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
         self._gathers.show(unit, True)
         return self._answer()
@@ -104,7 +109,7 @@ class StepMachine:
     def graph_made(self, index: int) -> Pass:
         """The forward that began last makes a graph: what its backward pass is spoken of by."""
         unit = self._units[index]
-        made = Pass(index, unit.version)
+        made = Pass(index, unit.version, self._forward_walk)
         unit.passes.add(made)
         return made
 
@@ -119,8 +124,8 @@ class StepMachine:
         # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
         if not recomputing and not (unit.facts.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
-            last = self._gathers.successors.of(Kind.GATHER, index) is None and unit.forwards % unit.facts.modules == 0
-            if graph_follows and last:
+            through = unit.forwards[self._forward_walk] % unit.facts.modules == 0
+            if graph_follows and through and self._gathers.successors.of(Kind.GATHER, index) is None:
                 self._expect_backward()
         if unit is self._root and not graph_follows and not recomputing:
             self._gathers.end_prefetches()
@@ -134,6 +139,7 @@ class StepMachine:
         if graph:
             self._check_graph(unit)
         self._backward_of_the_model_begins()
+        self._walk = passed.walk
         if passed.version != unit.version:
             raise StepError(
                 f"{unit.facts}: its parameters were written between this forward pass and its backward pass, whose "
@@ -157,9 +163,9 @@ class StepMachine:
     def weight_gradients_done(self, passed: Pass) -> list[Action]:
         """And those of its weights: the last event of its backward pass, at once or later."""
         unit = self._units[passed.unit]
-        unit.backwards += 1
+        unit.backwards[passed.walk] += 1
         # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.
-        if unit.backwards >= unit.forwards and not self._graphs and not self.more_passes:
+        if unit.backwards[passed.walk] >= unit.forwards[passed.walk] and not self._graphs and not self.more_passes:
             self._finish(unit)
         return self._answer()
 
@@ -182,8 +188,11 @@ class StepMachine:
         for unit in self._units:
             self._finish(unit)
         self._gathers.end_prefetches()
-        if self.boundary:
-            self._actions += [Compare(), *map(Wait, self._reductions.syncs), Deliver()]
+        return self._answer() if self.staged or not self.boundary else self.boundary_ends()
+
+    def boundary_ends(self) -> list[Action]:
+        """What was synchronised is delivered: at the end of the backward pass, or of the whole pipeline."""
+        self._actions += [Compare(), *map(Wait, self._reductions.syncs), Deliver()]
         return self._answer()
 
     def micro_step_ended(self) -> None:
@@ -192,7 +201,8 @@ class StepMachine:
         self._graphs = max(self._graphs - 1, 0)
         self._reductions.restart()
         for unit in self._units:
-            unit.forwards = unit.backwards = 0
+            for passes in (unit.forwards, unit.backwards):
+                passes.pop(self._walk, None)
 
     def backward_pass_failed(self) -> list[Action]:
         """Nothing of it is delivered, and what ranks that ran different units would prefetch is forgotten."""
@@ -204,6 +214,9 @@ class StepMachine:
         """What was accumulated since the last boundary is dropped."""
         self._actions += self._reductions.abandon()
         self.micro_step_ended()
+        for unit in self._units:
+            unit.forwards.clear()
+            unit.backwards.clear()
         self._end_passes()
         self._gathers.end_prefetches()
         return self._answer()

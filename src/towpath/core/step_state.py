@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -76,12 +77,15 @@ class UnitFacts:
 
 
 class Pass:
-    """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
+    """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph.
 
-    __slots__ = ("__weakref__", "done", "running", "unit", "version")
+    `walk`: the backward passes of the model are numbered, and this one's comes in that one.
+    """
 
-    def __init__(self, unit: int, version: int) -> None:
-        self.unit, self.version = unit, version
+    __slots__ = ("__weakref__", "done", "running", "unit", "version", "walk")
+
+    def __init__(self, unit: int, version: int, walk: int = 0) -> None:
+        self.unit, self.version, self.walk = unit, version, walk
         self.running = self.done = False
 
 
@@ -102,8 +106,8 @@ class UnitState:
     sealed: bool = False
     finished: bool = False  # no more gradients will come in this backward pass
     inside: int = 0  # calls into it that have not returned
-    forwards: int = 0  # passes through it in this step of the model
-    backwards: int = 0
+    forwards: Counter[int] = field(default_factory=Counter[int])  # passes through it, by the walk that they belong to
+    backwards: Counter[int] = field(default_factory=Counter[int])
     running_passes: int = 0  # backward, now
     shown: bool = False  # the modules' parameters are the whole weights
     home: Slot | None = None  # the slot to return to, while it is pinned

@@ -27,7 +27,8 @@ def round_up(value: int, multiple: int) -> int:
 class BucketSpec:
     """The parameters of a unit that lie in one flat buffer: one dtype, all trainable or all frozen.
 
-    `exact`: they compute and travel in their own dtype, whatever the precision.
+    `exact`: they compute and travel in their own dtype, whatever the precision. `matrices`: by parameter, its rows and
+    columns, if its gradient may travel in low rank; or nothing, of none of them.
     """
 
     numels: tuple[int, ...]
@@ -35,9 +36,11 @@ class BucketSpec:
     trainable: bool = True
     exact: bool = False
     alignment: int = PARAMETER_ALIGNMENT
+    matrices: tuple[tuple[int, int] | None, ...] = ()
 
     def __post_init__(self) -> None:
         item_bytes(self.dtype)  # refuses a dtype that cannot travel
+        assert len(self.matrices) in (0, len(self.numels))
 
     @property
     def name(self) -> str:

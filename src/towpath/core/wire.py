@@ -19,16 +19,18 @@ class Wire:
     """`route`: 'flat' is the backend's own collective, the others are ours (`core/routes.py` lists them).
 
     `codec`: a `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none': as it is. A reduction is encoded by one-hop
-    or two-hop alone: a ring would round at every member. What one rank sends to another may also be a `LowRank`
-    ('low-rank:16'). `feedback`: at which hop of a reduction, or ('first') by the sender, what was rounded away is kept,
-    to be added the next time. `until`: the codec serves that many optimizer steps, then all travels as it is (0: for
-    ever). `served`: it has; parameters stay where its blocks had put them.
+    or two-hop alone: a ring would round at every member. What one rank sends to another, and the sum of gradients that
+    are whole on every rank, may also be a `LowRank` ('low-rank:16'). `feedback`: at which hop of a reduction, or
+    ('first') by the sender, what was rounded away is kept, to be added the next time. The codec serves from optimizer
+    step `after` on, counted from 0, `until` step `until` (0: for ever); before and then all travels as it is. `served`:
+    it does not serve now; parameters stay where its blocks put them.
     """
 
     route: str = "flat"
     codec: Any = "none"
     feedback: str = "none"
     until: int = 0
+    after: int = 0
     served: bool = False
 
     def __post_init__(self) -> None:
@@ -41,18 +43,33 @@ class Wire:
             raise StrategyError(f"Wire: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
         if self.feedback not in FEEDBACK:
             raise StrategyError(f"Wire: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
+        if isinstance(self.codec, LowRank) and self.feedback not in ("none", "first"):
+            raise StrategyError(
+                f"Wire: in {self.codec} each rank rounds what it sends itself: feedback is 'none' or 'first'; got "
+                f"{self.feedback!r}."
+            )
         if self.feedback != "none" and self.codec == "none":
             raise StrategyError(f"Wire: feedback={self.feedback!r} without a codec: nothing is rounded away.")
-        if self.served and (self.codec == "none" or self.until or self.feedback != "none"):
-            raise StrategyError("Wire: served is for a codec that is no longer in use: without feedback= and until=.")
-        if type(self.until) is not int or self.until < 0:
-            raise StrategyError(f"Wire: until is a number of optimizer steps, or 0 for ever; got {self.until!r}.")
-        if self.until and self.codec == "none":
-            raise StrategyError(f"Wire: until={self.until} without a codec: there is nothing to end.")
+        if self.served and (self.codec == "none" or self.until or self.after or self.feedback != "none"):
+            raise StrategyError("Wire: served is for a codec that is not in use: without feedback=, until= and after=.")
+        for name in ("until", "after"):
+            steps = getattr(self, name)
+            if type(steps) is not int or steps < 0:
+                raise StrategyError(f"Wire: {name} is a number of optimizer steps, or 0; got {steps!r}.")
+            if steps and self.codec == "none":
+                raise StrategyError(f"Wire: {name}={steps} without a codec: there is nothing that serves.")
+        if 0 < self.until <= self.after:
+            raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never serve.")
 
     def at(self, step: int) -> Wire:
         """The wire of optimizer step `step`, counted from 0."""
-        return Wire(self.route, self.codec, served=True) if self.until and step >= self.until else self
+        serves = self.after <= step and not 0 < self.until <= step
+        return self if serves or self.codec == "none" else Wire(self.route, self.codec, served=True)
+
+    @property
+    def changes(self) -> set[int]:
+        """The steps from which on it is another."""
+        return {self.until, self.after} - {0}
 
     def within(self, alignment: int) -> Wire:
         """With a codec whose blocks do not span parameters which begin at multiples of `alignment` elements."""
@@ -79,8 +96,9 @@ class Wire:
             return
         if self.low_rank is not None:
             raise StrategyError(
-                f"{what}: {self.codec} needs a matrix, as one rank sends it to another; an operation over a group "
-                f"({op.value}) moves ranges of a flat buffer. Take a codec of blocks, such as 'int8'."
+                f"{what}: {self.codec} needs whole matrices: what one rank sends to another, or the sum of gradients "
+                f"that are whole on every rank (ddp, zero1, paro-nng, paro-nni). Here a {op.value} moves ranges of a "
+                "flat buffer. Take a codec of blocks, such as 'int8'."
             )
         if self.encoding is None:
             return
@@ -105,4 +123,5 @@ class Wire:
     def __str__(self) -> str:
         codec = "" if self.encoding is None and self.low_rank is None else f", {self.codec}"
         kept = "" if self.feedback == "none" else f", feedback at {self.feedback}"
-        return self.route + codec + kept + (f", for {self.until} steps" if self.until else "")
+        since = f", after {self.after} steps" if self.after else ""
+        return self.route + codec + kept + since + (f", until step {self.until}" if self.until else "")

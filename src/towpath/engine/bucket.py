@@ -14,22 +14,23 @@ The OS slice lies inside the G slice, and that inside the P slice.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from towpath.collectives.collective import Collective
 from towpath.collectives.workspace import Workspace
 from towpath.core.routes import Op
 from towpath.core.schedule import BucketPlan
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
 from towpath.core.transitions import Cut
 from towpath.engine.bound_transfers import BoundTransfer
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
+from towpath.engine.low_rank_sync import LowRankSync
 from towpath.engine.parallel import Mesh
 from towpath.engine.partial_sums import Replica
 from towpath.engine.shard_operations import operation
@@ -55,7 +56,8 @@ class Bucket:
         self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
         self.transfers: dict[Kind, list[BoundTransfer]] = {}
-        self.bind(plan.transfers, wiring)
+        self.low_rank: LowRankSync | None = None
+        self.bind(plan, wiring)
         self.mark = WriteMark(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
@@ -78,11 +80,15 @@ class Bucket:
         if self.whole:
             self.place(self.shard)
 
-    def bind(self, transfers: Mapping[Kind, tuple[Transfer, ...]], wiring: Wiring) -> None:
-        """From now on it travels by these; those that stay keep their collectives."""
-        for kind, wanted in transfers.items():
+    def bind(self, plan: BucketPlan, wiring: Wiring) -> None:
+        """From now on it travels by the transfers of `plan`; those that stay keep their collectives."""
+        for kind, wanted in plan.transfers.items():
             if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind]):
                 self.transfers[kind] = wiring.bind(wanted)
+                if kind is Kind.SYNC:
+                    self.low_rank = (
+                        LowRankSync(plan, plan.factored, self.transfers[kind], self.device) if plan.factored else None
+                    )
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -296,7 +302,9 @@ class Bucket:
         mine = self.own_slice(self.grads, self.plan.grads)
         if before != 1:
             self.grads.div_(before)
-        if transfers := self.transfers[Kind.SYNC]:
+        if self.low_rank is not None:
+            self.low_rank.run(self.grads, workspace)
+        elif transfers := self.transfers[Kind.SYNC]:
             # What travels is narrower than the sum, and lives in the same memory meanwhile.
             travelling = narrowed(self.grads, torch_dtype(transfers[0].transfer.dtype))
             own = self.own_slice(travelling, self.plan.grads)
@@ -336,6 +344,17 @@ class Bucket:
         self._arrived.clear()
         self.used = [False] * len(self.used)
 
+    @property
+    def keepers(self) -> dict[str, Collective | LowRankSync]:
+        """What keeps something from one step to the next, by name."""
+        found: dict[str, Collective | LowRankSync] = {}
+        for kind, transfers in self.transfers.items():
+            for position, bound in enumerate(transfers):
+                found[f"{kind.value}/{position}"] = bound.collective
+        if self.low_rank is not None:
+            found[f"{Kind.SYNC.value}/low-rank"] = self.low_rank
+        return found
+
     def memory_bytes(self) -> dict[str, int]:
         return {
             "params": self.shard.nbytes,
@@ -343,7 +362,5 @@ class Bucket:
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.grads.nbytes if self.grads is not None else 0,
             "grad": self._mean.nbytes if self._mean is not None else 0,
-            "feedback": sum(
-                kept.nbytes for each in self.transfers.values() for bound in each for kept in bound.collective.state
-            ),
+            "feedback": sum(kept.nbytes for keeper in self.keepers.values() for kept in keeper.state),
         }

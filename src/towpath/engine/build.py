@@ -163,7 +163,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     shared = _Shared(wiring, _replica(strategy, groups, mesh), mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
-        plans = [plan_unit(strategy, layout.spec, precision) for layout in layouts]
+        plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
         units = [
             _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
         ]

@@ -10,16 +10,18 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from towpath.engine.bound_transfers import BoundTransfer
+from towpath.codecs.packing import Draws
+from towpath.collectives.collective import Collective
 from towpath.engine.executor import Engine
+from towpath.engine.low_rank_sync import LowRankSync
 
 _SEEDS = "seeds"
 
 
 def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
     """By transfer. The tensors are those in use, but for the seeds."""
-    found = {f"{name}/{i}": kept for name, bound in _transfers(engine) for i, kept in enumerate(bound.collective.state)}
-    seeds = [draws.seed for _, bound in _transfers(engine) for draws in bound.collective.draws]
+    found = {f"{name}/{i}": kept for name, keeper in _keepers(engine) for i, kept in enumerate(keeper.state)}
+    seeds = [draws.seed for draws in _draws(engine)]
     return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
 
 
@@ -30,16 +32,15 @@ def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None
     for name, value in values.items():
         if name != _SEEDS:
             mine[name].copy_(value)
-    draws = [draws for _, bound in _transfers(engine) for draws in bound.collective.draws]
+    draws = _draws(engine)
     for draw, seed in zip(draws, values[_SEEDS].tolist() if draws else [], strict=True):
         draw.seed = seed
 
 
 def reset_codec_state(engine: Engine) -> None:
     """Begin without what was rounded away before."""
-    for _, bound in _transfers(engine):
-        for kept in bound.collective.state:
-            kept.zero_()
+    for _, keeper in _keepers(engine):
+        keeper.restart()
 
 
 def fingerprint(engine: Engine) -> str:
@@ -52,9 +53,12 @@ def fingerprint(engine: Engine) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _transfers(engine: Engine) -> Iterator[tuple[str, BoundTransfer]]:
+def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
-            for kind, transfers in bucket.transfers.items():
-                for position, bound in enumerate(transfers):
-                    yield f"{unit.name or 'root'}/{number}/{kind.value}/{position}", bound
+            for name, keeper in bucket.keepers.items():
+                yield f"{unit.name or 'root'}/{number}/{name}", keeper
+
+
+def _draws(engine: Engine) -> list[Draws]:
+    return [draws for _, keeper in _keepers(engine) for draws in keeper.draws]

@@ -42,7 +42,7 @@ class Engine:
         self.host = wiring.record.host
         self._writes = writes
         self.root = units[0]
-        self._world = strategy.topology.world
+        self._terms = strategy.topology.world  # what a mean gradient is the mean of
         self.machine = StepMachine([u.plan.facts(len(u.modules)) for u in units], [u.mark for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], wiring.device)
         self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], wiring.device)
@@ -51,7 +51,7 @@ class Engine:
             if slot is not None:
                 unit.live_in(self.weights.of(slot))
         self.step = 0  # boundaries so far
-        self._changes = {strategy.wire(kind).until for kind in Kind}  # steps at which a codec has served
+        self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps with other wires
         self.muted = False  # gradients of this rank count as zero
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
         self._trained = [u for u in (*reversed(units[1:]), self.root) if u.trainable]
@@ -120,7 +120,7 @@ class Engine:
                 assert slot is not None
                 return unit.reduce(self.gradients.of(slot))
             case Kind.SYNC:
-                return unit.sync(self._world, after)
+                return unit.sync(self._terms, after)
             case _:
                 return unit.gather(task.kind, task.keep_copy, after)
 
@@ -230,8 +230,34 @@ class Engine:
             except BaseException:
                 self._backward_failed()
                 raise
-            boundary = self.machine.boundary
-            self._micro_step_ended(0 if boundary else self.wiring.queues.micro_step + 1)
+            if not self.machine.boundary:
+                self._micro_step_ended(self.wiring.queues.micro_step + 1)
+            elif not self.machine.staged:
+                self._micro_step_ended(0)
+
+    # Stages of a pipeline -------------------------------------------------------------------------------------------
+
+    def be_a_stage(self, micro_batches: int) -> None:
+        """Of a pipeline: its forward and backward passes interleave, and gradients are means over `micro_batches` too.
+        What the last backward pass has synchronised waits for `end_boundary`."""
+        self.machine.staged = True
+        self._terms = self.strategy.topology.world * micro_batches
+
+    def publish(self) -> None:
+        """What the optimizer wrote, before the first forward pass asks for it."""
+        self.begin()
+        self.carry_out(self.machine.publish())
+
+    @on_host
+    def end_boundary(self) -> None:
+        """Deliver the mean gradients: when all stages have sent on what others wait for."""
+        with torch.no_grad():
+            try:
+                self.carry_out(self.machine.boundary_ends())
+            except BaseException:
+                self._backward_failed()
+                raise
+            self._micro_step_ended(0)
 
     def _backward_failed(self) -> None:
         """Nothing of the pass is delivered. What is under way is waited for later: this may be no place for it."""
@@ -271,7 +297,7 @@ class Engine:
         self.wiring.record.end_step()
         self.step += 1
         self.wiring.record.peers.activity.step = self.step
-        if self.step in self._changes:  # a codec serves for the first steps only, and they are over
+        if self.step in self._changes:
             self._take_wires()
 
     # Wires that change ----------------------------------------------------------------------------------------------
@@ -280,7 +306,7 @@ class Engine:
         """Go on as after `step` boundaries, over the wires that serve then. Every rank must do so, between steps."""
         self.discard()
         self.step = step
-        if any(self._changes):
+        if self._changes:
             self._take_wires()
 
     def _take_wires(self) -> None:
@@ -289,7 +315,7 @@ class Engine:
         plans = [plan_unit(now, unit.plan.spec, self.precision) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
             for bucket, planned in zip(unit.buckets, plan.buckets, strict=True):
-                bucket.bind(planned.transfers, self.wiring)
+                bucket.bind(planned, self.wiring)
         self.wiring.queues.plan(plans)
 
     # What the user calls --------------------------------------------------------------------------------------------

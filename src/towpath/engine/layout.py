@@ -28,6 +28,7 @@ class ParameterPlace:
     shape: torch.Size  # of this rank's part of it, which is all of it unless it is split over a tensor-parallel mesh
     parallel: Parallel | None
     exact: bool = False  # of a module that the precision keeps in its own dtype
+    replicated: bool = False  # on a tensor-parallel mesh
     offset: int = 0  # as soon as the plan has laid out the bucket
 
     @property
@@ -38,6 +39,14 @@ class ParameterPlace:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def matrix(self) -> tuple[int, int] | None:
+        """Its rows and columns, if its gradient may travel in low rank. What a mesh replicates may not: each of its
+        ranks would round for itself, and the copies drift apart."""
+        if len(self.shape) < 2 or self.replicated:
+            return None
+        return self.shape[0], self.shape[1:].numel()
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Where this parameter lies in the whole flat buffer."""
@@ -70,6 +79,9 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     chosen = {"": [model], **inner}
     places = _places(model)
     _mark_exact(places, kept_modules(model, precision or Precision()))
+    on_a_mesh = any(place.parallel is not None for place in places)
+    for place in places:
+        place.replicated = on_a_mesh and (place.parallel is None or not place.parallel.is_split)
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
     mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
     inside = _unit_of_modules(model, homes)
@@ -85,7 +97,9 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> 
     buckets: list[BucketLayout] = []
     for key in dict.fromkeys(p.key for p in places):
         inside = [p for p in places if p.key == key]
-        buckets.append(BucketLayout(name, BucketSpec(tuple(p.numel for p in inside), *key), inside))
+        matrices = tuple(p.matrix for p in inside)
+        spec = BucketSpec(tuple(p.numel for p in inside), *key, matrices=matrices)
+        buckets.append(BucketLayout(name, spec, inside))
     return UnitLayout(name, modules, UnitSpec(name, tuple(b.spec for b in buckets), kept=name == ""), buckets)
 
 

@@ -32,6 +32,11 @@ class Parallel:
         """Of the mesh, as the whole job counts them."""
         return self.mesh.mesh.flatten().tolist()
 
+    @property
+    def is_split(self) -> bool:
+        """Whether no two ranks of the mesh hold the same part."""
+        return all(placement.is_shard() for placement in self.placements)
+
     def wrap(self, local: torch.Tensor) -> DTensor:
         from torch.distributed.tensor import DTensor
 

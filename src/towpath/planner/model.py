@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
@@ -152,7 +152,7 @@ class Transformer:
         kept = 4 * self.width + 2 * self.width + 2 * self._shared
         kept += self.hidden * (4 if self.gated else 2)
         return Unit(
-            UnitSpec("block", (BucketSpec(tuple(numels)),)),
+            UnitSpec("block", (_bucket(numels, matrices),)),
             2 * sum(map(prod, matrices)) + self.attention_flops(length),
             kept,
             self.width,
@@ -160,12 +160,11 @@ class Transformer:
         )
 
     def _root(self) -> Unit:
-        numels = [self.vocabulary * self.width]
-        numels += [self.positions * self.width] if self.positions else []
-        numels += [self.width] * (2 if self.biases else 1)
-        numels += [] if self.tied else [self.vocabulary * self.width]
+        matrices = [(self.vocabulary, self.width)] * (1 if self.tied else 2)
+        matrices += [(self.positions, self.width)] if self.positions else []
+        numels = [*map(prod, matrices), *[self.width] * (2 if self.biases else 1)]
         return Unit(
-            UnitSpec("", (BucketSpec(tuple(numels)),), kept=True),
+            UnitSpec("", (_bucket(numels, matrices),), kept=True),
             2.0 * self.vocabulary * self.width,
             2 * self.width + self.vocabulary,
             0,
@@ -174,13 +173,18 @@ class Transformer:
         )
 
 
+def _bucket(numels: Sequence[int], matrices: Sequence[tuple[int, int]]) -> BucketSpec:
+    """`matrices`: those come first."""
+    return BucketSpec(tuple(numels), matrices=(*matrices, *[None] * (len(numels) - len(matrices))))
+
+
 def _several(block: Unit, name: str, batch: list[int]) -> Unit:
     """Small neighbours travel together, as `shard()` joins them."""
     first, last = batch[0], batch[-1]
     label = f"{name}.{first}" if first == last else f"{name}.{first}..{name}.{last}"
     count = len(batch)
     (bucket,) = block.spec.buckets
-    spec = UnitSpec(label, (replace(bucket, numels=bucket.numels * count),))
+    spec = UnitSpec(label, (replace(bucket, numels=bucket.numels * count, matrices=bucket.matrices * count),))
     return Unit(
         spec, block.flops * count, block.kept * count, block.entering * count, block.kept_fp32 * count, modules=count
     )

@@ -146,8 +146,9 @@ class StrategyConfig:
     ranks_per_node: int = _key(0, "ranks on each; 0: as the launcher placed them")
     route: str = _key("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
     weights: str = _key("", "codec of weights between nodes: int8; none; empty: the preset's")
-    gradients: str = _key("", "codec of gradients between nodes, such as int4:64+hadamard")
+    gradients: str = _key("", "codec of gradients between nodes: int4:64, low-rank:4")
     feedback: str = _key("", "hops that keep what gradients lose: first, second, both")
+    gradients_after: int = _key(0, "steps before the gradients' codec serves; 0: none")
     gradients_until: int = _key(0, "steps for which the gradients' codec serves; 0: all")
     group: tuple[int, ...] = _key((), "mics: [local, nodes] of its partition group")
     params: tuple[int, ...] = _key((), "lins: [local, nodes] over which parameters are spread")
@@ -208,7 +209,7 @@ class StrategyConfig:
             raise ConfigError(f"strategy.name: cannot read {self.file}: {_reason(error)}.") from None
 
 
-_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_until")
+_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until")
 _AUTO = ("allow", "memory", "profile")
 _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params")
 

@@ -1,0 +1,98 @@
+"""A pipeline as data: in which order each rank computes which passes, and which messages go between stages.
+
+A pass is of one stage and one micro-batch: forward; backward, whole or in two halves. Between neighbouring stages on
+different ranks each forward pass sends its output on, and each backward pass its input's gradient back. Such a gradient
+is *exposed* if the rank that sends it has no forward pass left to compute meanwhile: the stages before it then wait for
+nothing else (Optimus-CC's epilogue, for any schedule). Both ends know the whole order, so no flag travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Part(StrEnum):
+    """Written as torch.distributed.pipelining does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUT_GRADIENTS = "I"  # a backward pass without those of the weights
+    WEIGHT_GRADIENTS = "W"
+
+
+@dataclass(frozen=True, slots=True)
+class StagePass:
+    stage: int
+    part: Part
+    micro_batch: int
+
+
+# By rank of the pipeline, in the order in which it computes them.
+Order = Mapping[int, Sequence[StagePass]]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What the forward or backward pass of `source` hands to the stage `target`, on another rank."""
+
+    source: int
+    target: int
+    micro_batch: int
+    exposed: bool = False
+
+    @property
+    def backward(self) -> bool:
+        return self.target < self.source
+
+
+def owners(order: Order) -> dict[int, int]:
+    """By stage, the rank that has it."""
+    return {each.stage: rank for rank, passes in order.items() for each in passes}
+
+
+def messages(order: Order) -> Iterator[Message]:
+    """Rank by rank, in the order in which each sends them."""
+    homes = owners(order)
+    for rank, passes in order.items():
+        forwards_left = sum(each.part is Part.FORWARD for each in passes)
+        for each in passes:
+            forwards_left -= each.part is Part.FORWARD
+            target = _target(each)
+            if target is not None and homes.get(target, rank) != rank:
+                exposed = target < each.stage and not forwards_left
+                yield Message(each.stage, target, each.micro_batch, exposed)
+
+
+def _target(each: StagePass) -> int | None:
+    match each.part:
+        case Part.FORWARD:
+            return each.stage + 1
+        case Part.BACKWARD | Part.INPUT_GRADIENTS:
+            return each.stage - 1
+        case Part.WEIGHT_GRADIENTS:
+            return None
+
+
+def gpipe(ranks: int, micro_batches: int) -> Order:
+    """All forward passes, then all backward passes."""
+    return {
+        rank: [StagePass(rank, part, each) for part in (Part.FORWARD, Part.BACKWARD) for each in range(micro_batches)]
+        for rank in range(ranks)
+    }
+
+
+def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
+    """1F1B: as many forward passes as stages follow, this one among them; then in turns."""
+    return {rank: list(_one_forward_one_backward(rank, ranks, micro_batches)) for rank in range(ranks)}
+
+
+def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Iterator[StagePass]:
+    ahead = min(micro_batches, ranks - rank)
+    for each in range(ahead):
+        yield StagePass(rank, Part.FORWARD, each)
+    for each in range(micro_batches):
+        yield StagePass(rank, Part.BACKWARD, each)
+        if each + ahead < micro_batches:
+            yield StagePass(rank, Part.FORWARD, each + ahead)

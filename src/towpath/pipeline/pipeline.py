@@ -1,0 +1,258 @@
+"""A model as stages on a mesh: each sharded over its data-parallel ranks, run by a schedule of PyTorch's.
+
+mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+pipeline = Pipeline(stages, "zero1", mesh=mesh, schedule="1F1B", micro_batches=8, loss=cross_entropy, example=tokens)
+optimizer = torch.optim.AdamW(pipeline.parameters())
+for tokens, targets in batches:
+    loss = pipeline.step(tokens, target=targets)
+    pipeline.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+
+from towpath.api import shard
+from towpath.core.formats import dtype_name
+from towpath.core.job import JobSchedule, Stage, Wires, job_schedule, wire_for
+from towpath.core.low_rank import NAME as LOW_RANK
+from towpath.core.pipeline import Order, Part, StagePass, gpipe, messages, one_forward_one_backward
+from towpath.core.precision import Precision
+from towpath.core.routes import Op
+from towpath.core.schedule import schedule as derive_schedule
+from towpath.core.strategy import Strategy
+from towpath.core.wire import Wire
+from towpath.engine.layout import UnitChoice
+from towpath.errors import ShardError
+from towpath.pipeline.shapes import Tensors, handed_on, with_gradients
+from towpath.pipeline.stage import Place, TowpathStage
+from towpath.topology.cluster import Topology
+
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class Pipeline:
+    """`stages`: all of the model, in order, each a module or what makes one; a rank builds its own only. What a stage
+    returns, a tensor or a tuple of them, is what the next one is called with.
+
+    `mesh`: of dimensions 'pp' and 'dp': ranks that differ in 'dp' alone hold the same stages, sharded by `strategy`.
+    `schedule`: one of `SCHEDULES`. `micro_batches`: into so many a batch is cut, along its first dimension.
+    `loss(output, target)`: the mean over a micro-batch. `example`: what the first stage is called with for one
+    micro-batch; only shapes and dtypes count.
+
+    `activation_gradients`: how the gradients that stages send back travel, such as 'low-rank:16': those that are
+    exposed (`core/pipeline.py`), or with `every_gradient` all of them. `activations`: the same of what stages hand on,
+    such as 'int8'. Both as a codec's text, or a `Wire`; of low rank, what a message misses is added to the next one.
+
+    Gradients are means over all micro-batches and data-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module | Callable[[], nn.Module]],
+        strategy: str | Strategy,
+        *,
+        mesh: DeviceMesh,
+        schedule: str = "1F1B",
+        micro_batches: int,
+        loss: Loss,
+        example: torch.Tensor | Sequence[torch.Tensor],
+        precision: Precision | None = None,
+        units: UnitChoice | None = None,
+        activations: str | Wire = "none",
+        activation_gradients: str | Wire = "none",
+        every_gradient: bool = False,
+    ) -> None:
+        _check_mesh(mesh)
+        group: dist.ProcessGroup = mesh["pp"].get_group()
+        self._group, self._ranks = group, mesh["pp"].size()
+        kind = _schedule_class(schedule)
+        owners = _owners(kind, len(stages), self._ranks, schedule)
+        mine = [index for index, owner in enumerate(owners) if owner == dist.get_rank(group)]
+        modules = {index: _module(stages[index]) for index in mine}
+        device = torch.device(mesh.device_type)
+        self.order = _order(kind, len(stages), self._ranks, micro_batches)
+        self._wires = Wires(
+            _wire(activations, "activations"), _wire(activation_gradients, "activation_gradients"), every_gradient
+        )
+        back = [m for m in messages(self.order) if m.backward and (m.exposed or every_gradient)]
+        exposed = frozenset((m.source, m.micro_batch) for m in back)
+        late = issubclass(kind, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble))
+        first: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+        shapes = [with_gradients(t) for t in handed_on(modules, owners, first, precision or Precision(), group)]
+        for tensor in (t for each in shapes[1:-1] for t in each):
+            for wire in (self._wires.activations, self._wires.gradients):
+                wire_for(dtype_name(tensor.dtype), wire)  # refuses, on all ranks alike
+        self._stages: list[TowpathStage] = []
+        for index, module in modules.items():
+            module = shard(module, strategy, group=mesh["dp"].get_group(), precision=precision, units=units)
+            place = Place(index, len(stages), shapes[index], shapes[index + 1], group, micro_batches, exposed)
+            self._stages.append(TowpathStage(module, place, device, self._wires, one_backward=late))
+        run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
+        self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
+        self._mesh, self._owners, self._micro_batches = mesh, owners, micro_batches
+
+    @property
+    def modules(self) -> dict[int, nn.Module]:
+        """This rank's stages, by their number."""
+        return {stage.stage_index: stage.submod for stage in self._stages}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Of this rank's stages; a name begins with the number of its stage."""
+        for index, module in self.modules.items():
+            yield from ((f"{index}.{name}", parameter) for name, parameter in module.named_parameters())
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def step(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Forward and backward of a batch, of which the first stage reads `args`, and the last one `target`. The mean
+        loss of this data-parallel rank's batch, on all ranks of its pipeline."""
+        for stage in self._stages:
+            stage.begin_step()
+        losses: list[torch.Tensor] = []
+        own = [stage.stage_index for stage in self._stages]
+        first, last = 0 in own, self._stages[-1].num_stages - 1 in own
+        self._schedule.step(*(args if first else ()), target=target if last else None, losses=losses)
+        for stage in self._stages:
+            stage.engine.end_boundary()
+        return self._mean_loss(losses)
+
+    def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+        mean = torch.stack([loss.detach() for loss in losses]).mean().double() if losses else torch.zeros(()).double()
+        mean = mean.to(self._stages[0].device)
+        dist.broadcast(mean, group=self._group, group_src=self._owners[-1])
+        return mean
+
+    def schedule(self, topology: Topology | None = None) -> JobSchedule:
+        """Every transfer of a step of the whole job, on `topology`, which is detected unless given. Every rank must
+        call it: each knows its own stages only."""
+        topology = topology or Topology.detect()
+        mine: dict[int, Stage] = {}
+        for stage in self._stages:
+            engine = stage.engine
+            units = tuple(unit.plan.spec for unit in engine.units)
+            planned = derive_schedule(engine.strategy, units, self._micro_batches, engine.precision)
+            members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
+            mine[stage.stage_index] = Stage(members, planned, stage.handed_on)
+        gathered: list[Any] = [None] * self._ranks
+        dist.all_gather_object(gathered, mine, group=self._group)
+        stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
+        return job_schedule(topology, [stages[index] for index in sorted(stages)], self.order, self._wires)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for module in self.modules.values():
+            module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """As torch.nn.utils.clip_grad_norm_, of the gradients of all stages. Every rank must call it."""
+        own = [p for p in self.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type).double()
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+        else:
+            norm = norm.pow(norm_type)
+            dist.all_reduce(norm, group=self._group)
+            norm = norm.pow(1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        return norm
+
+
+def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    return stage if isinstance(stage, nn.Module) else stage()
+
+
+def _check_mesh(mesh: DeviceMesh) -> None:
+    names = mesh.mesh_dim_names or ()
+    if set(names) != {"pp", "dp"}:
+        raise ShardError(
+            "Pipeline: a mesh of dimensions 'pp' and 'dp' is needed, of any sizes; got "
+            f"{', '.join(names) or 'no names'}. "
+            'Make it by init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "dp")).'
+        )
+
+
+def _schedule_class(name: str) -> Any:
+    known = {each.lower(): each for each in SCHEDULES}
+    if name.lower() not in known:
+        raise ShardError(f"Pipeline: unknown schedule {name!r}; known are {', '.join(SCHEDULES)}.")
+    return get_schedule_class(known[name.lower()])
+
+
+def _wire(given: str | Wire, what: str) -> Wire:
+    wire = given
+    if isinstance(wire, str):
+        wire = Wire(codec=wire, feedback="first" if wire.startswith(LOW_RANK) else "none")
+    wire.check(Op.SEND, f"Pipeline: {what}")
+    return wire
+
+
+def _order(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
+    """Every rank's passes, as the schedule will run them."""
+    if kind is ScheduleGPipe:
+        return gpipe(ranks, micro_batches)
+    if kind is Schedule1F1B:
+        return one_forward_one_backward(ranks, micro_batches)
+    try:
+        planned: Any = kind([_StandIn(index, stages, ranks) for index in range(stages // ranks)], micro_batches)
+    except (ValueError, RuntimeError) as error:
+        raise ShardError(
+            f"Pipeline: {kind.__name__} of {stages} stages, {micro_batches} micro-batches: {error}"
+        ) from None
+    return {rank: list(_passes(actions)) for rank, actions in planned.pipeline_order.items()}
+
+
+def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
+    for action in actions:
+        for each in () if action is None else (action.sub_actions or (action,)):
+            if each.microbatch_index is not None:
+                yield StagePass(each.stage_index, Part(each.computation_type.value), each.microbatch_index)
+
+
+class _StandIn:
+    """As much of a stage as a schedule looks at to plan."""
+
+    submod = nn.Identity()
+
+    def __init__(self, index: int, stages: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
+
+
+def _owners(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
+    """By stage, the rank of the pipeline that has it."""
+    if stages < ranks:
+        raise ShardError(f"Pipeline: {stages} stages for {ranks} ranks of the mesh's 'pp'. Cut the model further.")
+    if issubclass(kind, PipelineScheduleSingle):
+        if stages != ranks:
+            raise ShardError(
+                f"Pipeline: {name} has one stage on each rank, and there are {stages} for {ranks} ranks. Take "
+                "Interleaved1F1B, or cut the model into as many."
+            )
+        return list(range(stages))
+    if stages % ranks:
+        raise ShardError(f"Pipeline: {stages} stages do not divide among {ranks} ranks.")
+    if not issubclass(kind, ScheduleZBVZeroBubble):
+        return [index % ranks for index in range(stages)]
+    if stages != 2 * ranks:
+        raise ShardError(f"Pipeline: {name} has two stages on each rank, and there are {stages} for {ranks} ranks.")
+    return [*range(ranks), *reversed(range(ranks))]

@@ -1,0 +1,76 @@
+"""What stages hand on: found out by running each without values, so that no step has to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from towpath.core.formats import dtype_name
+from towpath.core.precision import Precision
+from towpath.engine.initialise import torch_dtype
+from towpath.errors import ShardError
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def outputs_without_values(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
+    """What `module` makes of `inputs`, on the meta device."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = tensor.dtype
+            if dtype.is_floating_point and isinstance(tensor, nn.Parameter):
+                dtype = torch_dtype(precision.compute_dtype(dtype_name(dtype)))
+            return torch.empty(tensor.shape, dtype=dtype)
+
+        state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        found = functional_call(module, state, tuple(torch.empty(t.shape, dtype=t.dtype) for t in inputs))
+    outputs = found if isinstance(found, (tuple, list)) else (found,)
+    if not all(isinstance(t, torch.Tensor) for t in outputs):
+        raise ShardError(
+            f"a stage hands on {', '.join(type(t).__name__ for t in outputs)}: expected a tensor, or a tuple of them."
+        )
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in outputs)
+
+
+def handed_on(
+    modules: Mapping[int, nn.Module],
+    owners: Sequence[int],
+    example: Tensors,
+    precision: Precision,
+    group: dist.ProcessGroup,
+) -> list[Tensors]:
+    """What each stage is called with, and at last what comes out: on every rank, or on every rank an error. `modules`:
+    this rank's; `owners`: by stage, the rank of the group that has it."""
+    found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
+    for index, owner in enumerate(owners):
+        outputs, failure = _attempted(modules[index], found[-1], precision) if index in modules else ((), None)
+        told: list[Any] = [([(tuple(t.shape), dtype_name(t.dtype)) for t in outputs], str(failure or ""))]
+        dist.broadcast_object_list(told, group=group, group_src=owner)
+        shapes, error = told[0]
+        if error:
+            raise ShardError(f"stage {index}, called with {_described(found[-1])}: {error}") from failure
+        found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
+    return found
+
+
+def _attempted(module: nn.Module, inputs: Tensors, precision: Precision) -> tuple[Tensors, Exception | None]:
+    try:
+        return outputs_without_values(module, inputs, precision), None
+    except Exception as error:  # whatever the user's module raises
+        return (), error
+
+
+def _described(tensors: Tensors) -> str:
+    return ", ".join(f"{'×'.join(map(str, t.shape))} {dtype_name(t.dtype)}" for t in tensors)
+
+
+def with_gradients(tensors: Tensors) -> Tensors:
+    """As stages exchange them: what is of a floating dtype gets a gradient back."""
+    return tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors)

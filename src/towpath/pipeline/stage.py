@@ -1,0 +1,177 @@
+"""A stage of torch.distributed.pipelining whose module `shard` has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from towpath.core.formats import dtype_name
+from towpath.core.job import Shape, Wires, wire_for
+from towpath.core.wire import Wire
+from towpath.engine.executor import Engine, engine_of
+from towpath.pipeline.stage_link import Encoding, Sender
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of a stage in its pipeline. `inputs`, `outputs`: what it is given and hands on, on the meta device. `exposed`:
+    the gradients, by the stage that sends them and the micro-batch, that take the wire for gradients."""
+
+    index: int
+    stages: int
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    group: dist.ProcessGroup
+    micro_batches: int
+    exposed: frozenset[tuple[int, int]]
+
+
+class TowpathStage(PipelineStage):
+    """Its engine is told which backward pass of a step is the last one: there the gradients begin to be synchronised,
+    while the pipeline goes on. `Pipeline.step` delivers them in the end; the engine divides them, nobody else.
+
+    What it sends to its neighbours may be encoded. `one_backward`: of a schedule that would compute the weights'
+    gradients later, all are computed with the inputs'.
+    """
+
+    def __init__(self, module: nn.Module, place: Place, device: torch.device, wires: Wires, one_backward: bool) -> None:
+        super().__init__(
+            module,
+            place.index,
+            place.stages,
+            device,
+            input_args=place.inputs,
+            output_args=place.outputs,
+            group=place.group,
+            dw_builder=_nothing_left if one_backward else None,
+        )
+        self._micro_batches, self._walked, self._exposed = place.micro_batches, 0, place.exposed
+        self._outputs = [_encoding(t, wires.activations) for t in place.outputs if not self.is_last]
+        self._inputs = [_encoding(t, wires.activations) for t in place.inputs if not self.is_first]
+        self._sent_gradients = [_encoding(t, wires.gradients) for t in place.inputs if not self.is_first]
+        self._gradients = [_encoding(t, wires.gradients) for t in place.outputs if not self.is_last]
+        self._output_senders = _senders(self._outputs, device, f"outputs of stage {place.index}")
+        self._gradient_senders = _senders(self._sent_gradients, device, f"gradients of stage {place.index}")
+        self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
+        self.engine.be_a_stage(place.micro_batches)
+
+    @property
+    def engine(self) -> Engine:
+        return engine_of(self.submod)
+
+    @property
+    def handed_on(self) -> tuple[Shape, ...]:
+        """What it sends to the next stage."""
+        return tuple((each.shape, dtype_name(each.dtype)) for each in self._outputs)
+
+    def begin_step(self) -> None:
+        self._walked = 0
+        self.engine.publish()
+
+    # Backward passes ------------------------------------------------------------------------------------------------
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        # Counted: of schedules that split the backward pass, PyTorch does not say which one is the last.
+        self._walked += 1
+        last = self._walked == self._micro_batches
+        with nullcontext() if last else self.engine.no_sync():
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """The engine has divided them."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """They are on their way. To wait for them here would hold up the stages that wait for this one."""
+
+    # Messages -------------------------------------------------------------------------------------------------------
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        if not self._output_senders:
+            return super().get_fwd_send_ops(fwd_chunk_id)
+        outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        encoded = [_encoded(self._output_senders, i, out) for i, out in enumerate(outputs)]
+        self.fwd_cache[fwd_chunk_id] = (encoded, inputs)
+        found = super().get_fwd_send_ops(fwd_chunk_id)
+        self.fwd_cache[fwd_chunk_id] = (outputs, inputs)
+        return found
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        found = super().get_fwd_recv_ops(fwd_chunk_id)
+        return self._in_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        for index, info in enumerate(self.args_recv_info[fwd_chunk_id]):
+            message = self._arriving.pop(("output", fwd_chunk_id, index), None)
+            if message is not None:
+                info.buffer = self._inputs[index].decoded(message)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self._gradient_senders and (self.stage_index, bwd_chunk_id) in self._exposed:
+            gradients = self.bwd_cache[bwd_chunk_id]
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                _encoded(self._gradient_senders, i, gradient) for i, gradient in enumerate(gradients)
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        found = super().get_bwd_recv_ops(bwd_chunk_id)
+        if (self.stage_index + 1, bwd_chunk_id) not in self._exposed:
+            return found
+        return self._in_messages("gradient", bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id], self._gradients)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        infos = () if self.is_last else self.grad_recv_info[bwd_chunk_id]
+        buffers = [info.buffer for info in infos]
+        for index, info in enumerate(infos):
+            message = self._arriving.pop(("gradient", bwd_chunk_id, index), None)
+            if message is not None:
+                info.buffer = self._gradients[index].decoded(message)
+        try:
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        finally:
+            for info, buffer in zip(infos, buffers, strict=True):
+                info.buffer = buffer
+
+    def _in_messages(
+        self,
+        kind: str,
+        micro_batch: int,
+        receives: list[dist.P2POp],
+        infos: Sequence[Any],
+        encodings: Sequence[Encoding],
+    ) -> list[dist.P2POp]:
+        """The same, but for what is encoded: into the memory of a message."""
+        received = [i for i, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
+        for index, receive in zip(received, receives, strict=True):
+            if encodings[index].used:
+                receive.tensor = self._arriving[kind, micro_batch, index] = encodings[index].message(self.device)
+        return receives
+
+
+def _encoding(tensor: torch.Tensor, wire: Wire) -> Encoding:
+    return Encoding(tuple(tensor.shape), tensor.dtype, wire_for(dtype_name(tensor.dtype), wire))
+
+
+def _senders(encodings: Sequence[Encoding], device: torch.device, label: str) -> dict[int, Sender]:
+    """By the number of the tensor, of those that are encoded."""
+    return {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
+
+
+def _encoded(senders: dict[int, Sender], index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient that nobody computed is zeros, to PyTorch as well."""
+    sender = senders.get(index)
+    if sender is None:
+        return tensor
+    return sender.encoded(sender.zeros() if tensor is None else tensor)
+
+
+def _nothing_left() -> Any:
+    return lambda: None

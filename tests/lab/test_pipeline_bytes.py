@@ -1,0 +1,80 @@
+"""What a pipeline's cables carried is what its job's schedule said: messages between stages, and what stages sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import towpath
+from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
+from towpath.lab import Lab
+from towpath.pipeline import Pipeline
+
+WIDTH, TOKENS, MICRO_BATCHES = 192, 96, 4
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def sent_in_a_step(rank: int, world: int, mesh: list[list[int]], cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The bytes this node sent over its cable in a step of each case: by the kernel, and by the schedule."""
+    topology = towpath.Topology(2, 2)
+    made = DeviceMesh("cpu", torch.tensor(mesh), mesh_dim_names=("pp", "dp"))
+    found: list[tuple[int, int]] = []
+    for case in cases:
+        options: dict[str, Any] = {"schedule": "1F1B", "strategy": "zero1"} | case
+        count = 4 if "Interleaved" in options["schedule"] else 2
+        example = torch.empty(TOKENS, WIDTH)
+        pipeline = Pipeline(
+            [partial(Stage) for _ in range(count)],
+            mesh=made,
+            micro_batches=MICRO_BATCHES,
+            loss=_loss,
+            example=example,
+            **options,
+        )
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+        x = torch.randn(MICRO_BATCHES * TOKENS, WIDTH)
+        for step in range(2):
+            before = counters_at_rest() if step else 0
+            pipeline.step(x, target=x)
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = counters_at_rest() - before
+        found.append((counted, pipeline.schedule(topology).cable_bytes(topology.node_of(rank))))
+    return found
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"schedule": "Interleaved1F1B", "strategy": "zero3"},
+    {"activation_gradients": "low-rank:8"},
+    {"activation_gradients": "low-rank:8", "every_gradient": True, "activations": "int8"},
+]
+
+
+@pytest.mark.parametrize(
+    "mesh", [[[0, 1], [2, 3]], [[0, 2], [1, 3]]], ids=["stages across nodes", "data-parallel ranks across nodes"]
+)
+def test_each_cable_carries_the_jobs_bytes(lab: Callable[..., Lab], mesh: list[list[int]]) -> None:
+    for rank, answer in enumerate(lab(2, 2).call(sent_in_a_step, mesh, CASES)):
+        for case, (counted, scheduled) in zip(CASES, answer, strict=True):
+            assert scheduled * (1 - BELOW) <= counted <= scheduled * (1 + ABOVE), (rank, case)

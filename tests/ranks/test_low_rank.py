@@ -1,0 +1,219 @@
+"""Gradients in low rank on real ranks: exact where they are of low rank, and nothing is lost where they are not.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import towpath
+from tests.ranks.models import MODELS
+from tests.ranks.server import World
+from towpath.engine.low_rank_sync import LowRankSync
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+WHOLE = ("ddp", "zero1", "paro-nng", "paro-nni")
+WIDTH = 24
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(3))
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks
+            self.scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.tanh(block(x))
+            return x * self.scale
+
+    return Chain()
+
+
+def _input(step: int, rank: int, samples: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(samples, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _sharded(name: str, **options: Any) -> Any:
+    return towpath.shard(_model(), towpath.strategy(name, SHAPE, **options))
+
+
+def _backward(model: Any, step: int, samples: int = 1) -> None:
+    model(_input(step, dist.get_rank(), samples)).square().sum().backward()
+
+
+def _gradients(model: Any) -> list[torch.Tensor]:
+    return [p.grad.full_tensor().clone() for p in model.parameters()]
+
+
+def _syncs(model: Any) -> list[LowRankSync]:
+    buckets = [bucket for unit in model.towpath_engine.units for bucket in unit.buckets]
+    return [bucket.low_rank for bucket in buckets if bucket.low_rank is not None]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_sums_of_as_many_samples_as_the_rank_are_exact(world: Worlds, name: str) -> None:
+    world(4).run(_exact, name)
+
+
+def _exact(name: str) -> None:
+    """One sample on each of four ranks: a weight's gradient is the sum of four products of two vectors."""
+    plain, coded = _sharded(name), _sharded(name, gradients="low-rank:4")
+    assert _syncs(coded) and not _syncs(plain)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (plain, coded)]
+    for step in range(5):
+        norms: list[float] = []
+        for model, optimizer in zip((plain, coded), optimizers, strict=True):
+            optimizer.zero_grad()
+            _backward(model, step)
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+        for mine, theirs in zip(_gradients(coded), _gradients(plain), strict=True):
+            assert torch.allclose(mine, theirs, rtol=0, atol=1e-9)
+        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, theirs in zip(coded.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine.full_tensor(), theirs.full_tensor(), rtol=0, atol=1e-9)
+
+
+def test_what_came_out_and_what_is_kept_is_all_that_went_in(world: Worlds) -> None:
+    world(4).run(_nothing_is_lost)
+
+
+def _nothing_is_lost() -> None:
+    """Over several steps: the sums that were delivered, and what all ranks still keep, are all that was summed."""
+    plain, coded = _sharded("ddp"), _sharded("ddp", gradients="low-rank:2")
+    went_in = [torch.zeros_like(p) for p in _model().parameters()]
+    came_out = [torch.zeros_like(p) for p in went_in]
+    for step in range(4):
+        for model, total in ((plain, went_in), (coded, came_out)):
+            model.zero_grad()
+            _backward(model, step, samples=5)
+            for sum_, gradient in zip(total, _gradients(model), strict=True):
+                sum_.add_(gradient, alpha=4)
+    kept = [error.clone() for sync in _syncs(coded) for error in _errors(sync)]
+    for error in kept:
+        dist.all_reduce(error)
+    assert any(float(error.norm()) > 1e-3 for error in kept), "rank 2 misses something of these"
+    matrices = [(a, b) for a, b in zip(came_out, went_in, strict=True) if a.dim() == 2]
+    for (out, into), error in zip(matrices, kept, strict=True):
+        assert torch.allclose(out + error, into, rtol=0, atol=1e-11)
+    for out, into in zip(came_out, went_in, strict=True):
+        if out.dim() == 1:
+            assert torch.allclose(out, into, rtol=0, atol=1e-12), "what is no matrix travels as it is"
+
+
+def _errors(sync: LowRankSync) -> list[torch.Tensor]:
+    _, errors = sync.state
+    sizes = [m.rows * m.columns for m in sync.factored.matrices]
+    return [e.view(m.rows, m.columns) for e, m in zip(errors.split(sizes), sync.factored.matrices, strict=True)]
+
+
+def test_without_feedback_it_is_missed_for_good(world: Worlds) -> None:
+    world(4).run(_no_feedback)
+
+
+def _no_feedback() -> None:
+    model = _sharded("zero1", gradients="low-rank:2", feedback="none")
+    _backward(model, 0, samples=5)
+    assert all(len(sync.state) == 1 for sync in _syncs(model))
+
+
+def test_all_ranks_get_the_same_bits(world: Worlds) -> None:
+    first, *others = world(4).run(_bits)
+    assert all(other == first for other in others)
+
+
+def _bits() -> list[bytes]:
+    model = _sharded("ddp", gradients="low-rank:3")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        _backward(model, step, samples=6)
+        optimizer.step()
+    kept = [sync.state[0] for sync in _syncs(model)]
+    return [t.detach().clone().numpy().tobytes() for t in (*(p.full_tensor() for p in model.parameters()), *kept)]
+
+
+def test_a_step_that_is_not_finite_leaves_what_is_kept_as_it_was(world: Worlds) -> None:
+    world(4).run(_overflow)
+
+
+def _overflow() -> None:
+    model, twin = (_sharded("ddp", gradients="low-rank:2") for _ in range(2))
+    for each in (model, twin):
+        _backward(each, 0, samples=5)
+        each.zero_grad()
+    before = [[kept.clone() for kept in sync.state] for sync in _syncs(model)]
+    poison = torch.full((WIDTH,), float("inf") if dist.get_rank() == 2 else 1.0, dtype=torch.float64)
+    (model(_input(1, dist.get_rank(), 5)) * poison).square().sum().backward()
+    assert not all(bool(g.isfinite().all()) for g in _gradients(model)), "an overflow is never hidden"
+    for sync, kept in zip(_syncs(model), before, strict=True):
+        assert all(torch.equal(mine, was) for mine, was in zip(sync.state, kept, strict=True))
+    model.zero_grad()
+    for each in (model, twin):
+        _backward(each, 2, samples=5)
+    for mine, theirs in zip(_gradients(model), _gradients(twin), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_the_first_steps_may_travel_as_they_are(world: Worlds) -> None:
+    world(4).run(_warm_up)
+
+
+def _warm_up() -> None:
+    made = towpath.strategy("zero1", SHAPE, gradients="low-rank:2", gradients_after=2)
+    model: Any = towpath.shard(_model(), made)
+    plain = _sharded("zero1", route="ho-ring")
+    for step in range(4):
+        for each in (model, plain):
+            each.zero_grad()
+            _backward(each, step, samples=5)
+        same = [torch.equal(a, b) for a, b in zip(_gradients(model), _gradients(plain), strict=True)]
+        matrices = [p.dim() == 2 for p in _model().parameters()]
+        assert bool(_syncs(model)) == (step >= 1), "of the step that comes"
+        assert all(same) if step < 2 else not any(s for s, is_matrix in zip(same, matrices, strict=True) if is_matrix)
+        executed = {(t.kind, t.elements) for t in towpath.stats(model).last_step}
+        planned = {(t.kind, t.elements) for t in towpath.schedule(made.at(step), model).transfers}
+        assert executed <= planned
+
+
+@pytest.mark.parametrize("label", ["bf16 sums", "bf16 parameters, float32 sums"])
+def test_narrow_sums_travel_narrow_and_are_near(world: Worlds, label: str) -> None:
+    world(4).run(_narrow, label)
+
+
+def _narrow(label: str) -> None:
+    reduce = torch.bfloat16 if label == "bf16 sums" else torch.float32
+    precision = towpath.Precision(params=torch.bfloat16, reduce=reduce)
+    entry = MODELS["gpt"]
+    found: list[list[torch.Tensor]] = []
+    for options in ({}, {"gradients": "low-rank:2"}):
+        strategy = towpath.strategy("ddp", SHAPE, **options)
+        model: Any = towpath.shard(entry.make(torch.float32), strategy, precision=precision)
+        total = [torch.zeros(p.shape) for p in entry.make(torch.float32).parameters()]
+        for _ in range(30):  # the same gradient again and again: what one step misses, others bring
+            model.zero_grad()
+            entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
+            for sum_, gradient in zip(total, _gradients(model), strict=True):
+                sum_.add_(gradient)
+        found.append(total)
+        sent = {t.dtype for t in towpath.stats(model).last_step if t.kind.value == "sync"}
+        assert sent == {str(reduce).removeprefix("torch.")}
+    plain, coded = found
+    off = sum(float((a - b).norm()) ** 2 for a, b in zip(coded, plain, strict=True)) ** 0.5
+    assert off < 0.15 * sum(float(a.norm()) ** 2 for a in plain) ** 0.5

@@ -1,0 +1,312 @@
+"""Pipelines of sharded stages: exact against one process, for every schedule and placement.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
+from towpath.core.pipeline import messages
+from towpath.core.wire import Wire
+from towpath.errors import ShardError, StrategyError
+from towpath.pipeline import Pipeline, split
+from towpath.train.models.gpt import GPT, Shape
+
+Worlds = Callable[[int], World]
+
+WIDTH, BATCH, STEPS = 8, 2, 5
+SINGLE = ("GPipe", "1F1B")
+SEVERAL = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Stage(nn.Module):
+    """Two blocks, of which one is used twice, around a parameter of the root's own."""
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.blocks
+        return first(second(first(x))) * self.scale
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
+def _batch(step: int, replica: int, micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    size = (2, micro_batches * BATCH, WIDTH)
+    x, y = torch.randn(size, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def _pipeline(
+    ranks: int,
+    copies: int,
+    schedule: str,
+    strategy: str,
+    micro_batches: int,
+    batch: int = BATCH,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> Any:
+    mesh = init_device_mesh("cpu", (ranks, copies), mesh_dim_names=("pp", "dp"))
+    count = ranks if schedule in SINGLE else 2 * ranks
+    made = [partial(Stage, seed, dtype) for seed in range(count)]
+    example = torch.empty(batch, WIDTH, dtype=dtype)
+    return Pipeline(
+        made,
+        strategy,
+        mesh=mesh,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        example=example,
+        units=[Block],
+        **({"loss": _loss} | options),
+    )
+
+
+def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches: int) -> None:
+    pipeline = _pipeline(ranks, copies, schedule, strategy, micro_batches)
+    replica = dist.get_rank() % copies
+    whole = nn.Sequential(*(Stage(seed) for seed in range(ranks if schedule in SINGLE else 2 * ranks)))
+    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = _batch(step, replica, micro_batches)
+        loss = pipeline.step(x, target=y)
+        expected = [_loss(whole(a), b) for a, b in (_batch(step, r, micro_batches) for r in range(copies))]
+        (sum(expected) / copies).backward()
+        assert float(loss) == pytest.approx(expected[replica].item(), rel=1e-9)
+        theirs = dict(whole.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            assert torch.allclose(parameter.grad.full_tensor(), theirs[name].grad, rtol=0, atol=1e-9), (step, name)
+        norms = [float(pipeline.clip_grad_norm_(0.1)), float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+    theirs = dict(whole.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+
+
+@in_turn(STRATEGIES, 1, "strategy")
+@pytest.mark.parametrize("schedule", (*SINGLE, *SEVERAL))
+def test_two_stages_of_two_ranks_are_one_process(world: Worlds, schedule: str, strategy: str) -> None:
+    world(4).run(_exact, 2, 2, schedule, strategy, 4)
+
+
+@pytest.mark.parametrize("schedule", (*SINGLE, *SEVERAL))
+def test_four_stages_are_one_process(world: Worlds, schedule: str) -> None:
+    world(4).run(_exact, 4, 1, schedule, "ddp", 8)
+
+
+# --- encoded messages ------------------------------------------------------------------------------------------------
+
+TOKENS = 32  # of a micro-batch, of which the loss reads two: a gradient of rank two
+
+
+def _loss_of_two(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output[:2] - target[:2]).square().mean()
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["exposed", "every"])
+@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+def test_gradients_of_the_rank_that_is_sent_arrive_exactly(world: Worlds, schedule: str, every: bool) -> None:
+    world(4).run(_low_rank, schedule, every)
+
+
+def _low_rank(schedule: str, every: bool) -> None:
+    options: dict[str, Any] = {"activation_gradients": "low-rank:2", "every_gradient": every}
+    made = [_pipeline(4, 1, schedule, "ddp", 4, TOKENS, loss=_loss_of_two, **o) for o in ({}, options)]
+    optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in made]
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=generator, dtype=torch.float64)
+        for pipeline, optimizer in zip(made, optimizers, strict=True):
+            optimizer.zero_grad()
+            pipeline.step(x, target=y)
+        for (name, mine), (_, theirs) in zip(*(p.named_parameters() for p in made), strict=True):
+            assert torch.allclose(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=0, atol=1e-9), name
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@in_turn((*SINGLE, *SEVERAL), 3, "schedule")
+def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(world: Worlds, schedule: str) -> None:
+    found = world(4).run(_sent, schedule)
+    sent, received = ({key for rank in found for key in rank[end]} for end in ("sent", "received"))
+    assert sent == received == set(found[0]["exposed"])
+    assert sent, schedule
+
+
+def _sent(schedule: str) -> dict[str, list[Any]]:
+    """Gradients by the stage that sends them and the micro-batch, where a message is as short as the factors."""
+    pipeline = _pipeline(4, 1, schedule, "ddp", 4, TOKENS, activation_gradients="low-rank:2")
+    found: dict[str, list[Any]] = {"sent": [], "received": []}
+    short = 2 * (TOKENS + WIDTH)
+    for stage in pipeline._stages:
+        for end, name, sender in (("sent", "get_bwd_send_ops", 0), ("received", "get_bwd_recv_ops", 1)):
+            setattr(stage, name, _watched(getattr(stage, name), found[end], stage.stage_index + sender, short))
+    x = torch.randn(4 * TOKENS, WIDTH, dtype=torch.float64)
+    pipeline.step(x, target=x)
+    return found | {"exposed": [(m.source, m.micro_batch) for m in messages(pipeline.order) if m.exposed]}
+
+
+def _watched(inner: Any, found: list[Any], sender: int, short: int) -> Any:
+    def ops(micro_batch: int) -> Any:
+        made = inner(micro_batch)
+        found.extend((sender, micro_batch) for op in made if op.tensor.numel() == short)
+        return made
+
+    return ops
+
+
+@in_turn(["1F1B", "Interleaved1F1B"], 1, "schedule")
+def test_what_stages_hand_on_may_travel_in_a_codec(world: Worlds, schedule: str) -> None:
+    world(4).run(_coded_activations, schedule)
+
+
+def _coded_activations(schedule: str) -> None:
+    """The loss of the first step is near that of the plain pipeline, and not the same."""
+    losses: list[float] = []
+    for options in ({}, {"activations": "int8"}):
+        pipeline = _pipeline(4, 1, schedule, "ddp", 4, TOKENS, torch.float32, **options)
+        x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))
+        losses.append(float(pipeline.step(x, target=y)))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[0] != losses[1]
+
+
+# --- models that are cut ---------------------------------------------------------------------------------------------
+
+
+def _gpt() -> nn.Module:
+    torch.manual_seed(5)
+    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=False)
+    return GPT(shape).double()
+
+
+def _llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=24, num_key_value_heads=1, **sizes)
+    return transformers.LlamaForCausalLM(config).double()
+
+
+def _gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    sizes = {"n_embd": 16, "n_layer": 5, "n_head": 2, "n_positions": 16, "tie_word_embeddings": False}
+    pdrop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=24, **sizes, **pdrop)).double()
+
+
+CUT = {"gpt": _gpt, "llama": _llama, "gpt2": _gpt2}
+LENGTH = 6
+
+
+def _token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@in_turn(list(CUT), 1, "name")
+def test_a_model_that_is_cut_trains_as_one(world: Worlds, name: str, schedule: str) -> None:
+    world(4).run(_cut, name, schedule)
+
+
+def _cut(name: str, schedule: str) -> None:
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    stages = split(CUT[name](), 2 if schedule in SINGLE else 4, example)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipeline = Pipeline(
+        stages, "zero3", mesh=mesh, schedule=schedule, micro_batches=4, loss=_token_loss, example=example
+    )
+    whole: Any = CUT[name]()
+    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
+    replica = dist.get_rank() % 2
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batches = [_tokens(step, r) for r in range(2)]
+        loss = pipeline.step(batches[replica], target=batches[replica])
+        expected = [_token_loss(getattr(o, "logits", o), ids) for ids in batches for o in (whole(ids),)]
+        (sum(expected) / 2).backward()
+        assert float(loss) == pytest.approx(expected[replica].item(), rel=1e-9)
+        theirs = dict(whole.named_parameters())
+        for _, module in pipeline.modules.items():
+            for key, parameter in module.named_parameters():
+                assert torch.allclose(parameter.grad.full_tensor(), theirs[key].grad, rtol=0, atol=1e-9), (step, key)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _tokens(step: int, replica: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + replica)
+    return torch.randint(24, (4 * BATCH, LENGTH), generator=generator)
+
+
+class _Odd(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": x}
+
+
+def test_what_cannot_be_is_refused_before_anything_is_sent(world: Worlds) -> None:
+    world(4).run(_refused)
+
+
+def _refused() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    plain = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    stages: list[Any] = [partial(Stage, seed) for seed in range(2)]
+
+    def refused(match: str, stages: Any = stages, **options: Any) -> None:
+        keywords: dict[str, Any] = {
+            "mesh": mesh,
+            "micro_batches": 4,
+            "loss": _loss,
+            "example": torch.empty(2, WIDTH).double(),
+        }
+        with pytest.raises((ShardError, StrategyError), match=match):
+            Pipeline(stages, "zero1", **(keywords | options))
+
+    refused("a mesh of dimensions 'pp' and 'dp' is needed.*got dp", mesh=plain)
+    refused("unknown schedule '2F2B'; known are GPipe, 1F1B", schedule="2F2B")
+    refused("1 stages for 2 ranks", stages=stages[:1])
+    refused("1F1B has one stage on each rank, and there are 4 for 2 ranks", stages=stages * 2)
+    refused("3 stages do not divide among 2 ranks", stages=[*stages, stages[0]], schedule="Interleaved1F1B")
+    broken = [nn.Linear(WIDTH, 3).double(), nn.Linear(WIDTH, 3).double()]
+    refused("stage 1, called with 2×3 float64: .*reduction dim", stages=broken)
+    refused("stage 0, .*a stage hands on dict", stages=[_Odd(), nn.Identity()])
+    refused("stages exchange float64, and the codec int8:256 takes", activations="int8")
+    refused("a message from one rank to another has no route", activations=Wire("ring", "int8"))
+    refused("multiple of the number of rounds", stages=stages * 2, schedule="Interleaved1F1B", micro_batches=5)
+    refused("ZBVZeroBubble has two stages on each rank", stages=stages, schedule="ZBVZeroBubble")

@@ -1,0 +1,145 @@
+"""Gradients in low rank: what of a bucket travels by its factors, in which transfers, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from towpath.codecs.low_rank import first_factor, orthonormal, with_unit_columns
+from towpath.core.formats import item_bytes
+from towpath.core.low_rank import Factored, LowRank, Matrix
+from towpath.core.precision import Precision
+from towpath.core.presets import strategy
+from towpath.core.routes import Op
+from towpath.core.schedule import plan_unit, schedule
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.wire import Wire
+from towpath.errors import StrategyError
+from towpath.topology.cluster import Extent, Topology
+
+SQUARE = Topology(2, 2)
+# Two matrices that get smaller, a vector, one matrix that would not, and one that must not.
+BUCKET = BucketSpec((64 * 32, 64, 32 * 48, 8 * 8, 64 * 64), matrices=((64, 32), None, (32, 48), (8, 8), None))
+UNITS = (UnitSpec("", (BucketSpec((40,)),), kept=True), UnitSpec("block", (BUCKET,)))
+WHOLE = ("ddp", "zero1", "paro-nng", "paro-nni")
+
+
+def test_matrices_that_get_smaller_travel_by_their_factors_and_the_rest_as_it_is() -> None:
+    found = Factored.of(LowRank(4), BUCKET)
+
+    assert found is not None
+    first, second, third, fourth, _ = BUCKET.offsets[:5]
+    assert found.matrices == (Matrix(first, 64, 32), Matrix(third, 32, 48))
+    assert found.plain == ((second, second + 64), (fourth, fourth + 64), (BUCKET.offsets[4], BUCKET.offsets[4] + 4096))
+    assert found.messages == (4 * (64 + 32) + 64 + 64 + 4096, 4 * (32 + 48))
+    assert found.kept_elements(feedback=False) == 4 * (32 + 48)
+    assert found.kept_elements(feedback=True) == 4 * (32 + 48) + 64 * 32 + 32 * 48
+
+
+def test_where_nothing_gets_smaller_nothing_changes() -> None:
+    assert Factored.of(LowRank(4), BucketSpec((64, 64), matrices=((8, 8), None))) is None
+    assert Factored.of(LowRank(4), BucketSpec((64,))) is None
+    plain, coded = (schedule(s, UNITS[:1], 1).transfers for s in (strategy("ddp", SQUARE), _made("ddp")))
+    assert [(t.payload, t.move) for t in plain] == [(t.payload, t.move) for t in coded]
+
+
+@pytest.mark.parametrize("rate, travels", [(1, True), (2.5, True), (5.3, True), (5.4, False)])
+def test_a_rate_may_be_asked_of_the_factors(rate: float, travels: bool) -> None:
+    assert LowRank(4, rate).pays((64, 32)) == travels  # 2,048 elements, or 4 · 96
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_two_sums_over_all_ranks_bring_them(name: str) -> None:
+    made = _made(name)
+    found = [t for t in schedule(made, UNITS, 3).transfers if t.kind is Kind.SYNC and t.unit == "block"]
+
+    factored = Factored.of(LowRank(4), BUCKET)
+    assert factored is not None and tuple(t.elements for t in found) == factored.messages
+    assert all(t.move.op is Op.ALL_REDUCE and t.move.members == 4 and t.micro_step == 2 for t in found)
+    flat = schedule(_made(name, route="flat"), UNITS, 1).transfers
+    flat = [t for t in flat if t.kind is Kind.SYNC and t.unit == "block"]
+    assert sum(t.inter_bytes for t in flat) == pytest.approx(2 * 2 * 0.75 * sum(factored.messages) * 4, rel=0.01)
+    # What else a strategy sends stays as it is.
+    others = [(t.kind, t.payload) for t in schedule(strategy(name, SQUARE), UNITS, 3).transfers]
+    assert [f for f in others if f[0] is not Kind.SYNC] == [
+        (t.kind, t.payload) for t in schedule(made, UNITS, 3).transfers if t.kind is not Kind.SYNC
+    ]
+
+
+def test_memory_is_told() -> None:
+    factored = Factored.of(LowRank(4), BUCKET)
+    assert factored is not None
+    for feedback, precision in (("first", Precision()), ("none", Precision(params="bfloat16"))):
+        made = strategy("zero1", SQUARE, gradients="low-rank:4", feedback=feedback)
+        plan = plan_unit(made, UNITS[1], precision)
+        kept = factored.kept_elements(feedback == "first") * 4
+        assert plan.buckets[0].memory_bytes()["feedback"] == kept
+        item = item_bytes(plan.buckets[0].reduce_dtype)
+        assert plan.wire_needs(Kind.SYNC)["uint8"] == sum(factored.messages) * item
+
+
+def test_feedback_is_on_unless_it_is_turned_off_and_first_steps_may_travel_as_they_are() -> None:
+    made = _made("ddp", gradients_after=3, gradients_until=9)
+
+    assert (made.sync.feedback, made.sync.after, made.sync.until) == ("first", 3, 9)
+    assert _made("ddp", feedback="none").sync.feedback == "none"
+    assert [made.at(step).sync.low_rank for step in (0, 2, 3, 8, 9)] == [None, None, LowRank(4), LowRank(4), None]
+    assert made.sync.changes == {3, 9}
+    assert Strategy.from_toml(made.to_toml()) == made
+    assert "low-rank:4, feedback at first, after 3 steps, until step 9" in str(made)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig"])
+def test_where_gradients_are_cut_it_is_refused(name: str) -> None:
+    with pytest.raises(StrategyError, match=r"low-rank:4 needs whole matrices.*ddp, zero1, paro-nng, paro-nni"):
+        _made(name)
+
+
+def test_mistakes_are_refused() -> None:
+    for message, wire in (
+        ("feedback is 'none' or 'first'; got 'both'", {"codec": "low-rank:4", "feedback": "both"}),
+        ("after=4 and until=4: the codec would never serve", {"codec": "int8", "after": 4, "until": 4}),
+        ("after is a number of optimizer steps", {"codec": "int8", "after": -1}),
+        ("after=2 without a codec", {"after": 2}),
+        ("'low-rank:16\\+rate:2'", {"codec": "low-rank:4:2"}),
+        ("rate is a number of at least 1", {"codec": "low-rank:4+rate:0.5"}),
+    ):
+        with pytest.raises(StrategyError, match=message):
+            Wire(**wire)
+    with pytest.raises(StrategyError, match="need gradients= to name a codec"):
+        strategy("ddp", SQUARE, gradients_after=3)
+
+
+def test_inside_one_node_nothing_is_rounded() -> None:
+    assert _made("ddp", Topology(1, 4)).sync.low_rank is None
+    mics = strategy("mics", Topology(2, 1), gradients="low-rank:4", group=Extent(1))
+    assert mics.sync.low_rank == LowRank(4)
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_a_matrix_of_low_rank_is_found_at_once() -> None:
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (40, 30))
+    x, q = left @ right.T, first_factor(30, 5, 7, torch.float64, torch.device("cpu"))
+    for _ in range(3):  # the last two of its five columns are of nothing: they stay what they were
+        p = orthonormal(x @ q)
+        found = x.T @ p
+        assert torch.allclose(p @ found.T, x, atol=1e-12)
+        q = with_unit_columns(found, q)
+    assert q.isfinite().all()
+
+
+def test_nothing_hides_what_is_not_finite() -> None:
+    for poison in (float("nan"), float("inf")):
+        columns = torch.ones(6, 2)
+        columns[3, 1] = poison
+        assert orthonormal(columns).isnan().all()
+    assert torch.equal(with_unit_columns(torch.zeros(4, 2), torch.ones(4, 2)), torch.ones(4, 2))
+    assert (orthonormal(torch.zeros(6, 2)).T @ orthonormal(torch.zeros(6, 2))).allclose(torch.eye(2))
+
+
+def _made(name: str, topology: Topology = SQUARE, **options: object) -> Strategy:
+    return strategy(name, topology, gradients="low-rank:4", **options)
