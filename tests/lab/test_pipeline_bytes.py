@@ -16,7 +16,7 @@ from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
 from towpath.lab import Lab
 from towpath.pipeline import Pipeline
 
-WIDTH, TOKENS, MICRO_BATCHES = 192, 96, 4
+WIDTH, TOKENS, MICRO_BATCHES = 192, 384, 4
 
 
 class Stage(nn.Module):
@@ -66,8 +66,8 @@ def sent_in_a_step(rank: int, world: int, mesh: list[list[int]], cases: list[dic
 CASES: list[dict[str, Any]] = [
     {},
     {"schedule": "Interleaved1F1B", "strategy": "zero3"},
-    {"activation_gradients": "low-rank:8"},
-    {"activation_gradients": "low-rank:8", "every_gradient": True, "activations": "int8"},
+    {"activation_gradients": "low-rank:32"},
+    {"activation_gradients": "low-rank:32", "every_gradient": True, "activations": "int8"},
 ]
 
 

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from towpath.core.pipeline import messages
+from towpath.core.strategy import Kind
 from towpath.core.wire import Wire
 from towpath.errors import ShardError, StrategyError
 from towpath.pipeline import Pipeline, split
@@ -272,6 +274,48 @@ def _cut(name: str, schedule: str) -> None:
 def _tokens(step: int, replica: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * step + replica)
     return torch.randint(24, (4 * BATCH, LENGTH), generator=generator)
+
+
+# --- schedules -------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    """Each block once, as a schedule takes it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@in_turn(["zero3", "hpz", "paro-iig", "zero2"], 2, "strategy")
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_execute_what_the_jobs_schedule_says(world: Worlds, strategy: str, schedule: str) -> None:
+    world(4).run(_executed, strategy, schedule)
+
+
+def _executed(strategy: str, schedule: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stages = [partial(Plain, seed) for seed in range(2 if schedule in SINGLE else 4)]
+    options: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "micro_batches": 4, "loss": _loss, "units": [Block]}
+    pipeline = Pipeline(stages, strategy, example=torch.empty(BATCH, WIDTH, dtype=torch.float64), **options)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    for _ in range(3):
+        x, y = _batch(0, 0, 4)
+        pipeline.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    for index, module in pipeline.modules.items():
+        planned, found = pipeline.stage_schedule(index).transfers, towpath.stats(module).last_step
+        for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):
+            # Queues run beside one another; within a queue the order counts.
+            assert [t for t in found if t.kind in kinds] == [t for t in planned if t.kind in kinds], (index, kinds)
 
 
 class _Odd(nn.Module):

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from towpath.core.pipeline import Message, Order, Part, gpipe, messages, one_forward_one_backward
+from towpath.core.pipeline import Message, Order, PassKind, gpipe, messages, one_forward_one_backward
 
 SIZES = list(product(range(1, 9), range(1, 33)))
 
@@ -23,12 +23,12 @@ def test_every_pass_is_there_once_and_every_neighbour_is_sent_something(make: ob
     for ranks, micro_batches in SIZES:
         order: Order = make(ranks, micro_batches)
         for rank, passes in order.items():
-            expected = {(rank, part, j) for part in (Part.FORWARD, Part.BACKWARD) for j in range(micro_batches)}
-            assert {(p.stage, p.part, p.micro_batch) for p in passes} == expected
+            expected = {(rank, part, j) for part in (PassKind.FORWARD, PassKind.BACKWARD) for j in range(micro_batches)}
+            assert {(p.stage, p.kind, p.micro_batch) for p in passes} == expected
             assert len(passes) == len(expected)
             assert all(
-                [p.micro_batch for p in passes if p.part is part] == list(range(micro_batches))
-                for part in Part
+                [p.micro_batch for p in passes if p.kind is part] == list(range(micro_batches))
+                for part in PassKind
                 if part in "FB"
             )
         found = [(m.source, m.target, m.micro_batch) for m in messages(order)]

@@ -41,7 +41,11 @@ class Gathers:
         if not unit.pinned:
             unit.weights = Weights.IN_USE
         self.gather(unit, kind, keep_copy)
-        following = self.successors.runs(kind, unit.index)
+        if unit.facts.root and kind is Kind.BACKWARD_GATHER:
+            # It is first in any case: where it computes nothing after its last unit, that unit's gradient may come first.
+            following = self.successors.of(kind, unit.index)
+        else:
+            following = self.successors.runs(kind, unit.index)
         if following is not None:
             self.prefetch(self._units[following], kind, keep_copy)
         self.wait(unit)

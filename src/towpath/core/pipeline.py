@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Part(StrEnum):
+class PassKind(StrEnum):
     """Written as torch.distributed.pipelining does."""
 
     FORWARD = "F"
@@ -25,7 +25,7 @@ class Part(StrEnum):
 @dataclass(frozen=True, slots=True)
 class StagePass:
     stage: int
-    part: Part
+    kind: PassKind
     micro_batch: int
 
 
@@ -56,9 +56,9 @@ def messages(order: Order) -> Iterator[Message]:
     """Rank by rank, in the order in which each sends them."""
     homes = owners(order)
     for rank, passes in order.items():
-        forwards_left = sum(each.part is Part.FORWARD for each in passes)
+        forwards_left = sum(each.kind is PassKind.FORWARD for each in passes)
         for each in passes:
-            forwards_left -= each.part is Part.FORWARD
+            forwards_left -= each.kind is PassKind.FORWARD
             target = _target(each)
             if target is not None and homes.get(target, rank) != rank:
                 exposed = target < each.stage and not forwards_left
@@ -66,19 +66,23 @@ def messages(order: Order) -> Iterator[Message]:
 
 
 def _target(each: StagePass) -> int | None:
-    match each.part:
-        case Part.FORWARD:
+    match each.kind:
+        case PassKind.FORWARD:
             return each.stage + 1
-        case Part.BACKWARD | Part.INPUT_GRADIENTS:
+        case PassKind.BACKWARD | PassKind.INPUT_GRADIENTS:
             return each.stage - 1
-        case Part.WEIGHT_GRADIENTS:
+        case PassKind.WEIGHT_GRADIENTS:
             return None
 
 
 def gpipe(ranks: int, micro_batches: int) -> Order:
     """All forward passes, then all backward passes."""
     return {
-        rank: [StagePass(rank, part, each) for part in (Part.FORWARD, Part.BACKWARD) for each in range(micro_batches)]
+        rank: [
+            StagePass(rank, part, each)
+            for part in (PassKind.FORWARD, PassKind.BACKWARD)
+            for each in range(micro_batches)
+        ]
         for rank in range(ranks)
     }
 
@@ -91,8 +95,8 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
 def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Iterator[StagePass]:
     ahead = min(micro_batches, ranks - rank)
     for each in range(ahead):
-        yield StagePass(rank, Part.FORWARD, each)
+        yield StagePass(rank, PassKind.FORWARD, each)
     for each in range(micro_batches):
-        yield StagePass(rank, Part.BACKWARD, each)
+        yield StagePass(rank, PassKind.BACKWARD, each)
         if each + ahead < micro_batches:
-            yield StagePass(rank, Part.FORWARD, each + ahead)
+            yield StagePass(rank, PassKind.FORWARD, each + ahead)

@@ -13,9 +13,10 @@ from towpath.core.formats import ENCODED, item_bytes, wide
 from towpath.core.journal import journal_bytes
 from towpath.core.low_rank import Factored
 from towpath.core.payload import Range
+from towpath.core.pipeline import StagePass
 from towpath.core.precision import Precision
 from towpath.core.queues import QUEUES, WAYS
-from towpath.core.steady_step import steady_tasks
+from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step import UNITS_IN_FLIGHT
 from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import WIRED, Kind, Strategy
@@ -325,20 +326,30 @@ def _bytes(needs: Needs) -> int:
 
 
 def schedule(
-    strategy: Strategy, units: tuple[UnitSpec, ...], micro_steps: int, precision: Precision | None = None
+    strategy: Strategy,
+    units: tuple[UnitSpec, ...],
+    micro_steps: int,
+    precision: Precision | None = None,
+    passes: Sequence[StagePass] = (),
 ) -> Schedule:
-    """The transfers of one optimizer step of `micro_steps` micro-steps, in steady state."""
+    """The transfers of one optimizer step of `micro_steps` micro-steps, in steady state.
+
+    `passes`: of a pipeline's stage, in their order.
+    """
     if type(micro_steps) is not int or micro_steps < 1:
         raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
     plans = tuple(plan_unit(strategy, unit, precision or Precision()) for unit in units)
-    return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps)))
+    return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps, passes)))
 
 
-def _laid_out(strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int) -> Iterator[Transfer]:
+def _laid_out(
+    strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int, passes: Sequence[StagePass]
+) -> Iterator[Transfer]:
     """What the step machine submits, once it knows the order of the units."""
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     plans = (*root, *(p for p in plans if not p.spec.kept))
-    for micro_step, task in steady_tasks([plan.facts() for plan in plans], micro_steps):
+    facts = [plan.facts() for plan in plans]
+    for micro_step, task in staged_tasks(facts, passes) if passes else steady_tasks(facts, micro_steps):
         for bucket in plans[task.unit].buckets:
             if task.kind is not Kind.PUBLISH or bucket.spec.trainable:  # what nobody writes is never published again
                 for transfer in bucket.transfers[task.kind]:

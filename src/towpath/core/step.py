@@ -251,9 +251,9 @@ class StepMachine:
                 self._gathers.release(unit)
             self._gathers.prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
 
-    def _pass_of_the_model_begins(self) -> None:
+    def _pass_of_the_model_begins(self, first: int | None = None) -> None:
         """What the one before used, or prefetched in vain, is let go."""
-        self._gathers.successors.pass_begins()
+        self._gathers.successors.pass_begins(first)
         for unit in self._units:
             prefetched = unit.weights is Weights.PREFETCHED and not self.in_backward
             if unit.weights is Weights.EVICTABLE or prefetched:
@@ -262,7 +262,7 @@ class StepMachine:
     def _backward_of_the_model_begins(self) -> None:
         if not self.in_backward:
             self.in_backward = True
-            self._pass_of_the_model_begins()
+            self._pass_of_the_model_begins(self._root.index)
 
     def _end_passes(self) -> None:
         for unit in self._units:

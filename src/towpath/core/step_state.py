@@ -176,8 +176,9 @@ class Successors:
         self._next: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
         self._previous: int | None = None  # in this pass
 
-    def pass_begins(self) -> None:
-        self._previous = None
+    def pass_begins(self, first: int | None = None) -> None:
+        """`first`: the unit that runs before all others."""
+        self._previous = first
 
     def runs(self, kind: Kind, unit: int) -> int | None:
         """`unit` is next in a pass whose weights come by `kind`. What came after it the last time, if anything."""

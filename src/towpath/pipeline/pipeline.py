@@ -32,9 +32,10 @@ from towpath.api import shard
 from towpath.core.formats import dtype_name
 from towpath.core.job import JobSchedule, Stage, Wires, job_schedule, wire_for
 from towpath.core.low_rank import NAME as LOW_RANK
-from towpath.core.pipeline import Order, Part, StagePass, gpipe, messages, one_forward_one_backward
+from towpath.core.pipeline import Order, PassKind, StagePass, gpipe, messages, one_forward_one_backward
 from towpath.core.precision import Precision
 from towpath.core.routes import Op
+from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
 from towpath.core.wire import Wire
@@ -146,17 +147,19 @@ class Pipeline:
         """Every transfer of a step of the whole job, on `topology`, which is detected unless given. Every rank must
         call it: each knows its own stages only."""
         topology = topology or Topology.detect()
-        mine: dict[int, Stage] = {}
-        for stage in self._stages:
-            engine = stage.engine
-            units = tuple(unit.plan.spec for unit in engine.units)
-            planned = derive_schedule(engine.strategy, units, self._micro_batches, engine.precision)
-            members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
-            mine[stage.stage_index] = Stage(members, planned, stage.handed_on)
+        members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
+        mine = {s.stage_index: Stage(members, self.stage_schedule(s.stage_index), s.handed_on) for s in self._stages}
         gathered: list[Any] = [None] * self._ranks
         dist.all_gather_object(gathered, mine, group=self._group)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
         return job_schedule(topology, [stages[index] for index in sorted(stages)], self.order, self._wires)
+
+    def stage_schedule(self, index: int) -> Schedule:
+        """What one of this rank's stages sends among its own ranks."""
+        engine = next(stage.engine for stage in self._stages if stage.stage_index == index)
+        units = tuple(unit.plan.spec for unit in engine.units)
+        passes = [each for passes in self.order.values() for each in passes if each.stage == index]
+        return derive_schedule(engine.strategy, units, self._micro_batches, engine.precision, passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for module in self.modules.values():
@@ -224,7 +227,7 @@ def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
     for action in actions:
         for each in () if action is None else (action.sub_actions or (action,)):
             if each.microbatch_index is not None:
-                yield StagePass(each.stage_index, Part(each.computation_type.value), each.microbatch_index)
+                yield StagePass(each.stage_index, PassKind(each.computation_type.value), each.microbatch_index)
 
 
 class _StandIn:
