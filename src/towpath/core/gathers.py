@@ -42,7 +42,7 @@ class Gathers:
             unit.weights = Weights.IN_USE
         self.gather(unit, kind, keep_copy)
         if unit.facts.root and kind is Kind.BACKWARD_GATHER:
-            # It is first in any case: where it computes nothing after its last unit, that unit's gradient may come first.
+            # First in any case: where it computes nothing after its last unit, that unit's gradient may come before.
             following = self.successors.of(kind, unit.index)
         else:
             following = self.successors.runs(kind, unit.index)
