@@ -47,6 +47,8 @@ _PRELOAD = [
     "torch.distributed",
     "torch._dynamo",  # the optimizers load it at their first step: a second for every rank
     "torch.distributed.checkpoint",
+    "torch.distributed.pipelining",
+    "torch.distributed.device_mesh",
     "torch.nn.utils",
     "torch.profiler",
     "functorch.compile",  # and what torch.compile loads when it first compiles
@@ -56,6 +58,7 @@ _PRELOAD = [
     "towpath",
     "towpath.train.run",
     "tests.ranks.twin",
+    "towpath.pipeline",
 ]
 
 

@@ -209,9 +209,9 @@ def _coded_activations(schedule: str) -> None:
 # --- models that are cut ---------------------------------------------------------------------------------------------
 
 
-def _gpt() -> nn.Module:
+def _gpt(tied: bool = False) -> nn.Module:
     torch.manual_seed(5)
-    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=False)
+    shape = Shape(vocabulary=24, width=16, depth=5, heads=2, kv_heads=1, hidden=24, tied=tied)
     return GPT(shape).double()
 
 
@@ -231,7 +231,16 @@ def _gpt2() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=24, **sizes, **pdrop)).double()
 
 
-CUT = {"gpt": _gpt, "llama": _llama, "gpt2": _gpt2}
+def _tied_gpt2() -> nn.Module:
+    """Of which the positions come before the blocks too."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    pdrop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = transformers.GPT2Config(vocab_size=24, n_embd=16, n_layer=5, n_head=2, n_positions=16, **pdrop)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+CUT = {"tied gpt": partial(_gpt, tied=True), "tied gpt2": _tied_gpt2, "gpt": _gpt, "llama": _llama, "gpt2": _gpt2}
 LENGTH = 6
 
 
@@ -263,12 +272,45 @@ def _cut(name: str, schedule: str) -> None:
         expected = [_token_loss(getattr(o, "logits", o), ids) for ids in batches for o in (whole(ids),)]
         (sum(expected) / 2).backward()
         assert float(loss) == pytest.approx(expected[replica].item(), rel=1e-9)
-        theirs = dict(whole.named_parameters())
+        theirs = dict(whole.named_parameters(remove_duplicate=False))
+        norms = [float(pipeline.clip_grad_norm_(1e9)), float(nn.utils.clip_grad_norm_(whole.parameters(), 1e9))]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
         for _, module in pipeline.modules.items():
             for key, parameter in module.named_parameters():
                 assert torch.allclose(parameter.grad.full_tensor(), theirs[key].grad, rtol=0, atol=1e-9), (step, key)
         for optimizer in optimizers:
             optimizer.step()
+
+
+def test_one_sum_brings_the_gradients_of_tied_embeddings_together(world: Worlds) -> None:
+    world(4).run(_one_sum)
+
+
+def _one_sum() -> None:
+    """Over both ends at once, of a tensor of V elements each of the 2 · D ranks sends V (2D − 1)/D (Optimus-CC)."""
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"mesh": mesh, "micro_batches": 4, "loss": _token_loss, "example": example}
+    pipeline = Pipeline(split(_gpt(tied=True), 2, example), "zero1", **options)
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    for _ in range(2):
+        ids = _tokens(0, 0)
+        pipeline.step(ids, target=ids)
+        optimizer.step()
+        pipeline.zero_grad()
+    assert pipeline._tied is not None and pipeline._ends == (0, 1, 2, 3)
+    planned = [t for t in pipeline._tied_schedule().transfers if t.kind is not Kind.USAGE]
+    assert [t for t in towpath.stats(pipeline._tied).last_step if t.kind is not Kind.USAGE] == [
+        *(t for t in planned if t.kind is Kind.PUBLISH),
+        *(t for t in planned if t.kind is not Kind.PUBLISH),
+    ]
+    sent, copies, size = sum(t.inter_bytes + t.intra_bytes for t in planned), 2, 24 * 16 * 8
+    assert sent / (2 * copies) == size * (2 * copies - 1) / copies
+    job = pipeline.schedule(towpath.Topology(2, 2))
+    assert sum(t.kind is Kind.SYNC and t.move.members == 4 for t in job.transfers) == 1
+    stages = split(_gpt(tied=True), 4, example)
+    with pytest.raises(ShardError, match="begins and ends on different ranks, or untie them"):
+        Pipeline(stages, "zero1", schedule="ZBVZeroBubble", **options)
 
 
 def _tokens(step: int, replica: int) -> torch.Tensor:

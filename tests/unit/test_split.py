@@ -49,10 +49,14 @@ def test_a_model_on_the_meta_device_is_cut_without_memory() -> None:
     assert all(p.device.type == "meta" for stage in stages for p in stage.parameters())
 
 
+def test_ends_that_share_a_parameter_say_so() -> None:
+    first, middle, last = split(gpt(tied=True), 3, IDS)
+    assert (first.tied, middle.tied, last.tied) == ("tokens", "", "head")
+    assert first.get_submodule("tokens").weight is last.get_submodule("head").weight
+
+
 def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ShardError, match="6 stages of a model that has 5 blocks"):
         split(gpt(), 6, IDS)
     with pytest.raises(ShardError, match="no ModuleList or Sequential of like blocks"):
         split(nn.Linear(3, 3), 1, torch.empty(2, 3))
-    with pytest.raises(ShardError, match="tied embeddings"):
-        split(gpt(tied=True), 2, IDS)

@@ -237,11 +237,11 @@ class Engine:
 
     # Stages of a pipeline -------------------------------------------------------------------------------------------
 
-    def be_a_stage(self, micro_batches: int) -> None:
-        """Of a pipeline: its forward and backward passes interleave, and gradients are means over `micro_batches` too.
-        What the last backward pass has synchronised waits for `end_boundary`."""
+    def be_a_stage(self, terms: int) -> None:
+        """Of a pipeline: its forward and backward passes interleave, and a gradient is the mean of so many. What the
+        last backward pass has synchronised waits for `end_boundary`."""
         self.machine.staged = True
-        self._terms = self.strategy.topology.world * micro_batches
+        self._terms = terms
 
     def publish(self) -> None:
         """What the optimizer wrote, before the first forward pass asks for it."""

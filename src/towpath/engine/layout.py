@@ -212,7 +212,11 @@ def _unit_of_modules(model: nn.Module, homes: dict[int, str]) -> dict[int, str]:
 
 def _places(model: nn.Module) -> list[ParameterPlace]:
     found: dict[int, ParameterPlace] = {}
+    # A part that is sharded by itself, as tied embeddings of a pipeline are, has an engine of its own.
+    apart = tuple(f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine"))
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(apart):
+            continue
         path, _, attribute = name.rpartition(".")
         owner = (model.get_submodule(path), attribute)
         if id(parameter) not in found:

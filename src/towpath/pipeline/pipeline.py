@@ -39,8 +39,9 @@ from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
 from towpath.core.wire import Wire
+from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
-from towpath.errors import ShardError
+from towpath.errors import ShardError, StepError
 from towpath.pipeline.shapes import Tensors, handed_on, with_gradients
 from towpath.pipeline.stage import Place, TowpathStage
 from towpath.topology.cluster import Topology
@@ -63,6 +64,10 @@ class Pipeline:
     exposed (`core/pipeline.py`), or with `every_gradient` all of them. `activations`: the same of what stages hand on,
     such as 'int8'. Both as a codec's text, or a `Wire`; of low rank, what a message misses is added to the next one.
 
+    `tied`: the module of the first stage, and of the last one, that share their parameter; `split` tells. It is sharded
+    by itself over the ranks of both stages: one sum brings its gradients together, not two (fused embedding
+    synchronisation).
+
     Gradients are means over all micro-batches and data-parallel ranks.
     """
 
@@ -81,6 +86,7 @@ class Pipeline:
         activations: str | Wire = "none",
         activation_gradients: str | Wire = "none",
         every_gradient: bool = False,
+        tied: tuple[str, str] = ("", ""),
     ) -> None:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
@@ -102,14 +108,48 @@ class Pipeline:
         for tensor in (t for each in shapes[1:-1] for t in each):
             for wire in (self._wires.activations, self._wires.gradients):
                 wire_for(dtype_name(tensor.dtype), wire)  # refuses, on all ranks alike
+        self._tied, self._ends = self._shard_tied(tied, modules, owners, mesh, precision)
         self._stages: list[TowpathStage] = []
         for index, module in modules.items():
             module = shard(module, strategy, group=mesh["dp"].get_group(), precision=precision, units=units)
-            place = Place(index, len(stages), shapes[index], shapes[index + 1], group, micro_batches, exposed)
+            place = Place(
+                index, len(stages), shapes[index], shapes[index + 1], group, micro_batches, mesh["dp"].size(), exposed
+            )
             self._stages.append(TowpathStage(module, place, device, self._wires, one_backward=late))
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
         self._mesh, self._owners, self._micro_batches = mesh, owners, micro_batches
+
+    def _shard_tied(
+        self,
+        tied: tuple[str, str],
+        modules: dict[int, nn.Module],
+        owners: Sequence[int],
+        mesh: DeviceMesh,
+        precision: Precision | None,
+    ) -> tuple[nn.Module | None, tuple[int, ...]]:
+        """On ranks of the first and the last stage, what they share; and those ranks, as the job counts them."""
+        last = len(owners) - 1
+        names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
+        everyones: list[Any] = [None] * self._ranks
+        dist.all_gather_object(everyones, names, group=self._group)
+        told = {index: name for each in everyones for index, name in each.items()}
+        if not (told[0] or told[last]):
+            return None, ()
+        if not (told[0] and told[last]) or owners[0] == owners[last]:
+            raise ShardError(
+                f"Pipeline: tied embeddings need a module of the first and of the last stage, on different ranks; got "
+                f"{told[0]!r} and {told[last]!r}, on ranks {owners[0]} and {owners[last]} of 'pp'. Take a schedule "
+                "that begins and ends on different ranks, or untie them."
+            )
+        rows = mesh.mesh if mesh.mesh_dim_names == ("pp", "dp") else mesh.mesh.T
+        ends = tuple(sorted(rows[[owners[0], owners[last]]].flatten().tolist()))
+        if not names:
+            return None, ends
+        ((index, name),) = names.items()
+        made = dist.new_group(list(ends), use_local_synchronization=True, group_desc="tied embeddings")
+        assert isinstance(made, dist.ProcessGroup)
+        return shard(modules[index].get_submodule(name), "zero1", group=made, precision=precision), ends
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -132,10 +172,22 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
         first, last = 0 in own, self._stages[-1].num_stages - 1 in own
-        self._schedule.step(*(args if first else ()), target=target if last else None, losses=losses)
-        for stage in self._stages:
-            stage.engine.end_boundary()
-        return self._mean_loss(losses)
+        try:
+            self._schedule.step(*(args if first else ()), target=target if last else None, losses=losses)
+            for stage in self._stages:
+                stage.end_step()
+            return self._mean_loss(losses)
+        except RuntimeError as error:
+            raise StepError(self._failure(error)) from error
+
+    def _failure(self, error: RuntimeError) -> str:
+        ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self._owners)
+        others = {other for index in own for other in (index - 1, index + 1) if 0 <= other < count} - set(own)
+        told = "; ".join(f"stage {other}: rank {ranks[self._owners[other]]}" for other in sorted(others))
+        return (
+            f"rank {dist.get_rank()}: a step failed in stage {', '.join(map(str, own))} of {count}: {error}\nIf this "
+            f"speaks of a connection or of time, a neighbour has died, hangs or has lost its link ({told})."
+        )
 
     def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         mean = torch.stack([loss.detach() for loss in losses]).mean().double() if losses else torch.zeros(()).double()
@@ -152,7 +204,22 @@ class Pipeline:
         gathered: list[Any] = [None] * self._ranks
         dist.all_gather_object(gathered, mine, group=self._group)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
-        return job_schedule(topology, [stages[index] for index in sorted(stages)], self.order, self._wires)
+        found = [stages[index] for index in sorted(stages)]
+        if self._ends:
+            found.append(Stage(self._ends, self._tied_schedule(), ()))
+        return job_schedule(topology, found, self.order, self._wires)
+
+    def _tied_schedule(self) -> Schedule:
+        """Of what the first and the last stage share; on every rank, though only those have it."""
+        passes = [each for passes in self.order.values() for each in passes if each.stage == 0]
+        units: list[Any] = [None] * self._ranks
+        mine = None
+        if self._tied is not None:
+            engine = engine_of(self._tied)
+            mine = engine.strategy, tuple(unit.plan.spec for unit in engine.units), engine.precision
+        dist.all_gather_object(units, mine, group=self._group)
+        strategy, specs, precision = next(each for each in units if each is not None)
+        return derive_schedule(strategy, specs, self._micro_batches, precision, passes)
 
     def stage_schedule(self, index: int) -> Schedule:
         """What one of this rank's stages sends among its own ranks."""
@@ -162,13 +229,19 @@ class Pipeline:
         return derive_schedule(engine.strategy, units, self._micro_batches, engine.precision, passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for module in self.modules.values():
+        for module in (*self.modules.values(), *([] if self._tied is None else [self._tied])):
             module.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, of the gradients of all stages. Every rank must call it."""
         own = [p for p in self.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type).double()
+        tied = set(self._tied.parameters()) if self._tied is not None else set[nn.Parameter]()
+        mine = [p.grad for p in own if p.grad is not None and p not in tied]
+        norm = torch.nn.utils.get_total_norm(mine, norm_type).double()
+        if tied:  # both ends have to ask, and one of them counts it
+            shared = torch.nn.utils.get_total_norm([p.grad for p in tied if p.grad is not None], norm_type).double()
+            if 0 in self.modules:
+                norm = torch.linalg.vector_norm(torch.stack([norm, shared]), norm_type)
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
         else:

@@ -29,7 +29,6 @@ def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module
     if not 0 < count <= len(blocks):
         raise ShardError(f"split: {count} stages of a model that has {len(blocks)} blocks.")
     calls = _calls(model, blocks, example)
-    _check_tied(model, calls)
     weights = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
     before, after = (sum(_numel(model.get_submodule(n)) for n in names) for names in (calls.before, calls.after))
     bounds = _balanced(
@@ -70,6 +69,11 @@ class _Stage(nn.Module):
         for name, buffer in kept.named_buffers(recurse=False):
             self.register_buffer(name, buffer, name not in kept._non_persistent_buffers_set)  # pyright: ignore
         self._model = [kept]  # in a list: its modules are named above
+        # What of it shares its parameter with the other end, if it is one.
+        self.tied = ""
+        if self._first != self._last:
+            ends = (calls.before, calls.after) if self._first else (calls.after, calls.before)
+            self.tied = _tied(model, *ends)
         self._received: torch.Tensor | None = None
         self._handed_on: torch.Tensor | None = None
         if not self._first:
@@ -177,16 +181,13 @@ def _is_outer_leaf(name: str, module: nn.Module, blocks: Sequence[str]) -> bool:
     return outside and next(module.parameters(recurse=False), None) is not None
 
 
-def _check_tied(model: nn.Module, calls: _Calls) -> None:
-    ends = [
-        {id(p) for name in names for p in model.get_submodule(name).parameters()}
-        for names in (calls.before, calls.after)
-    ]
-    if ends[0] & ends[1]:
-        raise ShardError(
-            "split: the first and the last stage would share a parameter (tied embeddings), which is not supported: "
-            "untie them (tie_word_embeddings = false)."
-        )
+def _tied(model: nn.Module, names: Sequence[str], others: Sequence[str]) -> str:
+    """Which of the modules `names` has the parameter of one of `others`, if any: tied embeddings."""
+    elsewhere = {id(p) for name in others for p in model.get_submodule(name).parameters()}
+    found = [name for name in names if any(id(p) in elsewhere for p in model.get_submodule(name).parameters())]
+    if len(found) > 1:
+        raise ShardError(f"split: {' and '.join(found)} share parameters with the model's other end: expected one.")
+    return found[0] if found else ""
 
 
 def _numel(module: nn.Module) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class Place:
     outputs: tuple[torch.Tensor, ...]
     group: dist.ProcessGroup
     micro_batches: int
+    copies: int  # ranks that hold this stage
     exposed: frozenset[tuple[int, int]]
 
 
@@ -60,11 +61,17 @@ class TowpathStage(PipelineStage):
         self._output_senders = _senders(self._outputs, device, f"outputs of stage {place.index}")
         self._gradient_senders = _senders(self._sent_gradients, device, f"gradients of stage {place.index}")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
-        self.engine.be_a_stage(place.micro_batches)
+        for engine in self.engines:
+            engine.be_a_stage(place.copies * place.micro_batches)
 
     @property
     def engine(self) -> Engine:
         return engine_of(self.submod)
+
+    @property
+    def engines(self) -> list[Engine]:
+        """Its own, and those of parts that are sharded by themselves."""
+        return [engine_of(m) for m in self.submod.modules() if hasattr(m, "towpath_engine")]
 
     @property
     def handed_on(self) -> tuple[Shape, ...]:
@@ -73,7 +80,13 @@ class TowpathStage(PipelineStage):
 
     def begin_step(self) -> None:
         self._walked = 0
-        self.engine.publish()
+        for engine in self.engines:
+            engine.publish()
+
+    def end_step(self) -> None:
+        """Once the whole schedule is through."""
+        for engine in self.engines:
+            engine.end_boundary()
 
     # Backward passes ------------------------------------------------------------------------------------------------
 
@@ -81,7 +94,9 @@ class TowpathStage(PipelineStage):
         # Counted: of schedules that split the backward pass, PyTorch does not say which one is the last.
         self._walked += 1
         last = self._walked == self._micro_batches
-        with nullcontext() if last else self.engine.no_sync():
+        with ExitStack() as stack:
+            for engine in () if last else self.engines:
+                stack.enter_context(engine.no_sync())
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
