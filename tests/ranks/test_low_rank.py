@@ -123,7 +123,7 @@ def _errors(sync: LowRankSync) -> list[torch.Tensor]:
     return [e.view(m.rows, m.columns) for e, m in zip(errors.split(sizes), sync.factored.matrices, strict=True)]
 
 
-def test_without_feedback_it_is_missed_for_good(world: Worlds) -> None:
+def test_without_feedback_nothing_but_where_to_start_is_kept(world: Worlds) -> None:
     world(4).run(_no_feedback)
 
 
@@ -216,4 +216,5 @@ def _narrow(label: str) -> None:
         assert sent == {str(reduce).removeprefix("torch.")}
     plain, coded = found
     off = sum(float((a - b).norm()) ** 2 for a, b in zip(coded, plain, strict=True)) ** 0.5
+    # What is still missing after thirty times: 0.06 and 0.07 were measured; without feedback it would be most of it.
     assert off < 0.15 * sum(float(a.norm()) ** 2 for a in plain) ** 0.5

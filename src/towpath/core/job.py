@@ -10,7 +10,7 @@ from towpath.core.payload import Activation
 from towpath.core.pipeline import Message, Order, messages
 from towpath.core.schedule import Schedule
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
+from towpath.core.transfer import SentBytes, Transfer
 from towpath.core.transitions import send
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError
@@ -37,42 +37,24 @@ class Wires:
     gradients: Wire = Wire()
     every: bool = False
 
+    def encodes(self, message: Message) -> bool:
+        """Whether it takes a wire of these; else it travels as it is."""
+        return not message.backward or message.exposed or self.every
+
     def of(self, message: Message) -> Wire:
-        if not message.backward:
-            return self.activations
-        return self.gradients if message.exposed or self.every else Wire()
+        wire = self.gradients if message.backward else self.activations
+        return wire if self.encodes(message) else Wire()
 
 
 @dataclass(frozen=True, slots=True)
-class JobSchedule:
+class JobSchedule(SentBytes):
     """Every transfer of one optimizer step, stage by stage, and then the messages between them, rank by rank."""
 
     topology: Topology
     transfers: tuple[Transfer, ...]
 
-    @property
-    def inter_bytes(self) -> int:
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        return sum(t.intra_bytes for t in self.transfers)
-
-    def cable_bytes(self, node: int) -> int:
-        """What `node` sends over its cable in one step."""
-        return sum(t.cable_bytes(node) for t in self.transfers)
-
     def __str__(self) -> str:
-        """One line per kind of transfer."""
-        lines = ["bytes sent by all ranks together"]
-        lines.append(f"  {'kind':<20} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}")
-        for kind in Kind:
-            mine = [t for t in self.transfers if t.kind is kind]
-            if mine:
-                intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)
-                lines.append(f"  {kind.value:<20} {len(mine):>6} {intra:>16,} {inter:>16,}")
-        total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
-        return "\n".join([*lines, f"  {'total':<20} {total}"])
+        return f"bytes sent by all ranks together\n{self.by_kind()}"
 
 
 def job_schedule(topology: Topology, stages: Sequence[Stage], order: Order, wires: Wires) -> JobSchedule:

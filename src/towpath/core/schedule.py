@@ -20,7 +20,7 @@ from towpath.core.steady_step import staged_tasks, steady_tasks
 from towpath.core.step import UNITS_IN_FLIGHT
 from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import WIRED, Kind, Strategy
-from towpath.core.transfer import Needs, Transfer
+from towpath.core.transfer import Needs, SentBytes, Transfer
 from towpath.core.transitions import Cut, Move, everyone
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
@@ -253,25 +253,13 @@ def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(SentBytes):
     """Every transfer of one optimizer step, in the order in which the engine submits them."""
 
     strategy: Strategy
     micro_steps: int
     plans: tuple[UnitPlan, ...]
     transfers: tuple[Transfer, ...]
-
-    @property
-    def inter_bytes(self) -> int:
-        return sum(t.inter_bytes for t in self.transfers)
-
-    @property
-    def intra_bytes(self) -> int:
-        return sum(t.intra_bytes for t in self.transfers)
-
-    def cable_bytes(self, node: int) -> int:
-        """What `node` sends over its cable in one step."""
-        return sum(t.cable_bytes(node) for t in self.transfers)
 
     def memory_bytes(self) -> dict[str, int]:
         """What one rank keeps between steps, by kind, before the optimizer's own states."""
@@ -282,16 +270,8 @@ class Schedule:
         return buffer_bytes(self.plans, {t.kind for t in self.transfers} - {Kind.USAGE})
 
     def __str__(self) -> str:
-        """One line per kind of transfer."""
-        lines = [f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"]
-        lines.append(f"  {'kind':<16} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}")
-        for kind in Kind:
-            mine = [t for t in self.transfers if t.kind is kind]
-            if mine:
-                intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)
-                lines.append(f"  {kind.value:<16} {len(mine):>6} {intra:>16,} {inter:>16,}")
-        total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
-        return "\n".join([*lines, f"  {'total':<16} {total}"])
+        title = f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"
+        return f"{title}\n{self.by_kind()}"
 
 
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:

@@ -158,6 +158,36 @@ class Transfer:
         return f"{self.kind.value} of {self.payload}, {self.move.op.value} over {self.move.members} ranks"
 
 
+class SentBytes:
+    """What has `transfers`, and is asked for the bytes that they send, all ranks together."""
+
+    __slots__ = ()
+    transfers: tuple[Transfer, ...]
+
+    @property
+    def inter_bytes(self) -> int:
+        return sum(t.inter_bytes for t in self.transfers)
+
+    @property
+    def intra_bytes(self) -> int:
+        return sum(t.intra_bytes for t in self.transfers)
+
+    def cable_bytes(self, node: int) -> int:
+        """What `node` sends over its cable in one step."""
+        return sum(t.cable_bytes(node) for t in self.transfers)
+
+    def by_kind(self) -> str:
+        """One line per kind of transfer."""
+        lines = [f"  {'kind':<20} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}"]
+        for kind in Kind:
+            mine = [t for t in self.transfers if t.kind is kind]
+            if mine:
+                intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)
+                lines.append(f"  {kind.value:<20} {len(mine):>6} {intra:>16,} {inter:>16,}")
+        total = f"{len(self.transfers):>6} {self.intra_bytes:>16,} {self.inter_bytes:>16,}"
+        return "\n".join([*lines, f"  {'total':<20} {total}"])
+
+
 @lru_cache(maxsize=1024)
 def _grid(move: Move, topology: Topology) -> Grid:
     return Grid.of([topology.node_of(rank) for rank in move.groups[0].ranks])

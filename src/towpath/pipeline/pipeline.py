@@ -8,31 +8,26 @@ for tokens, targets in batches:
     pipeline.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
+
+Each stage has an engine of its own; what the first and the last one share (tied embeddings) has another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
-)
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
 from towpath.core.formats import dtype_name
 from towpath.core.job import JobSchedule, Stage, Wires, job_schedule, wire_for
 from towpath.core.low_rank import NAME as LOW_RANK
-from towpath.core.pipeline import Order, PassKind, StagePass, gpipe, messages, one_forward_one_backward
+from towpath.core.pipeline import messages
 from towpath.core.precision import Precision
 from towpath.core.routes import Op
 from towpath.core.schedule import Schedule
@@ -42,11 +37,10 @@ from towpath.core.wire import Wire
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.errors import ShardError, StepError
+from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
 from towpath.pipeline.shapes import Tensors, handed_on, with_gradients
 from towpath.pipeline.stage import Place, TowpathStage
 from towpath.topology.cluster import Topology
-
-SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -91,18 +85,18 @@ class Pipeline:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._group, self._ranks = group, mesh["pp"].size()
-        kind = _schedule_class(schedule)
-        owners = _owners(kind, len(stages), self._ranks, schedule)
+        kind = schedule_class(schedule)
+        owners = owners_of(kind, len(stages), self._ranks, schedule)
         mine = [index for index, owner in enumerate(owners) if owner == dist.get_rank(group)]
         modules = {index: _module(stages[index]) for index in mine}
         device = torch.device(mesh.device_type)
-        self.order = _order(kind, len(stages), self._ranks, micro_batches)
+        self.order = order_of(kind, len(stages), self._ranks, micro_batches)
         self._wires = Wires(
             _wire(activations, "activations"), _wire(activation_gradients, "activation_gradients"), every_gradient
         )
-        back = [m for m in messages(self.order) if m.backward and (m.exposed or every_gradient)]
-        exposed = frozenset((m.source, m.micro_batch) for m in back)
-        late = issubclass(kind, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble))
+        encoded = frozenset(
+            (m.source, m.micro_batch) for m in messages(self.order) if m.backward and self._wires.encodes(m)
+        )
         first: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
         shapes = [with_gradients(t) for t in handed_on(modules, owners, first, precision or Precision(), group)]
         for tensor in (t for each in shapes[1:-1] for t in each):
@@ -113,12 +107,12 @@ class Pipeline:
         for index, module in modules.items():
             module = shard(module, strategy, group=mesh["dp"].get_group(), precision=precision, units=units)
             place = Place(
-                index, len(stages), shapes[index], shapes[index + 1], group, micro_batches, mesh["dp"].size(), exposed
+                index, len(stages), shapes[index], shapes[index + 1], group, micro_batches, mesh["dp"].size(), encoded
             )
-            self._stages.append(TowpathStage(module, place, device, self._wires, one_backward=late))
+            self._stages.append(TowpathStage(module, place, device, self._wires, one_backward=splits_backward(kind)))
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
-        self._mesh, self._owners, self._micro_batches = mesh, owners, micro_batches
+        self._mesh, self.owners, self._micro_batches = mesh, owners, micro_batches
 
     def _shard_tied(
         self,
@@ -181,9 +175,9 @@ class Pipeline:
             raise StepError(self._failure(error)) from error
 
     def _failure(self, error: RuntimeError) -> str:
-        ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self._owners)
+        ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
         others = {other for index in own for other in (index - 1, index + 1) if 0 <= other < count} - set(own)
-        told = "; ".join(f"stage {other}: rank {ranks[self._owners[other]]}" for other in sorted(others))
+        told = "; ".join(f"stage {other}: rank {ranks[self.owners[other]]}" for other in sorted(others))
         return (
             f"rank {dist.get_rank()}: a step failed in stage {', '.join(map(str, own))} of {count}: {error}\nIf this "
             f"speaks of a connection or of time, a neighbour has died, hangs or has lost its link ({told})."
@@ -192,7 +186,7 @@ class Pipeline:
     def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
         mean = torch.stack([loss.detach() for loss in losses]).mean().double() if losses else torch.zeros(()).double()
         mean = mean.to(self._stages[0].device)
-        dist.broadcast(mean, group=self._group, group_src=self._owners[-1])
+        dist.broadcast(mean, group=self._group, group_src=self.owners[-1])
         return mean
 
     def schedule(self, topology: Topology | None = None) -> JobSchedule:
@@ -266,69 +260,9 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def _schedule_class(name: str) -> Any:
-    known = {each.lower(): each for each in SCHEDULES}
-    if name.lower() not in known:
-        raise ShardError(f"Pipeline: unknown schedule {name!r}; known are {', '.join(SCHEDULES)}.")
-    return get_schedule_class(known[name.lower()])
-
-
 def _wire(given: str | Wire, what: str) -> Wire:
     wire = given
     if isinstance(wire, str):
         wire = Wire(codec=wire, feedback="first" if wire.startswith(LOW_RANK) else "none")
     wire.check(Op.SEND, f"Pipeline: {what}")
     return wire
-
-
-def _order(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
-    """Every rank's passes, as the schedule will run them."""
-    if kind is ScheduleGPipe:
-        return gpipe(ranks, micro_batches)
-    if kind is Schedule1F1B:
-        return one_forward_one_backward(ranks, micro_batches)
-    try:
-        planned: Any = kind([_StandIn(index, stages, ranks) for index in range(stages // ranks)], micro_batches)
-    except (ValueError, RuntimeError) as error:
-        raise ShardError(
-            f"Pipeline: {kind.__name__} of {stages} stages, {micro_batches} micro-batches: {error}"
-        ) from None
-    return {rank: list(_passes(actions)) for rank, actions in planned.pipeline_order.items()}
-
-
-def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
-    for action in actions:
-        for each in () if action is None else (action.sub_actions or (action,)):
-            if each.microbatch_index is not None:
-                yield StagePass(each.stage_index, PassKind(each.computation_type.value), each.microbatch_index)
-
-
-class _StandIn:
-    """As much of a stage as a schedule looks at to plan."""
-
-    submod = nn.Identity()
-
-    def __init__(self, index: int, stages: int, ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
-        self.stage_index_to_group_rank: dict[int, int] = {}
-        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
-
-
-def _owners(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
-    """By stage, the rank of the pipeline that has it."""
-    if stages < ranks:
-        raise ShardError(f"Pipeline: {stages} stages for {ranks} ranks of the mesh's 'pp'. Cut the model further.")
-    if issubclass(kind, PipelineScheduleSingle):
-        if stages != ranks:
-            raise ShardError(
-                f"Pipeline: {name} has one stage on each rank, and there are {stages} for {ranks} ranks. Take "
-                "Interleaved1F1B, or cut the model into as many."
-            )
-        return list(range(stages))
-    if stages % ranks:
-        raise ShardError(f"Pipeline: {stages} stages do not divide among {ranks} ranks.")
-    if not issubclass(kind, ScheduleZBVZeroBubble):
-        return [index % ranks for index in range(stages)]
-    if stages != 2 * ranks:
-        raise ShardError(f"Pipeline: {name} has two stages on each rank, and there are {stages} for {ranks} ranks.")
-    return [*range(ranks), *reversed(range(ranks))]

@@ -21,7 +21,7 @@ from towpath.pipeline.stage_link import Encoding, Sender
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Of a stage in its pipeline. `inputs`, `outputs`: what it is given and hands on, on the meta device. `exposed`:
+    """Of a stage in its pipeline. `inputs`, `outputs`: what it is given and hands on, on the meta device. `encoded`:
     the gradients, by the stage that sends them and the micro-batch, that take the wire for gradients."""
 
     index: int
@@ -31,7 +31,7 @@ class Place:
     group: dist.ProcessGroup
     micro_batches: int
     copies: int  # ranks that hold this stage
-    exposed: frozenset[tuple[int, int]]
+    encoded: frozenset[tuple[int, int]]
 
 
 class TowpathStage(PipelineStage):
@@ -53,7 +53,7 @@ class TowpathStage(PipelineStage):
             group=place.group,
             dw_builder=_nothing_left if one_backward else None,
         )
-        self._micro_batches, self._walked, self._exposed = place.micro_batches, 0, place.exposed
+        self._micro_batches, self._walked, self._encoded = place.micro_batches, 0, place.encoded
         self._outputs = [_encoding(t, wires.activations) for t in place.outputs if not self.is_last]
         self._inputs = [_encoding(t, wires.activations) for t in place.inputs if not self.is_first]
         self._sent_gradients = [_encoding(t, wires.gradients) for t in place.inputs if not self.is_first]
@@ -129,7 +129,7 @@ class TowpathStage(PipelineStage):
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self._gradient_senders and (self.stage_index, bwd_chunk_id) in self._exposed:
+        if self._gradient_senders and (self.stage_index, bwd_chunk_id) in self._encoded:
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
                 _encoded(self._gradient_senders, i, gradient) for i, gradient in enumerate(gradients)
@@ -138,7 +138,7 @@ class TowpathStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_bwd_recv_ops(bwd_chunk_id)
-        if (self.stage_index + 1, bwd_chunk_id) not in self._exposed:
+        if (self.stage_index + 1, bwd_chunk_id) not in self._encoded:
             return found
         return self._in_messages("gradient", bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id], self._gradients)
 

@@ -1,0 +1,86 @@
+"""The schedules of torch.distributed.pipelining: which rank has which stage, and in which order it computes what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+
+from towpath.core.pipeline import Order, PassKind, StagePass, gpipe, one_forward_one_backward
+from towpath.errors import ShardError
+
+SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+def splits_backward(kind: Any) -> bool:
+    """Whether it would compute the weights' gradients later than the inputs'."""
+    return issubclass(kind, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble))
+
+
+def schedule_class(name: str) -> Any:
+    known = {each.lower(): each for each in SCHEDULES}
+    if name.lower() not in known:
+        raise ShardError(f"Pipeline: unknown schedule {name!r}; known are {', '.join(SCHEDULES)}.")
+    return get_schedule_class(known[name.lower()])
+
+
+def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
+    """Every rank's passes, as the schedule will run them."""
+    if kind is ScheduleGPipe:
+        return gpipe(ranks, micro_batches)
+    if kind is Schedule1F1B:
+        return one_forward_one_backward(ranks, micro_batches)
+    try:
+        planned: Any = kind([_StandIn(index, stages, ranks) for index in range(stages // ranks)], micro_batches)
+    except (ValueError, RuntimeError) as error:
+        raise ShardError(
+            f"Pipeline: {kind.__name__} of {stages} stages, {micro_batches} micro-batches: {error}"
+        ) from None
+    return {rank: list(_passes(actions)) for rank, actions in planned.pipeline_order.items()}
+
+
+def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
+    for action in actions:
+        for each in () if action is None else (action.sub_actions or (action,)):
+            if each.microbatch_index is not None:
+                yield StagePass(each.stage_index, PassKind(each.computation_type.value), each.microbatch_index)
+
+
+class _StandIn:
+    """As much of a stage as a schedule looks at to plan."""
+
+    submod = nn.Identity()
+
+    def __init__(self, index: int, stages: int, ranks: int) -> None:
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self.is_first, self.is_last, self.has_backward = index == 0, index == stages - 1, True
+
+
+def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
+    """By stage, the rank of the pipeline that has it."""
+    if stages < ranks:
+        raise ShardError(f"Pipeline: {stages} stages for {ranks} ranks of the mesh's 'pp'. Cut the model further.")
+    if issubclass(kind, PipelineScheduleSingle):
+        if stages != ranks:
+            raise ShardError(
+                f"Pipeline: {name} has one stage on each rank, and there are {stages} for {ranks} ranks. Take "
+                "Interleaved1F1B, or cut the model into as many."
+            )
+        return list(range(stages))
+    if stages % ranks:
+        raise ShardError(f"Pipeline: {stages} stages do not divide among {ranks} ranks.")
+    if not issubclass(kind, ScheduleZBVZeroBubble):
+        return [index % ranks for index in range(stages)]
+    if stages != 2 * ranks:
+        raise ShardError(f"Pipeline: {name} has two stages on each rank, and there are {stages} for {ranks} ranks.")
+    return [*range(ranks), *reversed(range(ranks))]
