@@ -61,17 +61,14 @@ class TowpathStage(PipelineStage):
         self._output_senders = _senders(self._outputs, device, f"outputs of stage {place.index}")
         self._gradient_senders = _senders(self._sent_gradients, device, f"gradients of stage {place.index}")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
+        # Its own, and those of parts that are sharded by themselves.
+        self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
         for engine in self.engines:
             engine.be_a_stage(place.copies * place.micro_batches)
 
     @property
     def engine(self) -> Engine:
         return engine_of(self.submod)
-
-    @property
-    def engines(self) -> list[Engine]:
-        """Its own, and those of parts that are sharded by themselves."""
-        return [engine_of(m) for m in self.submod.modules() if hasattr(m, "towpath_engine")]
 
     @property
     def handed_on(self) -> tuple[Shape, ...]:
