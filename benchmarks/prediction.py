@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import timelines
 import towpath
@@ -180,18 +181,17 @@ class Plan:
 
 
 class Planning:
-    """The worker: measures the cluster, and on rank 0 the model."""
+    """The worker: measures the cluster and the model."""
 
     def __init__(self, rank: int, world: int, workload: Workload, seconds: float) -> None:
         self._profile = probe(workload.topology, seconds)
-        self._model = None
-        if rank == 0:
-            inputs, tokens = next(workload.data(0)), workload.batch * workload.length
-            model, precision = workload.model(), towpath.Precision(workload.dtype)
-            device = torch.device("cpu")
-            self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
+        inputs, tokens = next(workload.data(0)), workload.batch * workload.length
+        model, precision = workload.model(), towpath.Precision(workload.dtype)
+        device = torch.device("cpu")
+        dist.barrier()
+        self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
 
-    def found(self) -> tuple[Profile, Model | None]:
+    def found(self) -> tuple[Profile, Model]:
         return self._profile, self._model
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from towpath.auto import measure
 from towpath.auto.measure import describe_measured, line_through
 from towpath.auto.probe_together import Doing, beside
 from towpath.core.precision import Precision
@@ -75,10 +76,10 @@ def test_every_unit_gets_the_seconds_of_its_kind_and_the_model_stays_as_it_was()
 
 
 def test_the_root_runs_without_the_units() -> None:
-    """Of six like units one runs, five times; and none with the root."""
+    """Of six like units one runs, and none with the root."""
     model = Net()
     measured(model, [1])
-    assert model.ran["cpu"] == 5
+    assert model.ran["cpu"] == 20
 
 
 def test_a_model_without_memory_is_measured_and_can_be_sharded_afterwards() -> None:
@@ -140,6 +141,23 @@ def test_what_cannot_run_by_itself_is_named() -> None:
     model.blocks = nn.ModuleList(Needy(model.ran) for _ in range(2))
     with pytest.raises(ConfigError, match=r"unit blocks\.0.* cannot be run by itself.*where is my mask"):
         measured(model, [1])
+
+
+def test_waiting_for_a_core_is_not_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block takes three seconds, in two of which others have the cores."""
+    now = Counter[str]()
+
+    class Slow(Block):
+        def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+            now.update({"clock": 3, "waited": 2})
+            return super().forward(x, scale=scale)
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: float(now["clock"]))
+    monkeypatch.setattr(measure, "_waited_for_cores", lambda: float(now["waited"]))
+    model = Net()
+    model.blocks = nn.ModuleList(Slow(model.ran) for _ in range(2))
+    _, *blocks = measured(model, [1]).units
+    assert [u.measured.forward.at(LENGTH) for u in blocks if u.measured] == [1.0, 1.0]
 
 
 def test_of_two_things_at_once_the_one_that_others_take_part_in_is_done_as_often_everywhere() -> None:

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.auto.live import describe_by_parameters
-from towpath.auto.measure import describe_measured
+from towpath.auto.measure import describe_measured, ranks_measure_together
 from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.precision import Precision
@@ -60,8 +61,8 @@ def choose(
 ) -> Choice:
     """The same on every rank; every rank must call it.
 
-    `describe(device)`: the model, asked of rank 0 only. `request(memory)`: what is asked of a step, for ranks of so
-    many bytes of memory.
+    `describe(device)`: the model as rank 0 finds it; the other ranks do the same at the same time, as in a step.
+    `request(memory)`: what is asked of a step, for ranks of so many bytes of memory.
     """
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(
@@ -71,9 +72,14 @@ def choose(
     measured, how = _profile(groups, topology, profile)
     answer: Choice | TowpathError | None = None
     cause: Exception | None = None
-    if groups.rank == 0:
+    device = device_of_job()
+    if groups.rank != 0:
+        if ranks_measure_together(device):
+            with suppress(Exception):  # what cannot be described is said by rank 0
+                describe(device)
+    else:
         try:
-            answer = _planned(measured, how, describe(device_of_job()), request)
+            answer = _planned(measured, how, describe(device), request)
         except TowpathError as error:
             answer = error
         except Exception as error:  # the others wait for an answer

@@ -2,6 +2,9 @@
 
 Of like units one is run, with values and inputs drawn at random: no more than one unit is ever in memory, and the model
 itself, which may be on the meta device, stays as it is. The root runs with the units left out.
+
+Ranks that share processor cores should measure at the same time, since they fill one another's caches in a step too.
+What a rank then waits for a core is left out: who shares the cores, and when, is for the simulator to say.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -25,7 +29,10 @@ from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError
 from towpath.planner.model import Line, Measured, Model, Unit
 
-_REPEATS = 5
+_REPEATS = 5, 20  # at least and at most
+_SECONDS = 0.5  # for one kind of unit, if that is within its repeats
+# Of the calling thread: nanoseconds on a core, nanoseconds of waiting for one, times that it got one.
+_SCHEDULED = Path("/proc/thread-self/schedstat")
 _SCALE = 0.02  # of values: as new weights are
 
 # Of a forward pass, of the backward pass, and of the processor in both.
@@ -152,12 +159,10 @@ def _timed(
 
     values = {name: drawn(value) for name, value in (*parameters, *module.named_buffers())}
     args, kwargs = tree_map(drawn, call.args), tree_map(drawn, call.kwargs)
-    worked = 0.0
     forwards: list[float] = []
     backwards: list[float] = []
-    for repeat in range(_REPEATS):
-        if repeat == 1:  # the first one fills caches
-            worked = time.process_time()
+
+    def run() -> None:
         began = _now(device)
         output = functional_call(module, values, args, kwargs)
         between = _now(device)
@@ -165,10 +170,17 @@ def _timed(
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         forwards.append(between - began)
         backwards.append(_now(device) - between)
+
+    run()  # the first one fills caches
+    worked, began = time.process_time(), time.perf_counter()
+    least, most = _REPEATS
+    while len(forwards) < least or (len(forwards) < most and time.perf_counter() - began < _SECONDS):
+        run()
     share = 1.0  # where a device beside the processor computes, it is that which works
     if device.type == "cpu":
         worked = (time.process_time() - worked) / torch.get_num_threads()
-        share = min(1.0, worked / (sum(forwards[1:]) + sum(backwards[1:])))
+        took = sum(forwards[1:]) + sum(backwards[1:])
+        share = min(1.0, worked / took) if took else 1.0
     forward, backward = median(forwards[1:]), median(backwards[1:])
     return forward, backward, share * (forward + backward)
 
@@ -183,6 +195,21 @@ def _drawn(value: torch.Tensor, device: torch.device, dtype: torch.dtype) -> tor
 
 
 def _now(device: torch.device) -> float:
+    """A clock that stands still while this thread waits for a core."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+        return time.perf_counter()
+    return time.perf_counter() - (_waited_for_cores() or 0.0)
+
+
+def _waited_for_cores() -> float | None:
+    """None: where the kernel does not say."""
+    try:
+        return int(_SCHEDULED.read_text().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def ranks_measure_together(device: torch.device) -> bool:
+    """Whether `describe_measured` may run on all ranks at once: where a rank can tell what it waited for a core."""
+    return device.type != "cpu" or _waited_for_cores() is not None
