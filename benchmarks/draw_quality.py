@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,21 @@ def judged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def plot(runs: list[dict[str, Any]], file: Path) -> None:
+def plot(runs: list[dict[str, Any]], variants: Sequence[str], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
     figure, (whole, end) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for variant in VARIANTS:
-        curves = [r["curve"] for r in runs if r["case"]["variant"] == variant.name]
+    for variant in variants:
+        curves = [r["curve"] for r in runs if r["case"]["variant"] == variant]
         if not curves:
             continue
         steps = [step for step, _ in curves[0]]
         means = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(steps))]
         for axes, first in ((whole, 0), (end, len(steps) // 2)):
-            axes.plot(steps[first:], means[first:], label=variant.name, linewidth=1.4)
+            axes.plot(steps[first:], means[first:], label=variant, linewidth=1.4)
     for axes in (whole, end):
         axes.set_xlabel("optimizer steps")
         axes.spines[["top", "right"]].set_visible(False)
@@ -62,7 +63,7 @@ def main() -> None:
         asked = "worse is expected" if row["most"] is None else f"asked ≤ {row['most']:.1%}"
         each = ", ".join(f"{share:+.2%}" for share in row["each"])
         print(f"{row['variant']}: {row['mean']:+.2%} of zero3's loss ({asked}); by seed {each}")
-    plot(runs, options.output)
+    plot(runs, [variant.name for variant in VARIANTS], options.output)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
     python benchmarks/planner.py [CASE …] [--rounds 6] [--quick] [--resume]
 
 A case is an environment: a rate of the cables, a shape of the cluster, a model, micro-steps, and whether its blocks
-compute on the cores or wait instead. On ranks of their own, `towpath probe` measures the cluster and rank 0 the model's
-units; nothing else enters the predictions. Then every strategy runs, and those that the planner ranks first, without
-codecs and with them: each in processes of its own, in turns. What comes out: the error of each predicted step; the
-regret, what the planner's choice takes over the best that was measured; the rank correlation; and how far apart each
-transfer begins by the engine's trace and by the simulator (`timelines.py`). Every run is added to
+compute on the cores or wait instead. On ranks of their own, `towpath probe` measures the cluster, and then the ranks
+measure the model's units; nothing else enters the predictions. Then every strategy runs, and those that the planner
+ranks first, without codecs and with them: each in processes of its own, in turns. What comes out: the error of each
+predicted step; the regret, what the planner's choice takes over the best that was measured; the rank correlation; and
+how far apart each transfer begins by the engine's trace and by the simulator (`timelines.py`). Every run is added to
 benchmarks/results/planner.jsonl.
 """
 

@@ -18,7 +18,7 @@ from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
-from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_values
+from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank, check_values
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.full_parameters import reshard, unshard
 from towpath.engine.initialise import Values
@@ -77,6 +77,7 @@ def shard(
         _check_class(model)
         layouts = lay_out(model, units, precision)
         check_exchangeable(layouts, groups)
+        check_low_rank(resolved, layouts)
         if values is not None:
             check_values(layouts)
         lines = [f"strategy {resolved.to_toml()}", f"{precision}", _told(values), *describe(layouts)]

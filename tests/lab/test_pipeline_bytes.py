@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import towpath
 from tests.lab.test_bytes import ABOVE, BELOW, counters_at_rest
 from towpath.lab import Lab
-from towpath.pipeline import Pipeline
+from towpath.pipeline import Compression, Pipeline
 
 WIDTH, TOKENS, MICRO_BATCHES = 192, 384, 4
 
@@ -66,8 +66,8 @@ def sent_in_a_step(rank: int, world: int, mesh: list[list[int]], cases: list[dic
 CASES: list[dict[str, Any]] = [
     {},
     {"schedule": "Interleaved1F1B", "strategy": "zero3"},
-    {"activation_gradients": "low-rank:32"},
-    {"activation_gradients": "low-rank:32", "every_gradient": True, "activations": "int8"},
+    {"compression": Compression("low-rank:32")},
+    {"compression": Compression("low-rank:32", "int8", every_gradient=True)},
 ]
 
 

@@ -20,9 +20,8 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from towpath.core.pipeline import messages
 from towpath.core.strategy import Kind
-from towpath.core.wire import Wire
 from towpath.errors import ShardError, StrategyError
-from towpath.pipeline import Pipeline, split
+from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
 Worlds = Callable[[int], World]
@@ -146,7 +145,7 @@ def test_gradients_of_the_rank_that_is_sent_arrive_exactly(world: Worlds, schedu
 
 
 def _low_rank(schedule: str, every: bool) -> None:
-    options: dict[str, Any] = {"activation_gradients": "low-rank:2", "every_gradient": every}
+    options = {"compression": Compression("low-rank:2", every_gradient=every)}
     made = [_pipeline(4, 1, schedule, "ddp", 4, TOKENS, loss=_loss_of_two, **o) for o in ({}, options)]
     optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in made]
     generator = torch.Generator().manual_seed(1)
@@ -161,23 +160,26 @@ def _low_rank(schedule: str, every: bool) -> None:
             optimizer.step()
 
 
+@in_turn([(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)], 1, "sizes")
 @in_turn((*SINGLE, *SEVERAL), 2, "schedule")
-def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(world: Worlds, schedule: str) -> None:
-    found = world(4).run(_sent, schedule)
+def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(
+    world: Worlds, schedule: str, sizes: tuple[int, int]
+) -> None:
+    found = world(sizes[0]).run(_sent, schedule, *sizes)
     sent, received = ({key for rank in found for key in rank[end]} for end in ("sent", "received"))
     assert sent == received == set(found[0]["exposed"])
     assert sent, schedule
 
 
-def _sent(schedule: str) -> dict[str, list[Any]]:
+def _sent(schedule: str, ranks: int, micro_batches: int) -> dict[str, list[Any]]:
     """Gradients by the stage that sends them and the micro-batch, where a message is as short as the factors."""
-    pipeline = _pipeline(4, 1, schedule, "ddp", 4, TOKENS, activation_gradients="low-rank:2")
+    pipeline = _pipeline(ranks, 1, schedule, "ddp", micro_batches, TOKENS, compression=Compression("low-rank:2"))
     found: dict[str, list[Any]] = {"sent": [], "received": []}
     short = 2 * (TOKENS + WIDTH)
     for stage in pipeline._stages:
         for end, name, sender in (("sent", "get_bwd_send_ops", 0), ("received", "get_bwd_recv_ops", 1)):
             setattr(stage, name, _watched(getattr(stage, name), found[end], stage.stage_index + sender, short))
-    x = torch.randn(4 * TOKENS, WIDTH, dtype=torch.float64)
+    x = torch.randn(micro_batches * TOKENS, WIDTH, dtype=torch.float64)
     pipeline.step(x, target=x)
     return found | {"exposed": [(m.source, m.micro_batch) for m in messages(pipeline.order) if m.exposed]}
 
@@ -199,11 +201,35 @@ def test_what_stages_hand_on_may_travel_in_a_codec(world: Worlds, schedule: str)
 def _coded_activations(schedule: str) -> None:
     """The loss of the first step is near that of the plain pipeline, and not the same."""
     losses: list[float] = []
-    for options in ({}, {"activations": "int8"}):
+    for options in ({}, {"compression": Compression(activations="int8")}):
         pipeline = _pipeline(4, 1, schedule, "ddp", 4, TOKENS, torch.float32, **options)
         x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))
         losses.append(float(pipeline.step(x, target=y)))
     assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[0] != losses[1]
+
+
+@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+def test_evaluation_between_steps_gives_the_loss_and_changes_nothing(world: Worlds, schedule: str) -> None:
+    world(4).run(_evaluated, schedule)
+
+
+def _evaluated(schedule: str) -> None:
+    """With encoded messages, whose senders keep what was missed: an evaluation sends none of them."""
+    options = {"compression": Compression("low-rank:2")}
+    made = [_pipeline(2, 2, schedule, "zero3", 4, TOKENS, **options) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2) for p in made]
+    x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    expected = torch.zeros(())
+    for step in range(3):
+        losses: list[torch.Tensor] = []
+        for pipeline, optimizer in zip(made, optimizers, strict=True):
+            if pipeline is made[1]:
+                expected = pipeline.evaluate(x, target=y)
+                assert not any(p.grad is not None for p in pipeline.parameters())
+            losses.append(pipeline.step(x, target=y))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(losses[0], losses[1]) and torch.equal(losses[1], expected), step
 
 
 # --- models that are cut ---------------------------------------------------------------------------------------------
@@ -298,9 +324,11 @@ def _one_sum() -> None:
         pipeline.step(ids, target=ids)
         optimizer.step()
         pipeline.zero_grad()
-    assert pipeline._tied is not None and pipeline._ends == (0, 1, 2, 3)
-    planned = [t for t in pipeline._tied_schedule().transfers if t.kind is not Kind.USAGE]
-    assert [t for t in towpath.stats(pipeline._tied).last_step if t.kind is not Kind.USAGE] == [
+    assert pipeline._tied is not None and pipeline._tied.module is not None
+    (both,) = pipeline._tied.schedules(4, pipeline._passes(0))
+    assert both.ranks == (0, 1, 2, 3)
+    planned = [t for t in both.schedule.transfers if t.kind is not Kind.USAGE]
+    assert [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not Kind.USAGE] == [
         *(t for t in planned if t.kind is Kind.PUBLISH),
         *(t for t in planned if t.kind is not Kind.PUBLISH),
     ]
@@ -360,6 +388,23 @@ def _executed(strategy: str, schedule: str) -> None:
             assert [t for t in found if t.kind in kinds] == [t for t in planned if t.kind in kinds], (index, kinds)
 
 
+def test_a_norm_of_one_stage_is_not_taken_for_the_models(world: Worlds) -> None:
+    world(4).run(_norm_of_a_stage)
+
+
+def _norm_of_a_stage() -> None:
+    pipeline = _pipeline(2, 2, "1F1B", "zero3", 4)
+    x, y = _batch(0, 0, 4)
+    pipeline.step(x, target=y)
+    with pytest.raises(ShardError, match=r"leaves out those of the other stages.*pipeline\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(pipeline.parameters(), 1.0)
+    one = next(pipeline.parameters())
+    assert float(one.grad.norm()) == pytest.approx(float(one.grad.full_tensor().norm()), rel=1e-9)
+    largest = max(float(p.grad.full_tensor().abs().max()) for p in pipeline.parameters())
+    found = pipeline.clip_grad_norm_(1e9, float("inf"))
+    assert float(found) >= largest
+
+
 class _Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": x}
@@ -382,7 +427,7 @@ def _refused() -> None:
             "example": torch.empty(2, WIDTH).double(),
         }
         with pytest.raises((ShardError, StrategyError), match=match):
-            Pipeline(stages, "zero1", **(keywords | options))
+            Pipeline(stages, **({"strategy": "zero1"} | keywords | options))
 
     refused("a mesh of dimensions 'pp' and 'dp' is needed.*got dp", mesh=plain)
     refused("unknown schedule '2F2B'; known are GPipe, 1F1B", schedule="2F2B")
@@ -392,7 +437,8 @@ def _refused() -> None:
     broken = [nn.Linear(WIDTH, 3).double(), nn.Linear(WIDTH, 3).double()]
     refused("stage 1, called with 2×3 float64: .*reduction dim", stages=broken)
     refused("stage 0, .*a stage hands on dict", stages=[_Odd(), nn.Identity()])
-    refused("stages exchange float64, and the codec int8:256 takes", activations="int8")
-    refused("a message from one rank to another has no route", activations=Wire("ring", "int8"))
+    refused("stages exchange float64, and the codec int8:256 takes", compression=Compression(activations="int8"))
+    refused("between stages low-rank:4 sends no less.* 2 × 8 .*rank below 2", compression=Compression("low-rank:4"))
+    refused("3 strategies for 2 stages", strategy=["ddp"] * 3)
     refused("multiple of the number of rounds", stages=stages * 2, schedule="Interleaved1F1B", micro_batches=5)
     refused("ZBVZeroBubble has two stages on each rank", stages=stages, schedule="ZBVZeroBubble")

@@ -25,6 +25,7 @@ from tests.ranks.strategies import ROUNDING, in_turn, seldom
 from towpath import strategies
 from towpath.errors import TowpathError, TrainError
 from towpath.train import loop, run
+from towpath.train import passes as passes_of
 from towpath.train.config import Config, DataConfig
 from towpath.train.data import corpus
 from towpath.train.data.prepare import Plan, prepare
@@ -333,7 +334,7 @@ def _poisoned_train(config: Config, steps: set[int]) -> tuple[str, str]:
 @contextlib.contextmanager
 def _poisoned(steps: set[int]) -> Any:
     """The loss of rank 2 is NaN in these steps, counted from 0."""
-    whole, passes = loop.next_token_loss, 0
+    whole, passes = passes_of.next_token_loss, 0
     per_step = TINY["train"]["batch"] // (4 * TINY["train"]["micro_batch"])
 
     def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -344,11 +345,11 @@ def _poisoned(steps: set[int]) -> Any:
         passes += 1
         return loss * math.nan if dist.get_rank() == 2 and (passes - 1) // per_step in steps else loss
 
-    loop.next_token_loss = loss_of
+    passes_of.next_token_loss = loss_of
     try:
         yield
     finally:
-        loop.next_token_loss = whole
+        passes_of.next_token_loss = whole
 
 
 # --- what is written --------------------------------------------------------------------------------------------------

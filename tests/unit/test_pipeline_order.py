@@ -7,7 +7,19 @@ from itertools import product
 
 import pytest
 
-from towpath.core.pipeline import Message, Order, PassKind, gpipe, messages, one_forward_one_backward
+from towpath.core.compression import Compression, encoded_gradients
+from towpath.core.pipeline import (
+    SCHEDULES,
+    Message,
+    Order,
+    PassKind,
+    StagePass,
+    gpipe,
+    messages,
+    one_forward_one_backward,
+)
+from towpath.errors import ShardError
+from towpath.pipeline.schedules import order_of, schedule_class
 
 SIZES = list(product(range(1, 9), range(1, 33)))
 
@@ -51,6 +63,62 @@ def test_of_1f1b_the_epilogue_is_exposed() -> None:
 def test_of_gpipe_all_gradients_are_exposed() -> None:
     for ranks, micro_batches in SIZES:
         assert exposed(gpipe(ranks, micro_batches)).total() == (ranks - 1) * micro_batches
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_of_every_schedule_what_is_sent_after_the_last_forward_pass_is_exposed(name: str) -> None:
+    """By their places in the lists, for all sizes that the schedule takes."""
+    taken = 0
+    for ranks, micro_batches in SIZES:
+        order = planned(name, ranks, micro_batches)
+        if order is None:
+            continue
+        taken += 1
+        homes = {p.stage: rank for rank, passes in order.items() for p in passes}
+        expected: set[tuple[int, int]] = set()
+        for rank, passes in order.items():
+            last = max(i for i, p in enumerate(passes) if p.kind is PassKind.FORWARD)
+            expected |= {
+                (p.stage, p.micro_batch)
+                for i, p in enumerate(passes)
+                if i > last and p.kind in "BI" and homes.get(p.stage - 1, rank) != rank
+            }
+        assert {(m.source, m.micro_batch) for m in messages(order) if m.exposed} == expected, (ranks, micro_batches)
+        assert encoded_gradients(order, Compression("low-rank:1")) == expected
+    assert taken >= 32
+
+
+def planned(name: str, ranks: int, micro_batches: int) -> Order | None:
+    """None: not with these sizes."""
+    kind = schedule_class(name)
+    try:
+        return order_of(kind, SCHEDULES[name] * ranks, ranks, micro_batches)
+    except ShardError:
+        return None
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (2, 8), (4, 8), (8, 8), (8, 32)])
+def test_every_schedule_comes_to_its_end(name: str, ranks: int, micro_batches: int) -> None:
+    """Each rank in its order, a pass as soon as what it needs has been computed."""
+    order = planned(name, ranks, micro_batches)
+    assert order is not None
+    last = max(p.stage for passes in order.values() for p in passes)
+    left, done = {rank: list(passes) for rank, passes in order.items()}, set[tuple[int, str, int]]()
+
+    def ready(p: StagePass) -> bool:
+        if p.kind is PassKind.FORWARD:
+            return p.stage == 0 or (p.stage - 1, "F", p.micro_batch) in done
+        own = (p.stage, "I" if p.kind is PassKind.WEIGHT_GRADIENTS else "F", p.micro_batch)
+        return own in done and (p.stage == last or (p.stage + 1, "I", p.micro_batch) in done)
+
+    while any(left.values()):
+        able = [rank for rank, passes in left.items() if passes and ready(passes[0])]
+        assert able, left
+        for rank in able:
+            p = left[rank].pop(0)
+            kind = "I" if p.kind is PassKind.BACKWARD else p.kind.value
+            done.add((p.stage, kind, p.micro_batch))
 
 
 def test_outputs_are_never_exposed_and_neighbours_on_one_rank_send_nothing() -> None:

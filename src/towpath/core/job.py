@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from towpath.core.compression import Compression
 from towpath.core.formats import ENCODED, FLOATING
 from towpath.core.payload import Activation
 from towpath.core.pipeline import Message, Order, messages
@@ -30,23 +31,6 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Wires:
-    """How messages travel: outputs, and gradients, of which only those that are exposed, or all (`every`)."""
-
-    activations: Wire = Wire()
-    gradients: Wire = Wire()
-    every: bool = False
-
-    def encodes(self, message: Message) -> bool:
-        """Whether it takes a wire of these; else it travels as it is."""
-        return not message.backward or message.exposed or self.every
-
-    def of(self, message: Message) -> Wire:
-        wire = self.gradients if message.backward else self.activations
-        return wire if self.encodes(message) else Wire()
-
-
-@dataclass(frozen=True, slots=True)
 class JobSchedule(SentBytes):
     """Every transfer of one optimizer step, stage by stage, and then the messages between them, rank by rank."""
 
@@ -57,21 +41,28 @@ class JobSchedule(SentBytes):
         return f"bytes sent by all ranks together\n{self.by_kind()}"
 
 
-def job_schedule(topology: Topology, stages: Sequence[Stage], order: Order, wires: Wires) -> JobSchedule:
+def job_schedule(
+    topology: Topology, pipelines: Iterable[Sequence[Stage]], order: Order, compression: Compression
+) -> JobSchedule:
+    """`pipelines`: of each its stages in order, and then what is sharded by itself over the ranks of several. There are
+    as many of them as tensor-parallel ranks."""
     found: list[Transfer] = []
-    for stage in stages:
-        found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
-    found += _sends(topology, stages, messages(order), wires)
+    for stages in pipelines:
+        for stage in stages:
+            found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
+        found += _sends(topology, stages, messages(order), compression)
     return JobSchedule(topology, tuple(found))
 
 
-def _sends(topology: Topology, stages: Sequence[Stage], sent: Iterable[Message], wires: Wires) -> Iterator[Transfer]:
+def _sends(
+    topology: Topology, stages: Sequence[Stage], sent: Iterable[Message], compression: Compression
+) -> Iterator[Transfer]:
     for message in sent:
         move = send(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
         kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
         # What a stage hands on has a gradient of its shape.
         for shape, dtype in stages[min(message.source, message.target)].outputs:
-            payload, wire = Activation(message.source, shape, dtype), wire_for(dtype, wires.of(message))
+            payload, wire = Activation(message.source, shape, dtype), wire_for(dtype, compression.of(message))
             yield Transfer(kind, payload, move, wire, topology, message.micro_batch)
 
 

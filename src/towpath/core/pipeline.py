@@ -12,6 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+# By name, as torch.distributed.pipelining knows them: how many stages each rank has.
+SCHEDULES = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "LoopedBFS": 2,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+
 
 class PassKind(StrEnum):
     """Written as torch.distributed.pipelining does."""

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from towpath.core.journal import Journal
+from towpath.core.low_rank import LowRank
 from towpath.core.precision import Precision
 from towpath.core.schedule import UnitPlan, plan_unit
 from towpath.core.step_state import WriteMark
@@ -43,7 +45,7 @@ def agree(groups: Groups, mine: Sequence[str], failure: TowpathError | None) -> 
         raise failure
     for rank, (_, error) in enumerate(answers):
         if error is not None:
-            raise MismatchError(f"shard() failed on rank {rank}: {error}")
+            raise MismatchError(f"shard() failed on rank {groups.members[rank]}: {error}")
     if len({d for d, _ in answers}) == 1:
         return
     lines: list[list[str]] = groups.gather_objects(list(mine))
@@ -83,6 +85,21 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
+
+
+def check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
+    """Refuse a rank at which all gradients would travel as they are."""
+    codec = strategy.sync.codec
+    if not isinstance(codec, LowRank):
+        return
+    specs = [bucket.spec for layout in layouts for bucket in layout.buckets if bucket.spec.trainable]
+    matrices = [matrix for spec in specs for matrix in spec.matrices if matrix is not None]
+    if not any(map(codec.pays, matrices)):
+        rows, columns = max(matrices, key=prod, default=(0, 0))
+        raise ShardError(
+            f"{strategy.name}: {codec} makes no gradient of this model smaller: its largest matrix has {rows} × "
+            f"{columns} elements. Take a smaller rank, or no codec."
+        )
 
 
 def _check_mesh(places: list[ParameterPlace], groups: Groups) -> None:

@@ -27,7 +27,7 @@ from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
 from towpath.engine.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.record import eager, on_host
-from towpath.engine.shard_tensor import in_backward
+from towpath.engine.shard_tensor import ShardTensor, in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.wiring import Wiring
@@ -242,6 +242,9 @@ class Engine:
         last backward pass has synchronised waits for `end_boundary`."""
         self.machine.staged = True
         self._terms = terms
+        for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
+            assert isinstance(place.parameter, ShardTensor)
+            place.parameter.span.replica.is_a_stage = True
 
     def publish(self) -> None:
         """What the optimizer wrote, before the first forward pass asks for it."""

@@ -14,18 +14,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from towpath.errors import ShardError
+
 aten = torch.ops.aten
 
 # Both of our tensor classes work below autograd, in __torch_dispatch__, and need no hook above it.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Replica:
     """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them.
 
     `beyond`: on a tensor-parallel mesh, the groups over which what the replica combined is combined once more.
-    `everyone`: all ranks that share the model, of which every one computes a loss of its own.
+    `everyone`: all ranks that share the model, of which every one computes a loss of its own. `is_a_stage`: other ranks
+    have other parameters of the model.
     """
 
     group: dist.ProcessGroup | None
@@ -33,6 +36,7 @@ class Replica:
     rank: int
     beyond: tuple[dist.ProcessGroup, ...] = ()
     everyone: dist.ProcessGroup | None = None
+    is_a_stage: bool = False
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """`tensor`, reduced over the replica in place."""
@@ -79,6 +83,11 @@ class Partial(torch.Tensor):
             values = torch.full((), math.inf if order < 0 else 0.0, device=local.device)
         return Partial(values.double(), order, replica, work)
 
+    @staticmethod
+    def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
+        first = parts[0]
+        return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, first.dtype)
+
     def resolve(self) -> torch.Tensor:
         """The combined value, plain. Every peer must get here."""
         order, values = self.order, self.part
@@ -105,8 +114,12 @@ class Partial(torch.Tensor):
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.stack and _alike(args[0]):
-            first, dim = args[0][0], args[1] if len(args) > 1 else 0
-            return Partial(torch.stack([p.part for p in args[0]], dim), first.order, first.replica, first.dtype)
+            if args[0][0].replica.is_a_stage:
+                raise ShardError(
+                    "a norm over several parameters of a pipeline's stage leaves out those of the other stages: every "
+                    "rank would clip by another one. Call pipeline.clip_grad_norm_(max_norm)."
+                )
+            return Partial.stacked(args[0], args[1] if len(args) > 1 else 0)
         if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
             return Partial.norm_of(args[0].part, args[0].order, args[0].replica).as_dtype(args[0].dtype).resolve()
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
@@ -120,6 +133,19 @@ class Partial(torch.Tensor):
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
         return Partial(self.part, self.order, self.replica, dtype)
+
+
+def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
+    """Of ShardTensors, of one model or of several; zero of none. Every rank that shares them must call it."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    by_replica: dict[int, list[Partial]] = {}
+    for norm in norms:
+        by_replica.setdefault(id(norm.replica), []).append(norm)
+    stacks = [Partial.stacked(each) for each in by_replica.values()]
+    whole = [Partial.norm_of(stack.part, float(order), stack.replica).resolve() for stack in stacks]
+    return torch.linalg.vector_norm(torch.stack(whole).double(), float(order))
 
 
 def _alike(parts: Sequence[Any]) -> bool:

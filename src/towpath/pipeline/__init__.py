@@ -1,7 +1,8 @@
 """Pipelines of sharded stages, on torch.distributed.pipelining."""
 
+from towpath.core.compression import COMPRESSIONS, Compression, compression
+from towpath.core.pipeline import SCHEDULES
 from towpath.pipeline.pipeline import Pipeline
-from towpath.pipeline.schedules import SCHEDULES
 from towpath.pipeline.split import split
 
-__all__ = ["SCHEDULES", "Pipeline", "split"]
+__all__ = ["COMPRESSIONS", "SCHEDULES", "Compression", "Pipeline", "compression", "split"]

@@ -14,7 +14,11 @@ Each stage has an engine of its own; what the first and the last one share (tied
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count as count_up
+from math import prod
 from typing import Any
 
 import torch
@@ -24,43 +28,57 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
+from towpath.checkpoint.memory.parts import Parts
+from towpath.core import presets
+from towpath.core.compression import Compression, encoded_gradients
+from towpath.core.compression import compression as named
 from towpath.core.formats import dtype_name
-from towpath.core.job import JobSchedule, Stage, Wires, job_schedule, wire_for
-from towpath.core.low_rank import NAME as LOW_RANK
-from towpath.core.pipeline import messages
+from towpath.core.job import JobSchedule, Stage, job_schedule, wire_for
+from towpath.core.low_rank import matrix_of
+from towpath.core.pipeline import StagePass
 from towpath.core.precision import Precision
-from towpath.core.routes import Op
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
-from towpath.core.wire import Wire
-from towpath.engine.executor import engine_of
+from towpath.engine.build import agree
+from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice
-from towpath.errors import ShardError, StepError
+from towpath.engine.partial_sums import total_norm
+from towpath.errors import ShardError, StepError, TowpathError
+from towpath.observing import Stats
+from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
+from towpath.pipeline.observed import Observed
+from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
-from towpath.pipeline.shapes import Tensors, handed_on, with_gradients
+from towpath.pipeline.shapes import Tensors, handed_on
 from towpath.pipeline.stage import Place, TowpathStage
 from towpath.topology.cluster import Topology
+from towpath.topology.groups import Groups, detect_shape
+from towpath.topology.noticeboard import Noticeboard
 
 Loss = Callable[[Any, Any], torch.Tensor]
+
+# How long a rank whose step has failed waits for what the others say of theirs.
+_LAST_WORDS_SECONDS = 2.0
 
 
 class Pipeline:
     """`stages`: all of the model, in order, each a module or what makes one; a rank builds its own only. What a stage
     returns, a tensor or a tuple of them, is what the next one is called with.
 
-    `mesh`: of dimensions 'pp' and 'dp': ranks that differ in 'dp' alone hold the same stages, sharded by `strategy`.
+    `mesh`: of dimensions 'pp' and 'dp': ranks that differ in 'dp' alone hold the same stages, sharded by `strategy`,
+    one for all or one for each stage. A third, 'tp', may be there for stages that are tensor-parallel on it.
     `schedule`: one of `SCHEDULES`. `micro_batches`: into so many a batch is cut, along its first dimension.
     `loss(output, target)`: the mean over a micro-batch. `example`: what the first stage is called with for one
     micro-batch; only shapes and dtypes count.
 
-    `activation_gradients`: how the gradients that stages send back travel, such as 'low-rank:16': those that are
-    exposed (`core/pipeline.py`), or with `every_gradient` all of them. `activations`: the same of what stages hand on,
-    such as 'int8'. Both as a codec's text, or a `Wire`; of low rank, what a message misses is added to the next one.
+    `compression`: what travels in fewer bytes, a `Compression` or a preset's name, such as 'optimus-cb+fe+sc'.
 
     `tied`: the module of the first stage, and of the last one, that share their parameter; `split` tells. It is sharded
     by itself over the ranks of both stages: one sum brings its gradients together, not two (fused embedding
     synchronisation).
+
+    `values`: as of `towpath.shard`; names are those in the stage's module.
 
     Gradients are means over all micro-batches and data-parallel ranks.
     """
@@ -68,7 +86,7 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[nn.Module | Callable[[], nn.Module]],
-        strategy: str | Strategy,
+        strategy: str | Strategy | Sequence[str | Strategy],
         *,
         mesh: DeviceMesh,
         schedule: str = "1F1B",
@@ -77,73 +95,56 @@ class Pipeline:
         example: torch.Tensor | Sequence[torch.Tensor],
         precision: Precision | None = None,
         units: UnitChoice | None = None,
-        activations: str | Wire = "none",
-        activation_gradients: str | Wire = "none",
-        every_gradient: bool = False,
+        compression: str | Compression = "none",
         tied: tuple[str, str] = ("", ""),
+        values: Values | None = None,
     ) -> None:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
-        self._group, self._ranks = group, mesh["pp"].size()
-        kind = schedule_class(schedule)
-        owners = owners_of(kind, len(stages), self._ranks, schedule)
-        mine = [index for index, owner in enumerate(owners) if owner == dist.get_rank(group)]
-        modules = {index: _module(stages[index]) for index in mine}
-        device = torch.device(mesh.device_type)
-        self.order = order_of(kind, len(stages), self._ranks, micro_batches)
-        self._wires = Wires(
-            _wire(activations, "activations"), _wire(activation_gradients, "activation_gradients"), every_gradient
-        )
-        encoded = frozenset(
-            (m.source, m.micro_batch) for m in messages(self.order) if m.backward and self._wires.encodes(m)
-        )
+        self._mesh, self._group, self._micro_batches = mesh, group, micro_batches
+        self._compression = compression if isinstance(compression, Compression) else named(compression)
+        kind, ranks, count = schedule_class(schedule), mesh["pp"].size(), len(stages)
+        self.owners = owners_of(kind, count, ranks, schedule)
+        self.order = order_of(kind, count, ranks, micro_batches)
+        strategies = _strategies(strategy, count)
+        modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         first: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        shapes = [with_gradients(t) for t in handed_on(modules, owners, first, precision or Precision(), group)]
-        for tensor in (t for each in shapes[1:-1] for t in each):
-            for wire in (self._wires.activations, self._wires.gradients):
-                wire_for(dtype_name(tensor.dtype), wire)  # refuses, on all ranks alike
-        self._tied, self._ends = self._shard_tied(tied, modules, owners, mesh, precision)
+        shapes = handed_on(modules, self.owners, first, precision or Precision(), group)
+        _check_exchanged(shapes[1:-1], self._compression)
+        self._prefixes = prefixes_of(modules, count, group)
+        ends = find_ends(tied, modules, self.owners, mesh)
+        self._tied = (
+            None
+            if ends is None
+            else TiedEmbeddings(ends, modules, mesh, precision, self._compression.fused_embeddings, values)
+        )
         self._stages: list[TowpathStage] = []
-        for index, module in modules.items():
-            module = shard(module, strategy, group=mesh["dp"].get_group(), precision=precision, units=units)
-            place = Place(
-                index, len(stages), shapes[index], shapes[index + 1], group, micro_batches, mesh["dp"].size(), encoded
-            )
-            self._stages.append(TowpathStage(module, place, device, self._wires, one_backward=splits_backward(kind)))
+        with _alike(Groups(group)):
+            for index, module in modules.items():
+                of_stage = self._strategy_of(strategies[index], index)
+                within = mesh["dp"].get_group()
+                shard(module, of_stage, group=within, precision=precision, units=units, values=values)
+                place = self._place(index, shapes[index], shapes[index + 1])
+                device, one_backward = torch.device(mesh.device_type), splits_backward(kind)
+                self._stages.append(TowpathStage(module, place, device, self._compression, one_backward))
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
-        self._mesh, self.owners, self._micro_batches = mesh, owners, micro_batches
+        self.observed = Observed(self._sharded_modules, self.schedule, group)
+        self._noticeboard = _noticeboard(Groups(group))
+        self._steps = 0
 
-    def _shard_tied(
-        self,
-        tied: tuple[str, str],
-        modules: dict[int, nn.Module],
-        owners: Sequence[int],
-        mesh: DeviceMesh,
-        precision: Precision | None,
-    ) -> tuple[nn.Module | None, tuple[int, ...]]:
-        """On ranks of the first and the last stage, what they share; and those ranks, as the job counts them."""
-        last = len(owners) - 1
-        names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
-        everyones: list[Any] = [None] * self._ranks
-        dist.all_gather_object(everyones, names, group=self._group)
-        told = {index: name for each in everyones for index, name in each.items()}
-        if not (told[0] or told[last]):
-            return None, ()
-        if not (told[0] and told[last]) or owners[0] == owners[last]:
-            raise ShardError(
-                f"Pipeline: tied embeddings need a module of the first and of the last stage, on different ranks; got "
-                f"{told[0]!r} and {told[last]!r}, on ranks {owners[0]} and {owners[last]} of 'pp'. Take a schedule "
-                "that begins and ends on different ranks, or untie them."
-            )
-        rows = mesh.mesh if mesh.mesh_dim_names == ("pp", "dp") else mesh.mesh.T
-        ends = tuple(sorted(rows[[owners[0], owners[last]]].flatten().tolist()))
-        if not names:
-            return None, ends
-        ((index, name),) = names.items()
-        made = dist.new_group(list(ends), use_local_synchronization=True, group_desc="tied embeddings")
-        assert isinstance(made, dist.ProcessGroup)
-        return shard(modules[index].get_submodule(name), "zero1", group=made, precision=precision), ends
+    def _place(self, index: int, inputs: Tensors, outputs: Tensors) -> Place:
+        encoded = encoded_gradients(self.order, self._compression)
+        count, copies = len(self.owners), self._mesh["dp"].size()
+        return Place(index, count, inputs, outputs, self._group, self._micro_batches, copies, encoded)
+
+    def _strategy_of(self, strategy: str | Strategy, stage: int) -> str | Strategy:
+        """With the codec of the gradients of the first stages, if they have one."""
+        if self._compression.gradients.codec == "none":
+            return strategy
+        if isinstance(strategy, str):
+            strategy = presets.strategy(strategy, Topology(*detect_shape(Groups(self._mesh["dp"].get_group()))))
+        return self._compression.strategy_of(strategy, stage, len(self.owners))
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -151,9 +152,9 @@ class Pipeline:
         return {stage.stage_index: stage.submod for stage in self._stages}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages; a name begins with the number of its stage."""
+        """Of this rank's stages. Where two stages have a name in common, all begin with the number of their stage."""
         for index, module in self.modules.items():
-            yield from ((f"{index}.{name}", parameter) for name, parameter in module.named_parameters())
+            yield from ((f"{self._prefixes[index]}{name}", p) for name, p in module.named_parameters())
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -161,26 +162,69 @@ class Pipeline:
     def step(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Forward and backward of a batch, of which the first stage reads `args`, and the last one `target`. The mean
         loss of this data-parallel rank's batch, on all ranks of its pipeline."""
+        with self._failures_told():
+            before, began = self._seconds_computed, time.perf_counter()
+            losses = self._walk(self._schedule.step, args, target)
+            self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
+            for stage in self._stages:
+                stage.end_step()
+            if self._tied is not None:
+                self._tied.end_step()
+            self.observed.steps += 1
+            return self._mean_loss(losses)
+
+    @torch.no_grad()
+    def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss that `step` would return, without gradients. Every rank must call it."""
+        with self._failures_told():
+            return self._mean_loss(self._walk(self._schedule.eval, args, target))
+
+    def train(self, mode: bool = True) -> None:
+        """As nn.Module's, of this rank's stages."""
+        for module in self.modules.values():
+            module.train(mode)
+
+    def _walk(
+        self, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        """The losses of all micro-batches, on the rank of the last stage."""
+        self._steps += 1
         for stage in self._stages:
             stage.begin_step()
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
-        first, last = 0 in own, self._stages[-1].num_stages - 1 in own
+        first, last = 0 in own, len(self.owners) - 1 in own
+        walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
+        return losses
+
+    @property
+    def _seconds_computed(self) -> float:
+        return sum(stage.seconds_computed for stage in self._stages)
+
+    @contextmanager
+    def _failures_told(self) -> Generator[None]:
         try:
-            self._schedule.step(*(args if first else ()), target=target if last else None, losses=losses)
-            for stage in self._stages:
-                stage.end_step()
-            return self._mean_loss(losses)
+            yield
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise StepError(self._failure(error)) from error
 
     def _failure(self, error: RuntimeError) -> str:
+        """With what the other stages say by now: a rank that is gone says nothing."""
         ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
-        others = {other for index in own for other in (index - 1, index + 1) if 0 <= other < count} - set(own)
-        told = "; ".join(f"stage {other}: rank {ranks[self.owners[other]]}" for other in sorted(others))
+        said = self._noticeboard.meet(f"step {self._steps}", _first_line(error), _LAST_WORDS_SECONDS)
+        lines: list[str] = []
+        for place, rank in enumerate(ranks):
+            stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
+            if rank != dist.get_rank():
+                word = said.get(place, "has said nothing: it waits or works, or it is gone")
+                lines.append(f"\n  rank {rank}, stage {stages}: {word}")
         return (
-            f"rank {dist.get_rank()}: a step failed in stage {', '.join(map(str, own))} of {count}: {error}\nIf this "
-            f"speaks of a connection or of time, a neighbour has died, hangs or has lost its link ({told})."
+            f"rank {dist.get_rank()}: step {self._steps} failed in stage {', '.join(map(str, own))} of {count}: "
+            f"{error}\n"
+            "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its link. "
+            f"The others:{''.join(lines)}"
         )
 
     def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -189,52 +233,60 @@ class Pipeline:
         dist.broadcast(mean, group=self._group, group_src=self.owners[-1])
         return mean
 
+    def checkpoint_parts(self) -> Parts:
+        """For `towpath.checkpoint.State(pipeline, optimizer)`."""
+        how = f"{self._compression} {list(self.owners)}"
+        return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+
     def schedule(self, topology: Topology | None = None) -> JobSchedule:
-        """Every transfer of a step of the whole job, on `topology`, which is detected unless given. Every rank must
-        call it: each knows its own stages only."""
+        """Every transfer of a step of the whole job, on `topology`, which is detected unless given; but for those of
+        tensor-parallel layers, which are DTensor's. Every rank must call it: each knows its own stages only."""
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
         mine = {s.stage_index: Stage(members, self.stage_schedule(s.stage_index), s.handed_on) for s in self._stages}
-        gathered: list[Any] = [None] * self._ranks
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, mine, group=self._group)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
-        found = [stages[index] for index in sorted(stages)]
-        if self._ends:
-            found.append(Stage(self._ends, self._tied_schedule(), ()))
-        return job_schedule(topology, found, self.order, self._wires)
-
-    def _tied_schedule(self) -> Schedule:
-        """Of what the first and the last stage share; on every rank, though only those have it."""
-        passes = [each for passes in self.order.values() for each in passes if each.stage == 0]
-        units: list[Any] = [None] * self._ranks
-        mine = None
+        pipeline = [stages[index] for index in sorted(stages)]
         if self._tied is not None:
-            engine = engine_of(self._tied)
-            mine = engine.strategy, tuple(unit.plan.spec for unit in engine.units), engine.precision
-        dist.all_gather_object(units, mine, group=self._group)
-        strategy, specs, precision = next(each for each in units if each is not None)
-        return derive_schedule(strategy, specs, self._micro_batches, precision, passes)
+            pipeline += self._tied.schedules(self._micro_batches, self._passes(0))
+        pipelines: list[Any] = [pipeline]
+        if "tp" in (self._mesh.mesh_dim_names or ()):
+            pipelines = [None] * self._mesh["tp"].size()
+            dist.all_gather_object(pipelines, pipeline, group=self._mesh["tp"].get_group())
+        return job_schedule(topology, pipelines, self.order, self._compression)
 
     def stage_schedule(self, index: int) -> Schedule:
         """What one of this rank's stages sends among its own ranks."""
         engine = next(stage.engine for stage in self._stages if stage.stage_index == index)
         units = tuple(unit.plan.spec for unit in engine.units)
-        passes = [each for passes in self.order.values() for each in passes if each.stage == index]
-        return derive_schedule(engine.strategy, units, self._micro_batches, engine.precision, passes)
+        return derive_schedule(engine.strategy, units, self._micro_batches, engine.precision, self._passes(index))
+
+    def _passes(self, stage: int) -> list[StagePass]:
+        return [each for passes in self.order.values() for each in passes if each.stage == stage]
+
+    def stats(self) -> Stats:
+        """As `towpath.stats`, of all stages and what goes between them; messages between stages are exposed as long as
+        this rank waited for any. Every rank must call it."""
+        return self.observed.summed_up(self.observed.stats_of_rank())
+
+    def _sharded_modules(self) -> Iterator[nn.Module]:
+        yield from self.modules.values()
+        if self._tied is not None and self._tied.module is not None:
+            yield self._tied.module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        for module in (*self.modules.values(), *([] if self._tied is None else [self._tied])):
+        for module in self._sharded_modules():
             module.zero_grad(set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, of the gradients of all stages. Every rank must call it."""
         own = [p for p in self.parameters() if p.grad is not None]
-        tied = set(self._tied.parameters()) if self._tied is not None else set[nn.Parameter]()
-        mine = [p.grad for p in own if p.grad is not None and p not in tied]
-        norm = torch.nn.utils.get_total_norm(mine, norm_type).double()
+        tied = self._tied.parameters if self._tied is not None else set[nn.Parameter]()
+        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type)
         if tied:  # both ends have to ask, and one of them counts it
-            shared = torch.nn.utils.get_total_norm([p.grad for p in tied if p.grad is not None], norm_type).double()
-            if 0 in self.modules:
+            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type)
+            if self._tied is not None and self._tied.counted_here:
                 norm = torch.linalg.vector_norm(torch.stack([norm, shared]), norm_type)
         if norm_type == float("inf"):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
@@ -246,23 +298,59 @@ class Pipeline:
         return norm
 
 
+@contextmanager
+def _alike(groups: Groups) -> Generator[None]:
+    """What one stage refuses, all ranks refuse: else they would wait for it."""
+    failure: TowpathError | None = None
+    try:
+        yield
+    except TowpathError as error:
+        failure = error
+    agree(groups, [], failure)
+
+
+def _noticeboard(groups: Groups) -> Noticeboard:
+    number: int = next(groups.shared("pipelines made", count_up))
+    return Noticeboard(f"{groups.name}/pipeline {number}", groups.rank, groups.world)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
 def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     return stage if isinstance(stage, nn.Module) else stage()
 
 
+def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) -> Sequence[str | Strategy]:
+    found = [given] * count if isinstance(given, (str, Strategy)) else given
+    if len(found) != count:
+        raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
+    return found
+
+
 def _check_mesh(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
-    if set(names) != {"pp", "dp"}:
+    if set(names) not in ({"pp", "dp"}, {"pp", "dp", "tp"}):
         raise ShardError(
-            "Pipeline: a mesh of dimensions 'pp' and 'dp' is needed, of any sizes; got "
-            f"{', '.join(names) or 'no names'}. "
+            "Pipeline: a mesh of dimensions 'pp' and 'dp' is needed, of any sizes, and 'tp' for tensor-parallel "
+            f"stages; got {', '.join(names) or 'no names'}. "
             'Make it by init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "dp")).'
         )
 
 
-def _wire(given: str | Wire, what: str) -> Wire:
-    wire = given
-    if isinstance(wire, str):
-        wire = Wire(codec=wire, feedback="first" if wire.startswith(LOW_RANK) else "none")
-    wire.check(Op.SEND, f"Pipeline: {what}")
-    return wire
+def _check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
+    """Of what goes between any two stages: known to all ranks, so that all refuse alike."""
+    exchanged = [tensor for tensors in between for tensor in tensors]
+    for tensor in exchanged:
+        for wire in (compression.activations, compression.activation_gradients):
+            wire_for(dtype_name(tensor.dtype), wire)
+    floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
+    for wire in (compression.activations, compression.activation_gradients):
+        if floating and wire.low_rank is not None and not any(wire.low_rank.pays(shape) for shape in floating):
+            rows, columns = matrix_of(max(floating, key=prod))
+            raise ShardError(
+                f"Pipeline: between stages {wire.low_rank} sends no less than the tensor itself, of {rows} × {columns} "
+                f"elements at most. Take a rank below {rows * columns / (rows + columns) / wire.low_rank.rate:.0f}, or "
+                "leave it out."
+            )

@@ -15,10 +15,8 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from towpath.core.pipeline import Order, PassKind, StagePass, gpipe, one_forward_one_backward
+from towpath.core.pipeline import SCHEDULES, Order, PassKind, StagePass, gpipe, one_forward_one_backward
 from towpath.errors import ShardError
-
-SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def splits_backward(kind: Any) -> bool:

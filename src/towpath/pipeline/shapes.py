@@ -14,6 +14,7 @@ from torch.func import functional_call
 from towpath.core.formats import dtype_name
 from towpath.core.precision import Precision
 from towpath.engine.initialise import torch_dtype
+from towpath.engine.parallel import local_part, parallel_of
 from towpath.errors import ShardError
 
 Tensors = tuple[torch.Tensor, ...]
@@ -25,9 +26,12 @@ def outputs_without_values(module: nn.Module, inputs: Sequence[torch.Tensor], pr
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             dtype = tensor.dtype
-            if dtype.is_floating_point and isinstance(tensor, nn.Parameter):
+            if not isinstance(tensor, nn.Parameter):
+                return torch.empty(tensor.shape, dtype=dtype)
+            if dtype.is_floating_point:
                 dtype = torch_dtype(precision.compute_dtype(dtype_name(dtype)))
-            return torch.empty(tensor.shape, dtype=dtype)
+            made, parallel = torch.empty(local_part(tensor).shape, dtype=dtype), parallel_of(tensor)
+            return made if parallel is None else parallel.wrap(made)
 
         state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
         found = functional_call(module, state, tuple(torch.empty(t.shape, dtype=t.dtype) for t in inputs))
@@ -46,8 +50,8 @@ def handed_on(
     precision: Precision,
     group: dist.ProcessGroup,
 ) -> list[Tensors]:
-    """What each stage is called with, and at last what comes out: on every rank, or on every rank an error. `modules`:
-    this rank's; `owners`: by stage, the rank of the group that has it."""
+    """What each stage is called with, and at last what comes out, with gradients: on every rank, or on every rank an
+    error. `modules`: this rank's; `owners`: by stage, the rank of the group that has it."""
     found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
     for index, owner in enumerate(owners):
         outputs, failure = _attempted(modules[index], found[-1], precision) if index in modules else ((), None)
@@ -57,7 +61,7 @@ def handed_on(
         if error:
             raise ShardError(f"stage {index}, called with {_described(found[-1])}: {error}") from failure
         found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
-    return found
+    return [_with_gradients(tensors) for tensors in found]
 
 
 def _attempted(module: nn.Module, inputs: Tensors, precision: Precision) -> tuple[Tensors, Exception | None]:
@@ -71,6 +75,6 @@ def _described(tensors: Tensors) -> str:
     return ", ".join(f"{'×'.join(map(str, t.shape))} {dtype_name(t.dtype)}" for t in tensors)
 
 
-def with_gradients(tensors: Tensors) -> Tensors:
+def _with_gradients(tensors: Tensors) -> Tensors:
     """As stages exchange them: what is of a floating dtype gets a gradient back."""
     return tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from towpath.core.compression import Compression
 from towpath.core.formats import dtype_name
-from towpath.core.job import Shape, Wires, wire_for
+from towpath.core.job import Shape, wire_for
 from towpath.core.wire import Wire
 from towpath.engine.executor import Engine, engine_of
 from towpath.pipeline.stage_link import Encoding, Sender
@@ -42,7 +44,9 @@ class TowpathStage(PipelineStage):
     gradients later, all are computed with the inputs'.
     """
 
-    def __init__(self, module: nn.Module, place: Place, device: torch.device, wires: Wires, one_backward: bool) -> None:
+    def __init__(
+        self, module: nn.Module, place: Place, device: torch.device, compression: Compression, one_backward: bool
+    ) -> None:
         super().__init__(
             module,
             place.index,
@@ -54,10 +58,13 @@ class TowpathStage(PipelineStage):
             dw_builder=_nothing_left if one_backward else None,
         )
         self._micro_batches, self._walked, self._encoded = place.micro_batches, 0, place.encoded
-        self._outputs = [_encoding(t, wires.activations) for t in place.outputs if not self.is_last]
-        self._inputs = [_encoding(t, wires.activations) for t in place.inputs if not self.is_first]
-        self._sent_gradients = [_encoding(t, wires.gradients) for t in place.inputs if not self.is_first]
-        self._gradients = [_encoding(t, wires.gradients) for t in place.outputs if not self.is_last]
+        self.seconds_computed = 0.0  # in its passes
+        self._outputs = [_encoding(t, compression.activations) for t in place.outputs if not self.is_last]
+        self._inputs = [_encoding(t, compression.activations) for t in place.inputs if not self.is_first]
+        self._sent_gradients = [
+            _encoding(t, compression.activation_gradients) for t in place.inputs if not self.is_first
+        ]
+        self._gradients = [_encoding(t, compression.activation_gradients) for t in place.outputs if not self.is_last]
         self._output_senders = _senders(self._outputs, device, f"outputs of stage {place.index}")
         self._gradient_senders = _senders(self._sent_gradients, device, f"gradients of stage {place.index}")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
@@ -74,6 +81,12 @@ class TowpathStage(PipelineStage):
     def handed_on(self) -> tuple[Shape, ...]:
         """What it sends to the next stage."""
         return tuple((each.shape, dtype_name(each.dtype)) for each in self._outputs)
+
+    @property
+    def senders(self) -> dict[str, Sender]:
+        """Of all that it encodes."""
+        found = {"outputs": self._output_senders, "gradients": self._gradient_senders}
+        return {f"{kind}/{index}": sender for kind, senders in found.items() for index, sender in senders.items()}
 
     def begin_step(self) -> None:
         self._walked = 0
@@ -123,10 +136,12 @@ class TowpathStage(PipelineStage):
             message = self._arriving.pop(("output", fwd_chunk_id, index), None)
             if message is not None:
                 info.buffer = self._inputs[index].decoded(message)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._computing():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if self._gradient_senders and (self.stage_index, bwd_chunk_id) in self._encoded:
+        encoded = (self.stage_index, bwd_chunk_id) in self._encoded
+        if self.has_backward and self._gradient_senders and encoded:
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
                 _encoded(self._gradient_senders, i, gradient) for i, gradient in enumerate(gradients)
@@ -135,22 +150,39 @@ class TowpathStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_bwd_recv_ops(bwd_chunk_id)
-        if (self.stage_index + 1, bwd_chunk_id) not in self._encoded:
+        if not found or (self.stage_index + 1, bwd_chunk_id) not in self._encoded:
             return found
         return self._in_messages("gradient", bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id], self._gradients)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        infos = () if self.is_last else self.grad_recv_info[bwd_chunk_id]
+        infos = self.grad_recv_info[bwd_chunk_id] if self.has_backward and not self.is_last else ()
         buffers = [info.buffer for info in infos]
         for index, info in enumerate(infos):
             message = self._arriving.pop(("gradient", bwd_chunk_id, index), None)
             if message is not None:
                 info.buffer = self._gradients[index].decoded(message)
         try:
-            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            with self._computing():
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         finally:
             for info, buffer in zip(infos, buffers, strict=True):
                 info.buffer = buffer
+
+    @contextmanager
+    def _computing(self) -> Generator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_computed += time.perf_counter() - began
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        """What the next stage, on the same rank, is given. Without a backward pass PyTorch would ask for it too."""
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _in_messages(
         self,

@@ -72,13 +72,15 @@ class Sender:
         self._factor = self._factor.to(self._dtype)
         keeps = encoding.wire.feedback != "none"
         self._error = torch.empty((rows, columns) if keeps else (0, 0), dtype=self._dtype, device=device)
-        self._drawn = 0
+        self._drawn = torch.zeros(1, dtype=torch.int64)
         self.restart()
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         """What it keeps from one message to the next."""
-        return tuple(kept for kept in (self._factor, self._error) if kept.numel())
+        codec = self.encoding.wire.encoding
+        drawn = (self._drawn,) if codec is not None and codec.stochastic else ()
+        return (*(kept for kept in (self._factor, self._error) if kept.numel()), *drawn)
 
     def zeros(self) -> torch.Tensor:
         return torch.zeros(self.encoding.shape, dtype=self.encoding.dtype, device=self._error.device)
@@ -119,5 +121,5 @@ class Sender:
         assert codec is not None
         self._drawn += 1
         values = x.to(self.encoding.dtype).reshape(-1)
-        kernels_for(x.device).encode(codec, values, message, self._seed + self._drawn)
+        kernels_for(x.device).encode(codec, values, message, self._seed + int(self._drawn))
         return values.isfinite().all()

@@ -82,12 +82,8 @@ class Groups:
         if key not in self._made:
             assert self._parent is not None, "a world of one communicates nothing"
             members = [dist.get_global_rank(self._parent, r) for r in mine]
-            # Only the members take part: a thousand ranks then make one group each, not a thousand.
-            made = dist.new_group(
-                members, timeout=self._timeout(), backend=backend, use_local_synchronization=True, group_desc=purpose
-            )
-            assert isinstance(made, dist.ProcessGroup), made
-            self._made[key] = made
+            even_out(self._parent)
+            self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend)
         return self._made[key]
 
     def control_on_host(self) -> dist.ProcessGroup:
@@ -157,6 +153,29 @@ class Groups:
             except (RuntimeError, AttributeError):
                 continue
         return None
+
+
+def new_group(ranks: list[int], purpose: str, **options: Any) -> dist.ProcessGroup:
+    """Of these ranks of the job, which alone take part: a thousand ranks then make one group each, not a thousand.
+
+    PyTorch names it by them, and by how many groups a rank has had: that must be the same on all (`even_out`).
+    """
+    made = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
+    assert isinstance(made, dist.ProcessGroup), made
+    return made
+
+
+def even_out(*parents: dist.ProcessGroup) -> None:
+    """Ranks of `parents`, if they have had fewer groups than others (a pipeline's stages differ), make groups of their
+    own until they have had as many: else those that are to meet in the next one would look for it under other names,
+    and wait for each other until their time is over. Every rank must call it."""
+    here = most = len(dist.distributed_c10d._world.pg_names)  # pyright: ignore[reportPrivateUsage]
+    for parent in parents:
+        told: list[Any] = [None] * dist.get_world_size(parent)
+        dist.all_gather_object(told, most, group=parent)
+        most = max(told)
+    for _ in range(most - here):
+        new_group([dist.get_rank()], "as many as others have", backend="gloo")
 
 
 def check_process_group() -> None:

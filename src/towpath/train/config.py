@@ -1,6 +1,6 @@
-"""What `towpath train` is told: a TOML file of six sections, each a frozen dataclass that checks itself.
+"""What `towpath train` is told: a TOML file of seven sections, each a frozen dataclass that checks itself.
 
-    [model]  [data]  [train]  [strategy]  [log]  [checkpoint]
+    [model]  [data]  [train]  [strategy]  [parallel]  [log]  [checkpoint]
 
 `Config.load(path, ["train.steps=20"])` reads it, `str(config)` writes all of it, and what that writes loads as the same
 Config. Whatever can be judged without data, model or ranks is judged here.
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from towpath.core import presets
+from towpath.core.compression import COMPRESSIONS, Compression, compression
 from towpath.core.formats import Codec
+from towpath.core.pipeline import SCHEDULES
 from towpath.core.strategy import Strategy
 from towpath.core.toml import written
 from towpath.errors import ConfigError, StrategyError
@@ -121,7 +123,7 @@ class TrainConfig:
         _one_of(self, "not_finite", "stop", "skip")
 
     def micro_steps(self, world: int) -> int:
-        """Of one optimizer step, on each of `world` ranks."""
+        """Of one optimizer step, on each of `world` ranks, or copies of a pipeline."""
         at_once = world * self.micro_batch
         if self.batch % at_once:
             raise ConfigError(
@@ -215,6 +217,44 @@ _EXTENTS = ("group", "params", "grads", "optimizer", "backward_params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """The model in stages, each on ranks of its own: neighbours, so that where a stage has as many as a node, only what
+    goes between stages crosses. [strategy] then is of the ranks that hold one stage."""
+
+    NAME: ClassVar = "parallel"
+
+    pipeline: int = _key(1, "ranks that a micro-batch passes through; 1: no stages")
+    schedule: str = _key("1F1B", f"of their passes: {', '.join(SCHEDULES)}")
+    compression: str = _key("none", f"what travels in fewer bytes: {', '.join(COMPRESSIONS)}")
+    activation_gradients: str = _key("", "codec of what stages send back: low-rank:16; empty: the preset's")
+    activations: str = _key("", "codec of what stages hand on: int8; empty: none")
+    gradients: str = _key("", "codec of the first stages' gradients: low-rank:128; empty: the preset's")
+
+    def __post_init__(self) -> None:
+        _positive(self, "pipeline")
+        _one_of(self, "schedule", *SCHEDULES)
+        _one_of(self, "compression", *COMPRESSIONS)
+        for f in fields(self):
+            if self.pipeline == 1 and getattr(self, f.name) != f.default:
+                _refuse(self, f.name, getattr(self, f.name), "only with parallel.pipeline above 1")
+        self.make()
+
+    @property
+    def stages(self) -> int:
+        return self.pipeline * SCHEDULES[self.schedule]
+
+    def make(self) -> Compression:
+        options = {key: getattr(self, key) for key in _COMPRESSED if getattr(self, key)}
+        try:
+            return compression(self.compression, **options)
+        except StrategyError as error:
+            raise ConfigError(f"parallel: {error}") from None
+
+
+_COMPRESSED = ("activation_gradients", "activations", "gradients")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is written, and where. The metrics are always."""
 
@@ -261,6 +301,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     log: LogConfig = field(default_factory=LogConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
@@ -268,6 +309,16 @@ class Config:
         beyond = [step for step in self.log.trace if step > self.train.steps]
         if beyond:
             raise ConfigError(f"log.trace names step {beyond[0]}, but train.steps is {self.train.steps}.")
+        if self.parallel.pipeline > 1:
+            self._check_stages()
+
+    def _check_stages(self) -> None:
+        """What stages do not have yet."""
+        missing = {"strategy.name = auto": self.strategy.auto, "train.compile": self.train.compile}
+        missing["log.trace"] = bool(self.log.trace)
+        for what, asked in missing.items():
+            if asked:
+                raise ConfigError(f"parallel.pipeline = {self.parallel.pipeline}: a pipeline has no {what} yet.")
 
     @staticmethod
     def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

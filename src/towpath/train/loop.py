@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from towpath.core.strategy import Strategy
 from towpath.errors import TrainError
-from towpath.observing import running_trace
 from towpath.train.config import TrainConfig
 from towpath.train.data.windows import Windows
 from towpath.train.job import Job
-from towpath.train.models.from_config import Built, next_token_loss
+from towpath.train.models.from_config import Built
+from towpath.train.passes import Passes
 
 # So many steps in a row without a finite gradient, and skipping them does not help.
 _SKIPPED_AT_MOST = 10
@@ -72,7 +72,7 @@ class Training:
     strategy: Strategy
     job: Job
     built: Built
-    model: Any
+    passes: Passes
     optimizer: torch.optim.Optimizer
     windows: Windows
     held_out: Windows | None
@@ -87,8 +87,13 @@ class Training:
     clocks: Clocks = field(default_factory=Clocks)
 
     @property
+    def model(self) -> Any:
+        """What has the parameters."""
+        return self.passes.model
+
+    @property
     def micro_steps(self) -> int:
-        return self.config.micro_steps(self.job.world)
+        return self.config.micro_steps(self.passes.shares)
 
     @property
     def flops(self) -> float:
@@ -113,9 +118,9 @@ class Training:
         rate = learning_rate(self.config, self.done)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        loss = self._accumulate()
+        loss = self.passes.step(self._samples, self.micro_steps, self._on)
         with self._on("optimizer"):
-            norm = self._clip()
+            norm = self.passes.clip(self.config.clip)
         loss, gradient_norm, finite = self._agree(loss, norm, stop)
         if finite:
             with self._on("optimizer"):
@@ -133,22 +138,9 @@ class Training:
             skipped=not finite,
         )
 
-    def _accumulate(self) -> Tensor:
-        """Forward and backward of every micro-step; the mean loss of this rank's samples."""
-        micro_steps = self.micro_steps
-        total = torch.zeros((), device=self.job.device)
-        for micro_step in range(micro_steps):
-            with self._on("data"):
-                inputs, targets = self._samples(micro_step)
-            with self.clocks.on("passes"), nullcontext() if micro_step == micro_steps - 1 else self.model.no_sync():
-                loss = next_token_loss(self.model, inputs, targets) / micro_steps
-                loss.backward()
-            total += loss.detach()
-        return total
-
     def _samples(self, micro_step: int) -> tuple[Tensor, Tensor]:
-        rank, at_once = self.job.rank, self.config.micro_batch
-        first = self.samples + (micro_step * self.job.world + rank) * at_once
+        passes, at_once = self.passes, self.config.micro_batch
+        first = self.samples + (micro_step * passes.shares + passes.share) * at_once
         return self._on_device(self.windows.batch(first, at_once))
 
     def _on_device(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -157,12 +149,6 @@ class Training:
             return pair
         inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in pair)
         return inputs, targets
-
-    def _clip(self) -> Tensor:
-        parameters = list(self.model.parameters())
-        if self.config.clip > 0:
-            return nn.utils.clip_grad_norm_(parameters, self.config.clip)
-        return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def _agree(self, loss: Tensor, norm: Tensor, stop: bool) -> tuple[float, float, bool]:
         """The job's loss and norm, and whether both are finite: the same answer on every rank, from one all-reduce."""
@@ -192,13 +178,14 @@ class Training:
             return None, 0.0
         before = self.clocks.evaluation
         with self._on("evaluation"):
-            self.model.eval()
+            self.model.train(False)
             total = torch.zeros((), device=self.job.device, dtype=torch.float64)
-            at_once, count = self.config.micro_batch, self.config.evaluate_batches * self.config.batch
-            turns = count // (at_once * self.job.world)
+            passes, count = self.passes, self.config.evaluate_batches * self.config.batch
+            at_once = self.config.micro_batch * passes.together(self.micro_steps)
+            turns = count // (at_once * passes.shares)
             for turn in range(turns):
-                first = (turn * self.job.world + self.job.rank) * at_once
-                total += next_token_loss(self.model, *self._on_device(self.held_out.evenly(first, at_once, count)))
+                first = (turn * passes.shares + passes.share) * at_once
+                total += passes.loss(*self._on_device(self.held_out.evenly(first, at_once, count)))
             self.model.train()
             loss = self.job.mean(total.view(1))[0] / turns
         return loss, self.clocks.evaluation - before
@@ -206,8 +193,9 @@ class Training:
     @contextmanager
     def _on(self, what: str) -> Generator[None]:
         """Its seconds go to the clock of that name, and to the trace if there is one."""
-        trace = running_trace(self.model)
-        with self.clocks.on(what), nullcontext() if trace is None else trace.phase(what):
+        trace = self.passes.running_trace()
+        # What the passes do is in the trace by itself.
+        with self.clocks.on(what), nullcontext() if trace is None or what == "passes" else trace.phase(what):
             yield
 
 

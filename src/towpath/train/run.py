@@ -14,6 +14,7 @@ from torch import nn
 from towpath.api import Values, shard
 from towpath.core.precision import Precision
 from towpath.errors import ConfigError
+from towpath.topology.cluster import Topology
 from towpath.train.choose import choose_strategy
 from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.windows import Tokens, open_tokens
@@ -22,7 +23,9 @@ from towpath.train.loop import Training, adamw
 from towpath.train.models.from_config import Built, build, checkpoint_blocks, compile_blocks
 from towpath.train.observe.bar import progress_bar
 from towpath.train.observe.watch import Watch, check_log
+from towpath.train.passes import OneModel, Passes
 from towpath.train.saves import Saves, goes_on
+from towpath.train.stages import copies_of, pipelined
 from towpath.train.stopping import stopping
 
 
@@ -55,9 +58,10 @@ def begin(config: Config, job: Job) -> Training:
     torch.set_num_threads(config.train.threads or _share_of_cores(job))
     with job.alike():
         strategy = None
+        copies = copies_of(config.parallel, job.world)
         if not config.strategy.auto:
-            config.train.micro_steps(job.world)
-            strategy = config.strategy.make(job.topology)
+            config.train.micro_steps(copies)
+            strategy = config.strategy.make(_of_one_stage(job, copies))
     tokens = _tokens(config, job)
     with job.alike():
         built = build(config.model, tokens.vocabulary)
@@ -71,16 +75,21 @@ def begin(config: Config, job: Job) -> Training:
     )
     torch.manual_seed(config.train.seed)
     values = _none_yet(built.model) if goes_on(config, job) else built.values
-    model = shard(built.model, strategy, precision=precision_of(config.train), values=values)
+    passes: Passes
+    if config.parallel.pipeline > 1:
+        passes = pipelined(config, job, built, strategy, precision_of(config.train), values)
+    else:
+        model = shard(built.model, strategy, precision=precision_of(config.train), values=values)
+        passes = OneModel(model, job.groups, job.device)
     _seed_all(config.train.seed + 1 + job.rank)  # of dropout and the like: another one on every rank
-    model.train()
+    passes.model.train()
     return Training(
         config=config.train,
         strategy=strategy,
         job=job,
         built=built,
-        model=model,
-        optimizer=adamw(model.parameters(), config.train),
+        passes=passes,
+        optimizer=adamw(passes.model.parameters(), config.train),
         windows=tokens.train,
         held_out=tokens.held_out,
         order={
@@ -90,6 +99,19 @@ def begin(config: Config, job: Job) -> Training:
             "train.seed": config.train.seed,
         },
     )
+
+
+def _of_one_stage(job: Job, copies: int) -> Topology:
+    """How the ranks that hold one stage lie: all, if there are none."""
+    ranks = job.topology.ranks_per_node
+    if copies == job.world:
+        return job.topology
+    if copies % ranks and ranks % copies:
+        raise ConfigError(
+            f"parallel.pipeline leaves {copies} ranks for each stage, which do not fill nodes of {ranks}: expected a "
+            "multiple or a divisor of that."
+        )
+    return Topology(copies // ranks, ranks) if copies >= ranks else Topology(1, copies)
 
 
 def _seed_all(seed: int) -> None:

@@ -9,7 +9,7 @@ by their shapes, on the parameters' slices, and nothing is stepped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,22 @@ def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor]
             if parameter in optimizer.state:
                 states[name] = _state(name, parameter, optimizer.state[parameter], tensors)
     return tensors, {"kind": type(optimizer).__name__, "groups": groups, "states": states}
+
+
+def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of ranks that have some parameters each: groups whose options are the same are one."""
+    kinds = sorted({each["kind"] for each in found})
+    if len(kinds) > 1:
+        raise CheckpointError(f"ranks have optimizers of different kinds: {', '.join(kinds)}.")
+    groups: list[dict[str, Any]] = []
+    for group in (group for each in found for group in each["groups"]):
+        same = next((g for g in groups if g["options"] == group["options"]), None)
+        if same is None:
+            groups.append({"names": list(group["names"]), "options": group["options"]})
+        else:
+            same["names"] += [name for name in group["names"] if name not in same["names"]]
+    states = {name: state for each in found for name, state in each["states"].items()}
+    return {"kind": kinds[0], "groups": groups, "states": states}
 
 
 def _name(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:

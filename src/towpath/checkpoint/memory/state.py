@@ -14,6 +14,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, cast
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -24,14 +25,12 @@ from towpath.checkpoint.disk.manifest import Manifest
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.disk.safe_open import DamagedError
 from towpath.checkpoint.memory import optimizer as optimizers
-from towpath.checkpoint.memory.names import Named, named
+from towpath.checkpoint.memory.names import Named
+from towpath.checkpoint.memory.parts import Parts, parts_of
 from towpath.checkpoint.memory.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
 from towpath.engine.boxes import boxes_of
-from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
-from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
-from towpath.topology.groups import Groups
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng")
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
@@ -46,6 +45,14 @@ class HasState(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+class HasParts(Protocol):
+    """What knows itself which rank has which tensors of it: a pipeline."""
+
+    def checkpoint_parts(self) -> Parts: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
 class Saves(Protocol):
     def settle(self) -> None: ...
 
@@ -55,12 +62,13 @@ class State:
 
     The extras' states must be alike on every rank (rank 0's are written). `config`: what a Hugging Face export writes
     as config.json; `names`: what it calls the tensors, where that differs from the model's own names.
-    The model may be sharded or not; with several ranks, an unsharded one must be alike on all.
+    The model may be sharded or not; with several ranks, an unsharded one must be alike on all. Of a pipeline
+    (`towpath.pipeline`) pass it and this rank's optimizer: every rank must make the State.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | HasParts,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         config: Mapping[str, Any] | None = None,
@@ -74,35 +82,32 @@ class State:
             )
         self.model, self.optimizer, self.extras = model, optimizer, extras
         self.config, self.names = config, dict(names or {})
-        engine: Any = getattr(model, "towpath_engine", None)
-        self.engine: Engine | None = engine
         self.savers: weakref.WeakSet[Saves] = weakref.WeakSet()
-        if self.engine is not None:
-            self.engine.before_rewrite.append(weakref.WeakMethod(self.settle))
-        self.groups = engine.wiring.groups if isinstance(engine, Engine) else Groups()
+        self.parts = parts_of(model)
+        for engine in self.parts.engines:
+            engine.before_rewrite.append(weakref.WeakMethod(self.settle))
+        self.groups = self.parts.groups
         self.rank, self.world = self.groups.rank, self.groups.world
-        split = (n for n, p in model.named_parameters() if isinstance(p, ShardTensor) and p.span.parallel is not None)
-        for name in split:
-            raise CheckpointError(
-                f"{name} is split over a tensor-parallel mesh, which checkpoints do not know yet. Save "
-                "full_tensor() of every parameter."
-            )
+        for name, parameter in model.named_parameters():
+            if isinstance(parameter, ShardTensor) and parameter.span.parallel is not None:
+                raise CheckpointError(
+                    f"{name} is split over a tensor-parallel mesh, which checkpoints do not know yet. Save "
+                    "full_tensor() of every parameter."
+                )
 
     @property
     def nodes(self) -> list[int]:
-        """Which node each rank lives on. Without a topology every rank reads for itself."""
-        if self.engine is None:
-            return list(range(self.world))
-        return [self.engine.strategy.topology.node_of(rank) for rank in range(self.world)]
+        """Which node each rank lives on."""
+        return self.parts.nodes
 
     @property
     def strategy(self) -> str | None:
-        return self.engine.strategy.to_toml() if self.engine is not None else None
+        return self.parts.strategy
 
     @property
     def writes(self) -> int:
         """Rises with every write to a sharded model's parameters."""
-        return self.engine.writes if self.engine is not None else 0
+        return self.parts.writes
 
     def settle(self) -> None:
         """Whatever is being saved must have been copied: it is about to be written to."""
@@ -114,19 +119,20 @@ class State:
     def collect(self) -> dict[str, Any]:
         """What this rank writes: pieces of tensors, as they lie now, and on rank 0 all that is no tensor."""
         model = self._named()
+        copies = self.parts.writes_copies
         found: dict[str, Any] = {}
-        for tensors in (self._model_tensors(model), self._rank_tensors()):
-            found.update(self._mine(tensors))
+        found.update(self._mine(self._model_tensors(model), copies))
+        found.update(self._mine(self._rank_tensors(), True))
         values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": {"seed": torch.initial_seed()}}
-        if self.engine is not None:
-            values["engine"] = {"step": self.engine.step, "fingerprint": fingerprint(self.engine)}
+        if self.parts.engines:
+            values["engine"] = {"step": self.parts.engines[0].step, "fingerprint": self.parts.fingerprint}
         if self.optimizer is not None:
-            tensors, values["optimizer"] = optimizers.collect(self.optimizer, model)
-            found.update(self._mine(tensors))
+            tensors, values["optimizer"] = self._optimizer_state(self.optimizer, model)
+            found.update(self._mine(tensors, copies))
         for name, extra in self.extras.items():
             tensors = dict[str, torch.Tensor]()
             values[name] = to_json(extra.state_dict(), name, tensors.__setitem__)
-            found.update(self._mine(tensors))
+            found.update(self._mine(tensors, self.rank == 0))
         if self.config is not None:
             values["config"] = _as_json(self.config)
         if self.names:
@@ -134,32 +140,53 @@ class State:
         return {**found, **values} if self.rank == 0 else found
 
     def _named(self) -> Named:
-        if self.engine is not None and self.engine.is_unsharded:
+        if self.parts.is_unsharded:
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
-        return named(self.model)
+        return self.parts.named()
 
     def _model_tensors(self, model: Named) -> dict[str, torch.Tensor]:
         return {f"model.{name}": tensor for name, tensor in (*model.parameters.items(), *model.buffers.items())}
 
     def _rank_tensors(self) -> dict[str, torch.Tensor]:
-        codec = codec_state(self.engine) if self.engine is not None else {}
         return {
             **{f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()},
-            **{f"rank.{self.rank}.codec.{name}": tensor for name, tensor in codec.items()},
+            **{f"rank.{self.rank}.codec.{name}": tensor for name, tensor in self.parts.state().items()},
         }
 
-    def _mine(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Pieces]]:
-        """What is alike on all ranks is rank 0's to write; what several hold of a ShardTensor they share out."""
-        for number, (name, tensor) in enumerate(tensors.items()):
+    def _optimizer_state(
+        self, optimizer: torch.optim.Optimizer, model: Named
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """This rank's tensors, and what is none of all ranks."""
+        if self.parts.held is None:
+            return optimizers.collect(optimizer, model)
+        tensors: dict[str, torch.Tensor] = {}
+
+        def mine() -> dict[str, Any]:
+            found, values = optimizers.collect(optimizer, model)
+            tensors.update(found)
+            return values
+
+        return tensors, optimizers.merged(self.parts.together("the optimizer's state", mine))
+
+    def _mine(self, tensors: Mapping[str, torch.Tensor], copies: bool) -> Iterator[tuple[str, Pieces]]:
+        """What several ranks hold of a ShardTensor they share out; `copies`: whether it writes what is no such one."""
+        for name, tensor in tensors.items():
+            if self._is_written_elsewhere(name, tensor):
+                continue
             if isinstance(tensor, ShardTensor):
-                boxes = dict(_share(tensor, number))
-            elif self.rank == 0 or name.startswith(f"rank.{self.rank}."):
+                boxes = dict(_share(tensor, crc32(name.encode())))
+            elif copies:
                 boxes = {(0,) * tensor.dim(): tensor.detach()}
             else:
                 continue
             if boxes:
                 steady = isinstance(tensor, ShardTensor) and self.optimizer is not None
                 yield name, Pieces(tensor.dtype, tensor.shape, boxes, steady)
+
+    def _is_written_elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
+        parts = self.parts
+        names = parts.written_elsewhere if isinstance(tensor, ShardTensor) else parts.copied_elsewhere
+        return any(name == f"model.{n}" or name.startswith(f"optimizer.{n}.") for n in names)
 
     # Loading --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +195,8 @@ class State:
         model, aliases = self._named(), _aliases(manifest)
         wanted = {n: tuple(t.shape) for n, t in (*model.parameters.items(), *model.buffers.items())}
         held = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
-        known = {_resolve(name, held, model, aliases) for name in wanted} | set(model.aliases)
+        everyones = self.parts.held if self.parts.held is not None else wanted
+        known = {_resolve(name, held, model, aliases) for name in everyones} | set(model.aliases)
         found: list[str] = []
         for name, shape in wanted.items():
             there = held.get(_resolve(name, held, model, aliases))
@@ -230,25 +258,26 @@ class Restoring:
             if TORCH_DTYPES[there] != tensor.dtype:
                 rounded.add(f"saved as {there}, loaded as {here}")
         for alias, first in self._model.aliases.items():
-            if alias in held and first in held:  # tied in this model, and not in the checkpoint
+            both = alias in held and first in held  # tied in this model, and not in the checkpoint
+            if both and first in self._model.parameters:
                 twin = torch.empty_like(self._model.parameters[first].detach())
                 self.targets[f"model.{alias}"] = twin
         self.notes += [f"parameters were {what}" for what in sorted(rounded)]
 
     def _take_engine(self) -> None:
-        engine, saved = self._state.engine, self._manifest.values.get("engine")
-        if engine is None:
-            return
-        engine.go_to(saved["step"] if saved is not None else self._manifest.step)
+        parts, saved = self._state.parts, self._manifest.values.get("engine")
+        for engine in parts.engines:
+            engine.go_to(saved["step"] if saved is not None else self._manifest.step)
         prefix = f"rank.{self._state.rank}.codec."
         kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
-        same = saved is not None and self._same_world and saved["fingerprint"] == fingerprint(engine)
-        if same and kept == set(codec_state(engine)):
+        same = saved is not None and self._same_world and saved["fingerprint"] == parts.fingerprint
+        if same and kept == set(parts.state()):
             self._carries = True
-            self.targets.update({f"{prefix}{name}": tensor for name, tensor in codec_state(engine).items()})
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in parts.state().items()})
             return
-        reset_codec_state(engine)
-        if any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors):
+        parts.restart()
+        carried = any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors)
+        if parts.engines and carried:
             self.notes.append("codec feedback starts at zero: what was carried belongs to another strategy or cluster")
 
     def _take_rng(self, prefix: str) -> None:
@@ -295,11 +324,9 @@ class Restoring:
         with torch.no_grad():
             for _, tensor, source in self._twins:
                 _copy(tensor, source)
-        if state.engine is not None and self._carries:
+        if self._carries:
             prefix = f"rank.{state.rank}.codec."
-            load_codec_state(
-                state.engine, {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
-            )
+            state.parts.load({n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)})
         if self._loading is not None:
             self.notes += self._loading.finish(self.targets)
         elif state.optimizer is not None:

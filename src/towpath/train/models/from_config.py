@@ -145,7 +145,12 @@ _LOGITS_AT_ONCE = 1 << 24
 
 def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy, in fp32 at least. `inputs` and `targets`: [batch, length] each."""
-    logits, wanted = logits_of(model, inputs).flatten(0, 1), targets.flatten()
+    return loss_of_logits(logits_of(model, inputs), targets)
+
+
+def loss_of_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """`logits`: [batch, length, vocabulary]."""
+    logits, wanted = logits.flatten(0, 1), targets.flatten()
     if logits.numel() <= _LOGITS_AT_ONCE:
         return _summed_loss(logits, wanted) / wanted.numel()
     rows = max(_LOGITS_AT_ONCE // logits.shape[-1], 1)

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 
 from towpath.errors import ConfigError
-from towpath.observing import Sums, intervals_of_ranks, stats, sums, tracing
+from towpath.observing import Sums
 from towpath.train.config import DTYPES, Config, LogConfig
 from towpath.train.loop import Step, Training
 from towpath.train.observe import perfetto
@@ -30,7 +30,7 @@ class Watch:
     def __init__(self, config: Config, training: Training) -> None:
         self._log, self._training, self._job = config.log, training, training.job
         self._leads = self._job.rank == 0
-        self._model = training.model
+        self._passes = training.passes
         self._tokens = config.train.batch * config.train.length
         dtype: torch.dtype = getattr(torch, DTYPES[config.train.precision])
         self._peak = peak(self._job.device, dtype).flops_per_second * self._job.world
@@ -39,8 +39,8 @@ class Watch:
             self._writers = _writers(config, training) if self._leads else []
         self._open = ExitStack()
         self._steps_before = training.done
-        self._stats_before = stats(self._model)
-        self._sums = sums(self._model)
+        self._stats_before = self._passes.stats()
+        self._sums = self._passes.sums()
         self._aside = Sums()  # what evaluations moved
         self._began = time.perf_counter()
         self._seconds = 0.0  # when all steps are done
@@ -56,7 +56,7 @@ class Watch:
         self._open.close()
 
     def stepped(self, step: Step) -> None:
-        before, self._sums = self._sums, sums(self._model)
+        before, self._sums = self._sums, self._passes.sums()
         done = self._sums.since(before)
         row = StepRow(
             step=step.number,
@@ -79,7 +79,7 @@ class Watch:
             self._progress.note(f"step {step.number} was skipped: loss {step.loss:g}, gradient {step.gradient_norm:g}")
 
     def evaluated(self, loss: float | None, seconds: float) -> None:
-        before, self._sums = self._sums, sums(self._model)
+        before, self._sums = self._sums, self._passes.sums()
         self._aside = self._aside.plus(self._sums.since(before))
         if loss is not None:
             self._write(EvaluationRow(step=self._training.done, loss=loss, seconds=seconds))
@@ -106,9 +106,9 @@ class Watch:
         if step not in self._log.trace:
             yield
             return
-        with tracing(self._model) as trace:
+        with self._passes.traced() as trace:
             yield
-        found = intervals_of_ranks(self._model, trace)
+        found = self._passes.intervals(trace)
         if found:
             path = Path(self._log.folder, f"trace-step-{step:06}.json")
             topology = self._job.topology
@@ -122,6 +122,7 @@ class Watch:
     def summarise(self) -> None:
         """Printed when the last state is saved: nobody may be there to read it."""
         steps = self._training.done - self._steps_before
+        done = self._passes.summed_up(self._passes.stats().since(self._stats_before))
         if not (self._leads and steps):
             return
         clocks = self._training.clocks
@@ -136,7 +137,6 @@ class Watch:
             },
             aside=self._aside,
         )
-        done = stats(self._model).since(self._stats_before)
         print(summary(done, spent, steps), flush=True)
 
 

@@ -1,0 +1,95 @@
+"""Pipelines measured on the lab: against PyTorch's own with DDP stages, and with what Optimus-CC compresses.
+
+    python benchmarks/pipeline.py [CASE …] [--rounds 6] [--quick] [--resume]
+
+Four stages of a GPT on four nodes, each stage on two ranks, which lie on different nodes: so both the messages between
+stages and the sums of gradients cross cables. Blocks wait besides what they compute, as for a device of their own
+(`workload.Waiting`). A turn is one optimizer step of eight micro-batches, 1F1B, in fp32.
+
+Cases `…mbit`: the same pipeline without compression, and with compressed backpropagation (cb), fused embedding
+synchronisation (fe) and selective stage compression (sc); and without any on cables of no limit, which shows the share
+of the step that its communication takes. Cases `peer-…`: against torch.distributed.pipelining with DDP stages. Every
+run is added to benchmarks/results/pipeline.jsonl.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from harness import figures, race
+from harness.contestants import Cluster, Entry, started
+from harness.figures import Check
+from harness.suite import Settings, Suite
+from pipelines import TOPOLOGY, Piped, Sizes
+
+BASELINE, UNSHAPED, PEER = "uncompressed", "uncompressed, unshaped", "torch, DDP stages"
+PARTS = ("cb", "cb+fe", "cb+fe+sc")
+# What the paper's headline says of its model of 8.3 billion parameters, as multiples of the baseline's speed.
+HEADLINES = {"cb+fe": 1.135, "cb+fe+sc": 1.449}
+WARM_TURNS = 3
+AS_PAPER = "50mbit"
+SIZES, UNTIED = Sizes(), Sizes(tied=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Compressed:
+    inter: str
+    sizes: Sizes = SIZES
+
+    @property
+    def name(self) -> str:
+        return self.inter
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        sizes = self.sizes.quick() if settings.quick else self.sizes
+        cluster = Cluster(TOPOLOGY, self.inter)
+        entries = {name: Entry(cluster, Piped, (name, sizes), WARM_TURNS) for name in (BASELINE, *PARTS)}
+        entries[UNSHAPED] = Entry(Cluster(TOPOLOGY), Piped, (BASELINE, sizes), WARM_TURNS)
+        with started(entries, settings.say) as made:
+            run = race.run(made, settings.rounds, settings.say)
+            facts = {name: one.ask("facts")[0] for name, one in made.items()}
+        headlines = HEADLINES if self.inter == AS_PAPER else {}
+        return {
+            "checks": [_times_as_fast(run.seconds, part, headlines.get(part)) for part in PARTS],
+            "share of communication": round(1 - figures.ratio(run.seconds, UNSHAPED, BASELINE).found, 4),
+            "facts": facts,
+            **run.recorded(),
+        }
+
+
+def _times_as_fast(seconds: dict[str, list[float]], part: str, at_least: float | None) -> Check:
+    found = figures.ratio(seconds, BASELINE, part)
+    return Check(f"{part}: times as fast", found.found, at_least=at_least, interval=found.interval)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Untied, since PyTorch's stages know nothing of tied embeddings."""
+
+    inter: str | None
+    sizes: Sizes = UNTIED
+    most: float = 1.03
+
+    @property
+    def name(self) -> str:
+        return f"peer-{self.inter or 'unshaped'}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        sizes = self.sizes.quick() if settings.quick else self.sizes
+        cluster = Cluster(TOPOLOGY, self.inter)
+        entries = {name: Entry(cluster, Piped, (name, sizes), WARM_TURNS) for name in (BASELINE, PEER)}
+        with started(entries, settings.say) as made:
+            run = race.run(made, settings.rounds, settings.say)
+        return {"checks": [figures.ratio(run.seconds, BASELINE, PEER, self.most)], **run.recorded()}
+
+
+CASES: list[Compressed | Peer] = [
+    *(Compressed(inter) for inter in ("20mbit", AS_PAPER, "100mbit", "200mbit", "1gbit")),
+    *(Peer(inter) for inter in (None, "200mbit", "50mbit")),
+]
+
+SUITE = Suite("pipeline", __doc__ or "", CASES)
+
+if __name__ == "__main__":
+    SUITE.main()

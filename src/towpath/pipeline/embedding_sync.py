@@ -1,0 +1,167 @@
+"""Tied embeddings: what the first and the last stage of a pipeline share is sharded by itself, and kept alike at both.
+
+Fused, one engine spans the ranks of both ends: one sum brings the gradients together. Else each end has an engine over
+its own data-parallel ranks, and what those have summed is summed once more between the two ends, as Megatron does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from towpath.api import shard
+from towpath.core import presets
+from towpath.core.job import Stage
+from towpath.core.pipeline import StagePass
+from towpath.core.precision import Precision
+from towpath.core.schedule import schedule as derive_schedule
+from towpath.core.strategy import Kind
+from towpath.engine.executor import engine_of
+from towpath.engine.initialise import Values
+from towpath.errors import ShardError
+from towpath.topology.cluster import Topology
+from towpath.topology.groups import even_out, new_group
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Where the two ends are. `first`, `last`: the ranks of each, in the order of their data-parallel group, as the job
+    counts them. `names`: of the module in each. `index`: the stage that this rank has of the two, if any."""
+
+    first: tuple[int, ...]
+    last: tuple[int, ...]
+    names: tuple[str, str]
+    index: int | None
+
+    @property
+    def name(self) -> str:
+        """On a rank of an end."""
+        return self.names[bool(self.index)]
+
+    @property
+    def both(self) -> tuple[int, ...]:
+        return tuple(sorted((*self.first, *self.last)))
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        return list(zip(self.first, self.last, strict=True))
+
+
+def find_ends(
+    tied: tuple[str, str], modules: Mapping[int, nn.Module], owners: Sequence[int], mesh: DeviceMesh
+) -> Ends | None:
+    """`tied`: names of the module in the first and in the last stage; else each stage's `tied` tells. The same on every
+    rank, but for its own module; or on every rank an error."""
+    last = len(owners) - 1
+    names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
+    everyones: list[Any] = [None] * mesh["pp"].size()
+    dist.all_gather_object(everyones, names, group=mesh["pp"].get_group())
+    told = {index: name for each in everyones for index, name in each.items()}
+    if not (told[0] or told[last]):
+        return None
+    if not (told[0] and told[last]) or owners[0] == owners[last]:
+        raise ShardError(
+            f"Pipeline: tied embeddings need a module of the first and of the last stage, on different ranks; got "
+            f"{told[0]!r} and {told[last]!r}, on ranks {owners[0]} and {owners[last]} of 'pp'. Take a schedule "
+            "that begins and ends on different ranks, or untie them."
+        )
+    ranks = _like_this_rank(mesh)
+    mine = next(iter(names), None)
+    return Ends(tuple(ranks[owners[0]]), tuple(ranks[owners[last]]), (told[0], told[last]), mine)
+
+
+def _like_this_rank(mesh: DeviceMesh) -> list[list[int]]:
+    """The job's ranks by stage rank and data-parallel rank, at this rank's place of the mesh's other dimensions."""
+    names = list(mesh.mesh_dim_names or ())
+    others = [name for name in names if name not in ("pp", "dp")]
+    ranks = mesh.mesh.permute([names.index(name) for name in ("pp", "dp", *others)])
+    for name in others:
+        ranks = ranks[:, :, mesh.get_local_rank(name)]
+    return ranks.tolist()
+
+
+class TiedEmbeddings:
+    """On every rank of the pipeline; those between the ends have no part in it."""
+
+    def __init__(
+        self,
+        ends: Ends,
+        modules: Mapping[int, nn.Module],
+        mesh: DeviceMesh,
+        precision: Precision | None,
+        fused: bool,
+        values: Values | None = None,
+    ) -> None:
+        self.ends, self.fused, self._pipeline = ends, fused, mesh["pp"].get_group()
+        self.module: nn.Module | None = None
+        self._between: dist.ProcessGroup | None = None
+        even_out(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
+        if ends.index is None:
+            return
+        within = mesh["dp"].get_group()
+        if fused:
+            within = new_group(list(ends.both), "tied embeddings")
+        else:
+            pair = next(pair for pair in ends.pairs if dist.get_rank() in pair)
+            self._between = new_group(sorted(pair), "tied embeddings")
+        module = modules[ends.index].get_submodule(ends.name)
+        given = None if values is None else _inside(values, ends.names[0])
+        self.module = shard(module, "zero1" if fused else "ddp", group=within, precision=precision, values=given)
+        if self._between is not None:
+            with torch.no_grad():
+                for parameter in self.parameters:
+                    first: Any = parameter.clone()
+                    dist.broadcast(first.to_local(), group=self._between, group_src=self._first_in_pair)
+                    parameter.copy_(first)
+
+    @property
+    def _first_in_pair(self) -> int:
+        """The place of the first stage's rank among the two."""
+        pair = next(pair for pair in self.ends.pairs if dist.get_rank() in pair)
+        return sorted(pair).index(pair[0])
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        return set(self.module.parameters()) if self.module is not None else set()
+
+    @property
+    def counted_here(self) -> bool:
+        """Of the two ends, in a sum over all stages."""
+        return self.ends.index == 0
+
+    def end_step(self) -> None:
+        """After the engines have delivered what each end has summed."""
+        if self._between is None:
+            return
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient: Any = parameter.grad
+                dist.all_reduce(gradient.to_local(), group=self._between)
+
+    def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[Stage]:
+        """What is summed at the ends, and between them. `passes`: of one stage. Every rank must call it."""
+        units: list[Any] = [None] * dist.get_world_size(self._pipeline)
+        mine = None
+        if self.module is not None:
+            engine = engine_of(self.module)
+            mine = engine.strategy, tuple(unit.plan.spec for unit in engine.units), engine.precision
+        dist.all_gather_object(units, mine, group=self._pipeline)
+        strategy, specs, precision = next(each for each in units if each is not None)
+        found = derive_schedule(strategy, specs, micro_batches, precision, passes)
+        if self.fused:
+            return [Stage(self.ends.both, found, ())]
+        two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, precision, passes)
+        between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is Kind.SYNC))
+        ends = [Stage(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
+        return [*ends, *(Stage(pair, between, ()) for pair in self.ends.pairs)]
+
+
+def _inside(values: Values, module: str) -> Values:
+    """For a module that is sharded by itself, those of its parameters in the model."""
+    return lambda name, start, end: values(f"{module}.{name}", start, end)

@@ -1,0 +1,101 @@
+"""What a pipeline has done: the transfers of its stages, the messages between them, and how long each rank waited.
+
+A rank counts the transfers of its own stages; messages, and the bytes of all stages together, follow from the number of
+steps that were made and the job's schedule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from towpath.core.job import JobSchedule
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.observing import Stats, Sums, TransferStats, stats, sums
+
+_MESSAGES = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)
+
+
+class Observed:
+    """`modules`: those of this rank that have an engine. `plan`: makes the job's schedule, which all ranks must ask for
+    at the same time. `seconds_waited`: for neighbours, in the bubble as for what links take."""
+
+    def __init__(
+        self, modules: Callable[[], Iterable[nn.Module]], plan: Callable[[], JobSchedule], group: dist.ProcessGroup
+    ) -> None:
+        self._modules, self._plan, self._group = modules, plan, group
+        self.steps = 0
+        self.seconds_waited = 0.0
+
+    @cached_property
+    def job(self) -> JobSchedule:
+        return self._plan()
+
+    def stats_of_rank(self) -> Stats:
+        """Of this rank's stages, and all messages. Every rank must call it the first time."""
+        each = [stats(module) for module in self._modules()]
+        memory: Counter[str] = Counter()
+        for one in each:
+            memory.update(one.memory_bytes)
+        transfers = [transfer for one in each for transfer in one.transfers]
+        return Stats(
+            (*transfers, *self._messages()),
+            tuple(transfer for one in each for transfer in one.last_step),
+            dict(memory),
+            sum(one.buffers_made for one in each),
+            sum(one.seconds_host for one in each),
+        )
+
+    def _messages(self) -> list[TransferStats]:
+        """By kind and wire; the seconds are those of waiting for any of them."""
+        found: dict[Transfer, TransferStats] = {}
+        for transfer in self.job.transfers:
+            if transfer.kind in _MESSAGES and self.steps:
+                alike = replace(transfer, micro_step=0)
+                before = found.get(alike, TransferStats(alike, 0, 0, 0, 0.0, 0.0))
+                found[alike] = replace(
+                    before,
+                    calls=before.calls + self.steps,
+                    intra_bytes=before.intra_bytes + self.steps * transfer.intra_bytes,
+                    inter_bytes=before.inter_bytes + self.steps * transfer.inter_bytes,
+                )
+        if found:
+            first = next(iter(found))
+            found[first] = replace(found[first], seconds_exposed=self.seconds_waited)
+        return list(found.values())
+
+    def summed_up(self, done: Stats) -> Stats:
+        """`done`, of this rank, and the other stages' transfers. Every rank must call it."""
+        mine = [t for t in done.transfers if t.transfer.kind not in _MESSAGES]
+        told: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(told, mine, group=self._group)
+        own = dist.get_rank(self._group)
+        others = [
+            replace(t, seconds_in_flight=0.0, seconds_exposed=0.0)
+            for rank, each in enumerate(told)
+            for t in each
+            if rank != own
+        ]
+        messages = [t for t in done.transfers if t.transfer.kind in _MESSAGES]
+        return replace(done, transfers=(*mine, *others, *messages))
+
+    def sums(self) -> Sums:
+        """Quick: for a look after every step. Every rank must call it the first time."""
+        own = Sums()
+        for module in self._modules():
+            own = own.plus(sums(module))
+        messages = sum(t.kind in _MESSAGES for t in self.job.transfers)
+        return replace(
+            own,
+            calls=own.calls + self.steps * messages,
+            intra_bytes=self.steps * self.job.intra_bytes,
+            inter_bytes=self.steps * self.job.inter_bytes,
+            exposed_seconds={**own.exposed_seconds, Kind.ACTIVATION: self.seconds_waited},
+        )

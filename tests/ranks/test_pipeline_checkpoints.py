@@ -1,0 +1,194 @@
+"""Checkpoints of pipelines: they go on as if nothing had been, and fit any other layout of the same model.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
+from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _token_loss, _tokens
+from towpath import checkpoint
+from towpath.core.wire import Wire
+from towpath.errors import CheckpointError
+from towpath.pipeline import Compression, Pipeline, split
+
+Worlds = Callable[[int], World]
+
+# 12 positions of a micro-batch × 16: matrices of which rank 2 is less. All that has a state.
+LOSSY = Compression("low-rank:2", gradients=Wire(codec="low-rank:2", feedback="first"), share_of_stages=0.5)
+
+
+def _made(sizes: tuple[int, int], schedule: str, strategy: str, tied: bool, **options: Any) -> Pipeline:
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp"))
+    stages = split(_gpt(tied), sizes[0] if schedule in SINGLE else 2 * sizes[0], example)
+    options |= {"mesh": mesh, "schedule": schedule, "loss": _token_loss, "example": example}
+    return Pipeline(stages, strategy, micro_batches=8 // sizes[1], **options)
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.parameters()), lr=1e-2, eps=1e-5)
+
+
+def _steps(pipeline: Pipeline, optimizer: torch.optim.Optimizer, first: int, copies: int) -> list[float]:
+    losses: list[float] = []
+    for step in range(first, first + 2):
+        ids = _tokens(step, dist.get_rank() % copies)
+        losses.append(float(pipeline.step(ids, target=ids)))
+        optimizer.step()
+        optimizer.zero_grad()
+        pipeline.zero_grad()
+    return losses
+
+
+CASES = [
+    ("1F1B", "ddp", {"compression": LOSSY}),
+    ("1F1B", "zero3", {}),
+    ("Interleaved1F1B", "zero1", {"compression": Compression("low-rank:2", fused_embeddings=False)}),
+    ("ZBVZeroBubble", "paro-nig", {}),
+]
+
+
+@in_turn(CASES, 2, "case")
+def test_a_resumed_pipeline_goes_on_bit_for_bit(world: Worlds, tmp_path: Path, case: Any) -> None:
+    world(4).run(_resumed, str(tmp_path), *case)
+
+
+def _resumed(folder: str, schedule: str, strategy: str, options: dict[str, Any]) -> None:
+    tied = schedule != "ZBVZeroBubble"
+    pipeline = _made((2, 2), schedule, strategy, tied, **options)
+    optimizer = _optimizer(pipeline)
+    _steps(pipeline, optimizer, 0, 2)
+    assert checkpoint.save(folder, 2, checkpoint.State(pipeline, optimizer)).ok
+    went_on = _steps(pipeline, optimizer, 2, 2)
+
+    again = _made((2, 2), schedule, strategy, tied, **options)
+    other = _optimizer(again)
+    loaded = checkpoint.load(folder, checkpoint.State(again, other))
+
+    assert loaded is not None and loaded.notes == ()
+    assert _steps(again, other, 2, 2) == went_on
+    for (name, mine), (_, theirs) in zip(again.named_parameters(), pipeline.named_parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local()), name  # type: ignore[attr-defined]
+
+
+@in_turn([True, False], 1, "tied")
+def test_a_checkpoint_fits_other_stages_and_no_stages(world: Worlds, tmp_path: Path, tied: bool) -> None:
+    world(4).run(_refitted, str(tmp_path), tied)
+
+
+def _refitted(folder: str, tied: bool) -> None:
+    """Two stages of two ranks, then four stages, then none; the same steps in one process."""
+    whole: Any = _gpt(tied)
+    reference = _optimizer(whole)
+    pipeline = _made((2, 2), "1F1B", "zero3", tied, compression=Compression(fused_embeddings=False))
+    optimizer = _optimizer(pipeline)
+    _one_step(whole, reference, 0)
+    _piped(pipeline, optimizer, 0, 2)
+    assert checkpoint.save(folder, 1, checkpoint.State(pipeline, optimizer)).ok
+
+    pipeline = _made((4, 1), "1F1B", "ddp", tied)
+    optimizer = _optimizer(pipeline)
+    loaded = checkpoint.load(folder, checkpoint.State(pipeline, optimizer))
+    assert loaded is not None and loaded.step == 1
+    _one_step(whole, reference, 1)
+    _piped(pipeline, optimizer, 1, 1)
+    assert checkpoint.save(folder, 2, checkpoint.State(pipeline, optimizer)).ok
+
+    model: Any = towpath.shard(_gpt(tied), "mics", topology=towpath.Topology(2, 2))
+    optimizer = _optimizer(model)
+    loaded = checkpoint.load(folder, checkpoint.State(model, optimizer))
+    assert loaded is not None and loaded.step == 2
+    _one_step(whole, reference, 2)
+    _one_step(model, optimizer, 2)
+    theirs = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+    assert checkpoint.save(folder, 3, checkpoint.State(model, optimizer)).ok
+
+    pipeline = _made((2, 2), "Interleaved1F1B", "zero1", tied)
+    optimizer = _optimizer(pipeline)
+    loaded = checkpoint.load(folder, checkpoint.State(pipeline, optimizer))
+    assert loaded is not None and loaded.step == 3
+    _one_step(whole, reference, 3)
+    _piped(pipeline, optimizer, 3, 2)
+    theirs = dict(whole.named_parameters(remove_duplicate=False))
+    for name, parameter in pipeline.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+
+
+def _one_step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Of the batches of both replicas."""
+    ids = torch.cat([_tokens(step, 0), _tokens(step, 1)])
+    found = model(ids)
+    _token_loss(getattr(found, "logits", found), ids).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _piped(pipeline: Pipeline, optimizer: torch.optim.Optimizer, step: int, copies: int) -> None:
+    batches = [_tokens(step, replica) for replica in range(2)]
+    ids = batches[dist.get_rank() % 2] if copies == 2 else torch.cat(batches)
+    pipeline.step(ids, target=ids)
+    optimizer.step()
+    optimizer.zero_grad()
+    pipeline.zero_grad()
+
+
+def test_a_pipeline_is_exported_as_one_model(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_saved, str(tmp_path / "run"))
+    out = tmp_path / "out"
+    saved = checkpoint.latest(tmp_path / "run")
+    assert saved is not None
+    checkpoint.export(saved, out)
+    from safetensors.torch import load_file
+
+    found = {name: t for file in out.glob("*.safetensors") for name, t in load_file(file).items()}
+    expected = dict(_gpt(tied=True).named_parameters())
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _saved(folder: str) -> None:
+    pipeline = _made((2, 2), "1F1B", "zero3", True)
+    assert checkpoint.save(folder, 0, checkpoint.State(pipeline, _optimizer(pipeline))).ok
+
+
+def test_what_a_checkpoint_of_a_pipeline_cannot_be_is_told_on_every_rank(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_told, str(tmp_path))
+
+
+def _told(folder: str) -> None:
+    pipeline = _made((2, 2), "1F1B", "zero1", False)
+    kind: Any = torch.optim.AdamW if dist.get_rank() < 2 else torch.optim.SGD
+    state = checkpoint.State(pipeline, kind(list(pipeline.parameters()), lr=0.1))
+    outcome = checkpoint.save(folder, 1, state)
+    assert outcome.failure is not None and "optimizers of different kinds: AdamW, SGD" in outcome.failure
+    foreign = [nn.Parameter(torch.zeros(2))] if dist.get_rank() == 3 else []
+    optimizer = torch.optim.AdamW([*pipeline.parameters(), *foreign], lr=0.1)
+    outcome = checkpoint.save(folder, 1, checkpoint.State(pipeline, optimizer))
+    assert outcome.failure is not None and "rank 3: group 0 of the optimizer has one of shape (2,)" in outcome.failure
+    mesh = DeviceMesh("cpu", torch.tensor([[0], [1]]), mesh_dim_names=("pp", "dp"))
+    if dist.get_rank() < 2:
+        small = Pipeline(
+            [nn.Linear(2, 2), nn.Linear(2, 2)],
+            "ddp",
+            mesh=mesh,
+            micro_batches=2,
+            loss=nn.functional.mse_loss,
+            example=torch.zeros(1, 2),
+        )
+        with pytest.raises(CheckpointError, match="mesh has 2 ranks, and the job 4"):
+            checkpoint.State(small)

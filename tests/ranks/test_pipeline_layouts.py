@@ -1,0 +1,324 @@
+"""Pipelines with tensor parallelism inside stages, over several nodes, with strategies of their own for each stage, and
+with tied embeddings summed in one go or in two: exact against one process.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
+from tests.ranks.test_pipeline import (
+    BATCH,
+    LENGTH,
+    SEVERAL,
+    SINGLE,
+    STRATEGIES,
+    WIDTH,
+    Block,
+    _batch,
+    _gpt,
+    _loss,
+    _token_loss,
+    _tokens,
+)
+from towpath.core.strategy import Kind
+from towpath.errors import StepError, TowpathError
+from towpath.pipeline import Compression, Pipeline, split
+from towpath.topology.groups import Groups, new_group
+
+Worlds = Callable[[int], World]
+
+MICRO_BATCHES, STEPS = 4, 5
+
+
+class Stage(nn.Module):
+    """As much as `parallelize_module` can split: its plan names linear layers."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    return parallelize_module(Stage(seed), mesh, plan)
+
+
+@in_turn(STRATEGIES, 1, "strategy")
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, schedule: str, strategy: str) -> None:
+    world(8).run(_exact_with_tensor_parallelism, schedule, strategy)
+
+
+def _exact_with_tensor_parallelism(schedule: str, strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    count = 2 if schedule in SINGLE else 4
+    stages = [partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(count)]
+    _compare(stages, count, mesh, schedule, strategy)
+
+
+@in_turn(STRATEGIES, 1, "strategy")
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+@pytest.mark.parametrize("sizes", [(4, 2), (2, 4)], ids=str)
+def test_eight_ranks_are_one_process(world: Worlds, sizes: tuple[int, int], schedule: str, strategy: str) -> None:
+    world(8).run(_exact_on_a_mesh, sizes, schedule, strategy)
+
+
+def _exact_on_a_mesh(sizes: tuple[int, int], schedule: str, strategy: str) -> None:
+    count = sizes[0] if schedule in SINGLE else 2 * sizes[0]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp"))
+    # Four data-parallel ranks lie on two nodes.
+    topology = towpath.Topology(sizes[1] // 2, 2)
+    given = towpath.strategy(strategy, topology)
+    _compare([partial(Stage, seed) for seed in range(count)], count, mesh, schedule, given)
+
+
+def _compare(
+    stages: list[Any], count: int, mesh: DeviceMesh, schedule: str, strategy: Any, compression: Any = "none"
+) -> None:
+    """Gradients, norms and parameters of five steps."""
+    pipeline = Pipeline(
+        stages,
+        strategy,
+        mesh=mesh,
+        schedule=schedule,
+        micro_batches=MICRO_BATCHES,
+        loss=_loss,
+        example=torch.empty(BATCH, WIDTH).double(),
+        units=[Block],
+        compression=compression,
+    )
+    copies = mesh["dp"].size()
+    whole = nn.Sequential(*(Stage(seed) for seed in range(count)))
+    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = _batch(step, mesh.get_local_rank("dp"), MICRO_BATCHES)
+        pipeline.step(x, target=y)
+        batches = (_batch(step, r, MICRO_BATCHES) for r in range(copies))
+        (sum(_loss(whole(a), b) for a, b in batches) / copies).backward()
+        theirs = dict(whole.named_parameters())
+        for name, parameter in pipeline.named_parameters():
+            assert torch.allclose(parameter.grad.full_tensor(), theirs[name].grad, rtol=0, atol=1e-9), (step, name)
+        norms = [float(pipeline.clip_grad_norm_(0.1)), float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+    theirs = dict(whole.named_parameters())
+    for name, parameter in pipeline.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+
+
+def test_the_jobs_schedule_has_every_tensor_parallel_rank(world: Worlds) -> None:
+    """But not what DTensor sends."""
+    world(8).run(_schedule_with_tensor_parallelism)
+
+
+def _schedule_with_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = Pipeline(
+        [partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(2)],
+        "ddp",
+        mesh=mesh,
+        micro_batches=MICRO_BATCHES,
+        loss=_loss,
+        example=torch.empty(BATCH, WIDTH).double(),
+        units=[Block],
+    )
+    found = pipeline.schedule(towpath.Topology(2, 4)).transfers
+    sends = [(t.kind, g.ranks) for t in found if t.kind is Kind.ACTIVATION for g in t.move.groups]
+    assert sorted({ranks for _, ranks in sends}) == [(rank, rank + 4) for rank in range(4)]
+    assert len(sends) == 4 * MICRO_BATCHES
+    summed = {g.ranks for t in found if t.kind is Kind.SYNC for g in t.move.groups}
+    assert summed == {(0, 2), (1, 3), (4, 6), (5, 7)}
+
+
+# --- compression of some stages --------------------------------------------------------------------------------------
+
+
+@in_turn(["ddp", "zero1"], 1, "strategy")
+def test_gradients_of_full_rank_are_those_of_one_process(world: Worlds, strategy: str) -> None:
+    """Rows of a weight of two columns: its factors are smaller where its rank is one."""
+    world(4).run(_first_stage_in_low_rank, strategy)
+
+
+class Thin(nn.Module):
+    """Its gradients have rank one: every token is the same."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.up(x))
+
+
+def _first_stage_in_low_rank(strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    row = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    x = row.repeat(MICRO_BATCHES * BATCH, 1)
+    found: list[Pipeline] = []
+    for compression in (Compression(gradients="low-rank:1", share_of_stages=0.5), Compression()):
+        pipeline = Pipeline(
+            [partial(Thin, seed) for seed in range(2)],
+            strategy,
+            mesh=mesh,
+            micro_batches=MICRO_BATCHES,
+            loss=_loss,
+            example=x[:BATCH],
+            compression=compression,
+        )
+        pipeline.step(x, target=-x)
+        found.append(pipeline)
+    for (name, mine), (_, theirs) in zip(*(p.named_parameters() for p in found), strict=True):
+        assert mine.grad is not None and theirs.grad is not None
+        grads: list[Any] = [mine.grad, theirs.grad]
+        mine_whole, theirs_whole = (g.full_tensor() for g in grads)
+        assert torch.allclose(mine_whole, theirs_whole, rtol=0, atol=1e-12), name
+    job = found[0].schedule(towpath.Topology(4, 1))
+    encoded = [t.wire.low_rank is not None for t in job.transfers if t.kind is Kind.SYNC]
+    assert any(encoded) and not all(encoded)
+    assert job.cable_bytes(0) < job.cable_bytes(2)
+
+
+def test_what_one_stage_refuses_all_ranks_refuse(world: Worlds) -> None:
+    world(4).run(_refused_by_one_stage)
+
+
+def _refused_by_one_stage() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"mesh": mesh, "micro_batches": 2, "loss": _loss, "example": torch.empty(2, 8).double()}
+    stages = [partial(Thin, seed) for seed in range(2)]
+    with pytest.raises(TowpathError, match=r"low-rank:4 makes no gradient of this model smaller.* 8 × 8 elements"):
+        Pipeline(stages, "ddp", compression=Compression(gradients="low-rank:4", share_of_stages=0.5), **options)
+    with pytest.raises(TowpathError, match=r"zero3: reduce: low-rank:1 needs whole matrices"):
+        Pipeline(stages, "zero3", compression=Compression(gradients="low-rank:1", share_of_stages=0.5), **options)
+
+
+def test_stages_may_have_strategies_of_their_own(world: Worlds) -> None:
+    world(4).run(_own_strategies)
+
+
+def _own_strategies() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    _compare([partial(Stage, seed) for seed in range(2)], 2, mesh, "1F1B", ["zero3", "ddp"])
+
+
+# --- tied embeddings -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_one_sum_over_both_ends_is_two_sums(world: Worlds, schedule: str) -> None:
+    world(4).run(_both_ways, schedule)
+
+
+def _both_ways(schedule: str) -> None:
+    """The same gradients, norms and parameters; of V elements each of D ranks of an end sends V(3D − 2)/D in two sums,
+    and V(2D − 1)/D in one (Optimus-CC)."""
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    made: list[Pipeline] = []
+    for fused in (True, False):
+        stages = split(_gpt(tied=True), 2 if schedule in SINGLE else 4, example)
+        options: dict[str, Any] = {"mesh": mesh, "schedule": schedule, "loss": _token_loss, "example": example}
+        made.append(
+            Pipeline(stages, "ddp", micro_batches=4, compression=Compression(fused_embeddings=fused), **options)
+        )
+    optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in made]
+    replica = dist.get_rank() % 2
+    for step in range(3):
+        ids, norms = _tokens(step, replica), []
+        for pipeline, optimizer in zip(made, optimizers, strict=True):
+            optimizer.zero_grad()
+            pipeline.zero_grad()
+            pipeline.step(ids, target=ids)
+            norms.append(float(pipeline.clip_grad_norm_(1e9)))
+        for (name, mine), (_, theirs) in zip(*(p.named_parameters() for p in made), strict=True):
+            gradients: list[Any] = [mine.grad, theirs.grad]
+            one, other = (g.full_tensor() for g in gradients)
+            assert torch.allclose(one, other, rtol=0, atol=1e-12), (step, name)
+        assert norms[0] == pytest.approx(norms[1], rel=1e-12)
+        for optimizer in optimizers:
+            optimizer.step()
+    sent = [_summed_by_the_ends(p) / 4 for p in made]
+    copies, size = 2, 24 * 16 * 8
+    # Fused, the ends are sharded by zero1: what it sends to publish belongs to its sum.
+    assert sent[0] == size * (2 * copies - 1) / copies
+    assert sent[1] == size * (3 * copies - 2) / copies
+
+
+def _summed_by_the_ends(pipeline: Pipeline) -> int:
+    assert pipeline._tied is not None
+    stages = pipeline._tied.schedules(4, pipeline._passes(0))
+    kinds = {Kind.SYNC, Kind.REDUCE, Kind.PUBLISH}
+    return sum(t.inter_bytes + t.intra_bytes for s in stages for t in s.schedule.transfers if t.kind in kinds)
+
+
+def test_ranks_that_have_had_fewer_groups_than_others_meet_in_the_next_one(world: Worlds) -> None:
+    """As after a pipeline whose stages have strategies of their own."""
+    world(4).run(_meet)
+
+
+def _meet() -> None:
+    before = len(dist.distributed_c10d._world.pg_names)
+    if dist.get_rank() < 2:
+        new_group([0, 1], "of two ranks")
+    group = Groups().of(((0, 1, 2, 3),), "that all are to meet in, however many they had before")
+    assert dist.get_world_size(group) == 4
+    counts = Groups().gather_objects(len(dist.distributed_c10d._world.pg_names) - before)
+    assert counts == [2] * 4
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dead_stage_is_told_on_all_others() -> None:
+    with World(4, group_timeout=6.0) as ranks:
+        for connection in ranks._connections:
+            connection.send((_dies, (2,), 60.0))
+        for rank in (0, 1, 3):
+            assert ranks._connections[rank].poll(60.0), "a survivor hangs"
+            ok, told = ranks._connections[rank].recv()
+            assert ok, told
+            assert f"rank {rank}: step 2 failed in stage {rank} of 4" in told
+            assert "rank 2, stage 2: has said nothing: it waits or works, or it is gone" in told
+
+
+def _dies(doomed: int) -> str:
+    """Before its second step."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "loss": _loss, "units": [Block]}
+    example = torch.empty(BATCH, WIDTH).double()
+    pipeline = Pipeline([partial(Stage, s) for s in range(4)], "ddp", mesh=mesh, example=example, **options)
+    x, y = _batch(0, 0, MICRO_BATCHES)
+    pipeline.step(x, target=y)
+    if dist.get_rank() == doomed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(StepError) as failure:
+        pipeline.step(x, target=y)
+    return str(failure.value)

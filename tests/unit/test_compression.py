@@ -1,0 +1,61 @@
+"""What of a pipeline travels compressed, as data: which messages, which stages."""
+
+from __future__ import annotations
+
+import pytest
+
+import towpath
+from towpath.core.compression import COMPRESSIONS, Compression, compression, encoded_gradients
+from towpath.core.pipeline import messages, one_forward_one_backward
+from towpath.core.strategy import Kind
+from towpath.core.wire import Wire
+from towpath.errors import StrategyError
+
+TOPOLOGY = towpath.Topology(2, 1)
+
+
+def test_the_papers_parts_build_on_one_another() -> None:
+    plain, cb, fe, sc = (COMPRESSIONS[name] for name in ("none", "optimus-cb", "optimus-cb+fe", "optimus-cb+fe+sc"))
+    assert plain == Compression() and plain.fused_embeddings
+    assert (str(cb.activation_gradients.codec), cb.activation_gradients.feedback) == ("low-rank:16", "first")
+    assert not cb.fused_embeddings and fe == compression("optimus-cb", fused_embeddings=True)
+    assert str(sc.gradients.codec) == "low-rank:128" and sc.share_of_stages == 0.75
+    smaller = compression("optimus-cb+fe+sc", activation_gradients="low-rank:4", gradients=Wire(codec="low-rank:8"))
+    assert smaller.gradients.feedback == "none" and smaller.activation_gradients.feedback == "first"
+
+
+def test_only_exposed_gradients_are_encoded_unless_all_are() -> None:
+    order = one_forward_one_backward(4, 8)
+    exposed = {(m.source, m.micro_batch) for m in messages(order) if m.exposed}
+    assert len(exposed) == 6
+    assert encoded_gradients(order, Compression("low-rank:4")) == exposed
+    assert len(encoded_gradients(order, Compression("low-rank:4", every_gradient=True))) == 3 * 8
+
+
+@pytest.mark.parametrize(("share", "compressed"), [(0.75, 3), (0.5, 2), (0.1, 1), (1.0, 4)])
+def test_gradients_of_the_first_stages_are_of_low_rank(share: float, compressed: int) -> None:
+    made = Compression(gradients=Wire(codec="low-rank:4+rate:2", after=3), share_of_stages=share)
+    own = towpath.strategy("zero1", TOPOLOGY, route="ho-ring")
+    found = [made.strategy_of(own, stage, 4) for stage in range(4)]
+    assert [str(s.sync.codec) for s in found] == ["low-rank:4+rate:2"] * compressed + ["none"] * (4 - compressed)
+    assert found[0].sync.route == "ho-ring" and found[0].at(2).sync.low_rank is None
+    assert found[0].wire(Kind.PUBLISH) == own.publish
+    assert (found[-1] == own) == (compressed < 4)
+
+
+def test_gradients_that_a_stage_cuts_are_refused() -> None:
+    with pytest.raises(StrategyError, match="zero2: reduce: low-rank:4 needs whole matrices"):
+        Compression(gradients="low-rank:4").strategy_of(towpath.strategy("zero2", TOPOLOGY), 0, 2)
+
+
+def test_what_is_no_compression_is_told() -> None:
+    with pytest.raises(StrategyError, match=r"unknown compression 'optimus'; did you mean 'optimus-cb'"):
+        compression("optimus")
+    with pytest.raises(StrategyError, match="has no option rank; it has activation_gradients"):
+        compression("optimus-cb", rank=4)
+    with pytest.raises(StrategyError, match=r"gradients takes low rank, .*got int8:256.* belong to the strategy"):
+        Compression(gradients="int8")
+    with pytest.raises(StrategyError, match="a message from one rank to another has no route"):
+        Compression(activations=Wire("ring", "int8"))
+    with pytest.raises(StrategyError, match=r"share_of_stages is above 0 and at most 1; got 1\.5"):
+        Compression(share_of_stages=1.5)
