@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline.py [CASE …] [--rounds 6] [--quick] [--resume]
 
-Four stages of a GPT on four nodes, each stage on two ranks, which lie on different nodes: so both the messages between
-stages and the sums of gradients cross cables. Blocks wait besides what they compute, as for a device of their own
-(`workload.Waiting`). A turn is one optimizer step of eight micro-batches, 1F1B, in fp32.
+Four stages of a GPT, each on two ranks, and each rank on a node of its own, as where tensor parallelism fills a node: both
+the messages between stages and the sums of gradients cross cables. Blocks wait besides what they compute, as for a device
+of their own (`workload.Waiting`). A turn is one optimizer step of eight micro-batches, 1F1B, in fp32.
 
 Cases `…mbit`: the same pipeline without compression, and with compressed backpropagation (cb), fused embedding
 synchronisation (fe) and selective stage compression (sc); and without any on cables of no limit, which shows the share

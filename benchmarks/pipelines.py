@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
 import gpt
@@ -18,7 +18,7 @@ from harness.worker import timed
 from towpath.pipeline import Compression, Pipeline
 from workload import Waiting
 
-TOPOLOGY = towpath.Topology(4, 2)
+TOPOLOGY = towpath.Topology(8, 1)
 STAGES, COPIES = 4, 2
 
 
@@ -80,9 +80,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def mesh_of_nodes() -> DeviceMesh:
-    """Copy c of stage s lies on node s + 2c, modulo four: no two neighbours, and no two copies, share a node."""
-    rows = [[(stage + 2 * copy) % STAGES * COPIES + copy for copy in range(COPIES)] for stage in range(STAGES)]
-    return DeviceMesh("cpu", torch.tensor(rows), mesh_dim_names=("pp", "dp"))
+    """Every copy of every stage has a node of its own."""
+    return init_device_mesh("cpu", (STAGES, COPIES), mesh_dim_names=("pp", "dp"))
 
 
 def compression_of(name: str, sizes: Sizes) -> Compression:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
 from tests.ranks.server import World
@@ -430,6 +430,8 @@ def _refused() -> None:
             Pipeline(stages, **({"strategy": "zero1"} | keywords | options))
 
     refused("a mesh of dimensions 'pp' and 'dp' is needed.*got dp", mesh=plain)
+    crossed = DeviceMesh("cpu", torch.tensor([[0, 3], [2, 1]]), mesh_dim_names=("pp", "dp"))
+    refused(r"along 'pp' the ranks of the mesh have to ascend.*got \[\[0, 3\], \[2, 1\]\]", mesh=crossed)
     refused("unknown schedule '2F2B'; known are GPipe, 1F1B", schedule="2F2B")
     refused("1 stages for 2 ranks", stages=stages[:1])
     refused("1F1B has one stage on each rank, and there are 4 for 2 ranks", stages=stages * 2)

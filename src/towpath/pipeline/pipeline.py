@@ -337,6 +337,13 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             f"stages; got {', '.join(names) or 'no names'}. "
             'Make it by init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "dp")).'
         )
+    for name in names:
+        # PyTorch sorts a group's ranks, and a stage's number is the rank's place among them.
+        if bool((mesh.mesh.diff(dim=names.index(name)) < 0).any()):
+            raise ShardError(
+                f"Pipeline: along {name!r} the ranks of the mesh have to ascend, as those of init_device_mesh() do; got "
+                f"{mesh.mesh.tolist()}."
+            )
 
 
 def _check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
