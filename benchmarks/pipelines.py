@@ -16,7 +16,7 @@ import gpt
 import towpath
 from harness.worker import timed
 from towpath.pipeline import Compression, Pipeline
-from workload import Waiting
+from workload import Touch, Wait, Waiting
 
 TOPOLOGY = towpath.Topology(8, 1)
 STAGES, COPIES = 4, 2
@@ -38,9 +38,19 @@ class Sizes:
     rank: int = 8
     gradient_rank: int = 16
     tied: bool = True
+    computes: bool = True  # or only waits
 
     def quick(self) -> Sizes:
         return replace(self, width=48, vocabulary=256, blocks=4, length=16, micro_batches=4, wait_seconds=0.001, rank=4)
+
+
+class OnlyWaiting(gpt.Block):
+    """Its parameters have gradients that nobody computed."""
+
+    wait_seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wait.apply(Touch.apply(x, *self.parameters()), self.wait_seconds)
 
 
 class Stage(nn.Module):
@@ -52,7 +62,7 @@ class Stage(nn.Module):
         each = sizes.blocks // STAGES
         self.blocks = nn.ModuleList(gpt.Block(sizes.width, sizes.heads) for _ in range(each))
         for block in self.blocks if sizes.wait_seconds else ():
-            block.__class__ = Waiting
+            block.__class__ = Waiting if sizes.computes else OnlyWaiting
             block.wait_seconds = sizes.wait_seconds
         torch.manual_seed((STAGES + 1) * seed + STAGES)  # the same at both ends
         table = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
@@ -88,7 +98,8 @@ def compression_of(name: str, sizes: Sizes) -> Compression:
     parts = name.split("+")
     return Compression(
         activation_gradients=f"low-rank:{sizes.rank}" if "cb" in parts else "none",
-        gradients=f"low-rank:{sizes.gradient_rank}" if "sc" in parts else "none",
+        gradients=f"low-rank:{sizes.gradient_rank}" if {"sc", "sc-all"} & set(parts) else "none",
+        share_of_stages=1.0 if "sc-all" in parts else 0.75,
         fused_embeddings="fe" in parts,
     )
 

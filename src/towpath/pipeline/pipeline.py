@@ -341,8 +341,8 @@ def _check_mesh(mesh: DeviceMesh) -> None:
         # PyTorch sorts a group's ranks, and a stage's number is the rank's place among them.
         if bool((mesh.mesh.diff(dim=names.index(name)) < 0).any()):
             raise ShardError(
-                f"Pipeline: along {name!r} the ranks of the mesh have to ascend, as those of init_device_mesh() do; got "
-                f"{mesh.mesh.tolist()}."
+                f"Pipeline: along {name!r} the ranks of the mesh have to ascend, as those of init_device_mesh() do; "
+                f"got {mesh.mesh.tolist()}."
             )
 
 
