@@ -2,13 +2,13 @@
 
     python benchmarks/pipeline.py [CASE …] [--rounds 6] [--quick] [--resume]
 
-Four stages of a GPT, each on two ranks, and each rank on a node of its own, as where tensor parallelism fills a node: both
-the messages between stages and the sums of gradients cross cables. A turn is one optimizer step, 1F1B, in fp32.
+Four stages of a GPT, each on two ranks, and each rank on a node of its own, as where tensor parallelism fills a node:
+both the messages between stages and the sums of gradients cross cables. A turn is one optimizer step, 1F1B, in fp32.
 
 Cases `…mbit`: the same pipeline without compression, with compressed backpropagation (cb), fused embedding
-synchronisation (fe), selective stage compression (sc), and with all stages compressed (sc-all); and without any on cables
-of no limit, which shows the share of the step that its communication takes. Blocks wait, as for a device of their own, and
-compute nothing: eight ranks on two cores would wait for one another. Cases `peer-…`: against
+synchronisation (fe), selective stage compression (sc), and with all stages compressed (sc-all); and without any on
+cables of no limit, which shows the share of the step that its communication takes. Blocks wait, as for a device of
+their own, and compute nothing: eight ranks on two cores would wait for one another. Cases `peer-…`: against
 torch.distributed.pipelining with DDP stages, which compute and wait. Every run is added to
 benchmarks/results/pipeline.jsonl.
 """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -160,11 +161,9 @@ def _low_rank(schedule: str, every: bool) -> None:
             optimizer.step()
 
 
-@in_turn([(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)], 1, "sizes")
-@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
-def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(
-    world: Worlds, schedule: str, sizes: tuple[int, int]
-) -> None:
+@in_turn(list(product((*SINGLE, *SEVERAL), [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 3, "case")
+def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(world: Worlds, case: Any) -> None:
+    schedule, sizes = case
     found = world(sizes[0]).run(_sent, schedule, *sizes)
     sent, received = ({key for rank in found for key in rank[end]} for end in ("sent", "received"))
     assert sent == received == set(found[0]["exposed"])
@@ -208,7 +207,7 @@ def _coded_activations(schedule: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[0] != losses[1]
 
 
-@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_evaluation_between_steps_gives_the_loss_and_changes_nothing(world: Worlds, schedule: str) -> None:
     world(4).run(_evaluated, schedule)
 

@@ -61,7 +61,7 @@ CASES = [
 ]
 
 
-@in_turn(CASES, 2, "case")
+@in_turn(CASES, 1, "case")
 def test_a_resumed_pipeline_goes_on_bit_for_bit(world: Worlds, tmp_path: Path, case: Any) -> None:
     world(4).run(_resumed, str(tmp_path), *case)
 

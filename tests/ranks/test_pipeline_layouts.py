@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -67,10 +68,13 @@ def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(Stage(seed), mesh, plan)
 
 
-@in_turn(STRATEGIES, 1, "strategy")
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
-def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, schedule: str, strategy: str) -> None:
-    world(8).run(_exact_with_tensor_parallelism, schedule, strategy)
+# Schedules and strategies.
+PAIRS = list(product((*SINGLE, *SEVERAL), STRATEGIES))
+
+
+@in_turn(PAIRS, 2, "pair")
+def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, pair: tuple[str, str]) -> None:
+    world(8).run(_exact_with_tensor_parallelism, *pair)
 
 
 def _exact_with_tensor_parallelism(schedule: str, strategy: str) -> None:
@@ -80,11 +84,10 @@ def _exact_with_tensor_parallelism(schedule: str, strategy: str) -> None:
     _compare(stages, count, mesh, schedule, strategy)
 
 
-@in_turn(STRATEGIES, 1, "strategy")
-@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+@in_turn(PAIRS, 1, "pair")
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4)], ids=str)
-def test_eight_ranks_are_one_process(world: Worlds, sizes: tuple[int, int], schedule: str, strategy: str) -> None:
-    world(8).run(_exact_on_a_mesh, sizes, schedule, strategy)
+def test_eight_ranks_are_one_process(world: Worlds, sizes: tuple[int, int], pair: tuple[str, str]) -> None:
+    world(8).run(_exact_on_a_mesh, sizes, *pair)
 
 
 def _exact_on_a_mesh(sizes: tuple[int, int], schedule: str, strategy: str) -> None:
@@ -298,7 +301,7 @@ def _meet() -> None:
 
 
 def test_a_dead_stage_is_told_on_all_others() -> None:
-    with World(4, group_timeout=6.0) as ranks:
+    with World(4, group_timeout=3.0) as ranks:
         for connection in ranks._connections:
             connection.send((_dies, (2,), 60.0))
         for rank in (0, 1, 3):

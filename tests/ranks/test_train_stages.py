@@ -6,6 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ def _losses(config: Config) -> list[float]:
     return [row["loss"] for row in rows_of(config)]
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@in_turn(CASES, 1, "stages")
+@in_turn(list(product(CASES, [True, False])), 1, "case")
 def test_a_run_goes_on_in_stages_as_without(
-    world: Worlds, config: Callable[..., Config], tmp_path: Path, stages: dict[str, Any], tied: bool
+    world: Worlds, config: Callable[..., Config], tmp_path: Path, case: Any
 ) -> None:
     """And back again: two steps without stages, three with, three without."""
+    stages, tied = case
     model = {"depth": 4, "tied": tied}
     whole = config(model=model, train={"steps": 8})
     ranks = world(4)
