@@ -119,10 +119,9 @@ def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches:
         assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
 
 
-@in_turn(STRATEGIES, 1, "strategy")
-@pytest.mark.parametrize("schedule", (*SINGLE, *SEVERAL))
-def test_two_stages_of_two_ranks_are_one_process(world: Worlds, schedule: str, strategy: str) -> None:
-    world(4).run(_exact, 2, 2, schedule, strategy, 4)
+@in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 3, "pair")
+def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str, str]) -> None:
+    world(4).run(_exact, 2, 2, *pair, 4)
 
 
 @in_turn((*SINGLE, *SEVERAL), 3, "schedule")

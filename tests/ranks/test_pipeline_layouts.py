@@ -72,7 +72,7 @@ def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
 PAIRS = list(product((*SINGLE, *SEVERAL), STRATEGIES))
 
 
-@in_turn(PAIRS, 2, "pair")
+@in_turn(PAIRS, 1, "pair")
 def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, pair: tuple[str, str]) -> None:
     world(8).run(_exact_with_tensor_parallelism, *pair)
 
@@ -235,7 +235,7 @@ def _own_strategies() -> None:
 # --- tied embeddings -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@in_turn(["1F1B", "Interleaved1F1B"], 1, "schedule")
 def test_one_sum_over_both_ends_is_two_sums(world: Worlds, schedule: str) -> None:
     world(4).run(_both_ways, schedule)
 

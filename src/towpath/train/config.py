@@ -224,11 +224,11 @@ class ParallelConfig:
     NAME: ClassVar = "parallel"
 
     pipeline: int = _key(1, "ranks that a micro-batch passes through; 1: no stages")
-    schedule: str = _key("1F1B", f"of their passes: {', '.join(SCHEDULES)}")
-    compression: str = _key("none", f"what travels in fewer bytes: {', '.join(COMPRESSIONS)}")
-    activation_gradients: str = _key("", "codec of what stages send back: low-rank:16; empty: the preset's")
-    activations: str = _key("", "codec of what stages hand on: int8; empty: none")
-    gradients: str = _key("", "codec of the first stages' gradients: low-rank:128; empty: the preset's")
+    schedule: str = _key("1F1B", "or GPipe, Interleaved1F1B, … (docs/pipelines.md)")
+    compression: str = _key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc")
+    activation_gradients: str = _key("", "codec of what stages send back, such as low-rank:16")
+    activations: str = _key("", "codec of what stages hand on, such as int8")
+    gradients: str = _key("", "codec of the first stages' gradients: low-rank:128")
 
     def __post_init__(self) -> None:
         _positive(self, "pipeline")
