@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ import pipelines
 from harness.figures import Check
 from harness.suite import Settings, Suite
 from pipelines import COPIES, STAGES, TOPOLOGY, Sizes
-from quality import Result, windows
+from quality import Result, of_seeds, windows
 from towpath import lab
 from towpath.core.wire import Wire
 from towpath.pipeline import Compression, Pipeline
@@ -141,10 +141,6 @@ def validation(pipeline: Pipeline, text: Tensor, copy: int, count: int) -> float
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3, help="at most 3")
-
-
-def of_seeds(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
-    return [run for run in runs if run.seed < options.seeds]
 
 
 SUITE = Suite("quality_pipeline", __doc__ or "", RUNS, options=add_options, chosen=of_seeds)

@@ -30,6 +30,7 @@ from tests.ranks.test_pipeline import (
     STRATEGIES,
     WIDTH,
     Block,
+    Plain,
     _batch,
     _gpt,
     _loss,
@@ -46,26 +47,11 @@ Worlds = Callable[[int], World]
 MICRO_BATCHES, STEPS = 4, 5
 
 
-class Stage(nn.Module):
-    """As much as `parallelize_module` can split: its plan names linear layers."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
-    return parallelize_module(Stage(seed), mesh, plan)
+    return parallelize_module(Plain(seed), mesh, plan)
 
 
 # Schedules and strategies.
@@ -96,7 +82,7 @@ def _exact_on_a_mesh(sizes: tuple[int, int], schedule: str, strategy: str) -> No
     # Four data-parallel ranks lie on two nodes.
     topology = towpath.Topology(sizes[1] // 2, 2)
     given = towpath.strategy(strategy, topology)
-    _compare([partial(Stage, seed) for seed in range(count)], count, mesh, schedule, given)
+    _compare([partial(Plain, seed) for seed in range(count)], count, mesh, schedule, given)
 
 
 def _compare(
@@ -115,7 +101,7 @@ def _compare(
         compression=compression,
     )
     copies = mesh["dp"].size()
-    whole = nn.Sequential(*(Stage(seed) for seed in range(count)))
+    whole = nn.Sequential(*(Plain(seed) for seed in range(count)))
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
     for step in range(STEPS):
         for optimizer in optimizers:
@@ -219,6 +205,9 @@ def _refused_by_one_stage() -> None:
     stages = [partial(Thin, seed) for seed in range(2)]
     with pytest.raises(TowpathError, match=r"low-rank:4 makes no gradient of this model smaller.* 8 × 8 elements"):
         Pipeline(stages, "ddp", compression=Compression(gradients="low-rank:4", share_of_stages=0.5), **options)
+    broken = [stages[0], lambda: nn.Linear("eight", 8)]  # type: ignore[arg-type]
+    with pytest.raises(TowpathError, match=r"a stage cannot be made: TypeError"):
+        Pipeline(broken, "ddp", **options)
     with pytest.raises(TowpathError, match=r"zero3: reduce: low-rank:1 needs whole matrices"):
         Pipeline(stages, "zero3", compression=Compression(gradients="low-rank:1", share_of_stages=0.5), **options)
 
@@ -229,7 +218,7 @@ def test_stages_may_have_strategies_of_their_own(world: Worlds) -> None:
 
 def _own_strategies() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    _compare([partial(Stage, seed) for seed in range(2)], 2, mesh, "1F1B", ["zero3", "ddp"])
+    _compare([partial(Plain, seed) for seed in range(2)], 2, mesh, "1F1B", ["zero3", "ddp"])
 
 
 # --- tied embeddings -------------------------------------------------------------------------------------------------
@@ -317,7 +306,7 @@ def _dies(doomed: int) -> str:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))
     options: dict[str, Any] = {"micro_batches": MICRO_BATCHES, "loss": _loss, "units": [Block]}
     example = torch.empty(BATCH, WIDTH).double()
-    pipeline = Pipeline([partial(Stage, s) for s in range(4)], "ddp", mesh=mesh, example=example, **options)
+    pipeline = Pipeline([partial(Plain, s) for s in range(4)], "ddp", mesh=mesh, example=example, **options)
     x, y = _batch(0, 0, MICRO_BATCHES)
     pipeline.step(x, target=y)
     if dist.get_rank() == doomed:

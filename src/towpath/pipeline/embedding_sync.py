@@ -156,7 +156,8 @@ class TiedEmbeddings:
         found = derive_schedule(strategy, specs, micro_batches, precision, passes)
         if self.fused:
             return [Stage(self.ends.both, found, ())]
-        two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, precision, passes)
+        # Between the ends goes what the engines have delivered, in the parameters' own dtype.
+        two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
         between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is Kind.SYNC))
         ends = [Stage(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
         return [*ends, *(Stage(pair, between, ()) for pair in self.ends.pairs)]

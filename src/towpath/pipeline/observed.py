@@ -1,7 +1,7 @@
 """What a pipeline has done: the transfers of its stages, the messages between them, and how long each rank waited.
 
 A rank counts the transfers of its own stages; messages, and the bytes of all stages together, follow from the number of
-steps that were made and the job's schedule.
+steps that were made and the job's schedule. How long a message is in flight nobody measures: it counts as nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class Observed:
     @cached_property
     def job(self) -> JobSchedule:
         return self._plan()
+
+    @cached_property
+    def _of_a_step(self) -> Sums:
+        """Messages, and the bytes of all stages."""
+        messages = sum(t.kind in _MESSAGES for t in self.job.transfers)
+        return Sums(calls=messages, intra_bytes=self.job.intra_bytes, inter_bytes=self.job.inter_bytes)
 
     def stats_of_rank(self) -> Stats:
         """Of this rank's stages, and all messages. Every rank must call it the first time."""
@@ -91,11 +97,11 @@ class Observed:
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        messages = sum(t.kind in _MESSAGES for t in self.job.transfers)
+        each = self._of_a_step
         return replace(
             own,
-            calls=own.calls + self.steps * messages,
-            intra_bytes=self.steps * self.job.intra_bytes,
-            inter_bytes=self.steps * self.job.inter_bytes,
+            calls=own.calls + self.steps * each.calls,
+            intra_bytes=self.steps * each.intra_bytes,
+            inter_bytes=self.steps * each.inter_bytes,
             exposed_seconds={**own.exposed_seconds, Kind.ACTIVATION: self.seconds_waited},
         )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.checkpoint.memory.names import Named, named
-from towpath.checkpoint.memory.parts import EngineState, KeepsState, Parts
+from towpath.checkpoint.memory.parts import EngineState, KeepsState, Parts, together
 from towpath.engine.codec_state import fingerprint
 from towpath.engine.executor import engine_of
 from towpath.errors import CheckpointError
@@ -73,30 +73,34 @@ def parts_of(
             f"the pipeline's mesh has {mesh.size()} ranks, and the job {groups.world}: a checkpoint is of a whole job."
         )
 
-    def found() -> Named:
-        return _joined([_renamed(named(s.submod), prefixes[s.stage_index]) for s in stages], twin)
-
     twin = _twin(tied, prefixes)
+
+    def found(stages: Sequence[TowpathStage] = stages) -> Named:
+        return _joined([(prefixes[s.stage_index], named(s.submod)) for s in stages], twin)
+
     engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
     if tied is not None and tied.module is not None:
         engines.append(("tied/", engine_of(tied.module)))
     keepers: dict[str, KeepsState] = {prefix: EngineState(engine) for prefix, engine in engines}
     keepers |= {f"messages of stage {s.stage_index}/": _Messages(s) for s in stages}
-    own = {s.stage_index: sorted(_names(_renamed(named(s.submod), prefixes[s.stage_index]), twin)) for s in stages}
-    told: list[_Told] = groups.gather_objects(
-        _Told(own, {**found().aliases, **twin}, [fingerprint(engine) for _, engine in engines])
-    )
+
+    def mine() -> _Told:
+        names = {s.stage_index: sorted(_names(found([s]))) for s in stages}
+        return _Told(names, {**found().aliases, **twin}, [fingerprint(engine) for _, engine in engines])
+
+    told: list[_Told] = together(groups, "the pipeline's stages", mine)
     aliases = {alias: first for each in told for alias, first in each.aliases.items()}
     lowest: dict[str, int] = {}
     for each in told:
         for stage, names in each.names.items():
             lowest |= {name: min(stage, lowest.get(name, stage)) for name in names}
+    own = told[groups.rank].names
     copied = {name for stage, names in own.items() for name in names if lowest[name] < stage}
     carried = "\n".join([how, *(line for each in told for line in each.fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     return Parts(
         groups=groups,
-        named=lambda: _with_aliases(found(), aliases),
+        named=lambda: replace(found(), aliases=aliases),
         nodes=list(range(groups.world)),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),
@@ -117,23 +121,18 @@ def _twin(tied: TiedEmbeddings | None, prefixes: Sequence[str]) -> dict[str, str
     return {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in inner}
 
 
-def _renamed(names: Named, prefix: str) -> Named:
+def _names(found: Named) -> set[str]:
+    return {*found.parameters, *found.buffers}
+
+
+def _joined(stages: Sequence[tuple[str, Named]], twin: Mapping[str, str]) -> Named:
+    """Of stages with what precedes their names."""
+
+    def called(name: str) -> str:
+        return twin.get(name, name)
+
     return Named(
-        {f"{prefix}{name}": parameter for name, parameter in names.parameters.items()},
-        {f"{prefix}{name}": buffer for name, buffer in names.buffers.items()},
-        {f"{prefix}{alias}": f"{prefix}{first}" for alias, first in names.aliases.items()},
+        {called(f"{prefix}{name}"): p for prefix, each in stages for name, p in each.parameters.items()},
+        {f"{prefix}{name}": b for prefix, each in stages for name, b in each.buffers.items()},
+        {f"{prefix}{alias}": called(f"{prefix}{f}") for prefix, each in stages for alias, f in each.aliases.items()},
     )
-
-
-def _names(names: Named, twin: Mapping[str, str]) -> set[str]:
-    return {twin.get(name, name) for name in (*names.parameters, *names.buffers)}
-
-
-def _joined(stages: Sequence[Named], twin: Mapping[str, str]) -> Named:
-    parameters = {twin.get(name, name): p for each in stages for name, p in each.parameters.items()}
-    buffers = {name: b for each in stages for name, b in each.buffers.items()}
-    return Named(parameters, buffers, {a: twin.get(f, f) for each in stages for a, f in each.aliases.items()})
-
-
-def _with_aliases(names: Named, aliases: Mapping[str, str]) -> Named:
-    return Named(names.parameters, names.buffers, aliases)

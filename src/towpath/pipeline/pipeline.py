@@ -107,19 +107,19 @@ class Pipeline:
         self.owners = owners_of(kind, count, ranks, schedule)
         self.order = order_of(kind, count, ranks, micro_batches)
         strategies = _strategies(strategy, count)
-        modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
+        with _alike(Groups(group)):
+            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         first: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
         shapes = handed_on(modules, self.owners, first, precision or Precision(), group)
         _check_exchanged(shapes[1:-1], self._compression)
         self._prefixes = prefixes_of(modules, count, group)
         ends = find_ends(tied, modules, self.owners, mesh)
-        self._tied = (
-            None
-            if ends is None
-            else TiedEmbeddings(ends, modules, mesh, precision, self._compression.fused_embeddings, values)
-        )
+        self._tied: TiedEmbeddings | None = None
         self._stages: list[TowpathStage] = []
         with _alike(Groups(group)):
+            if ends is not None:
+                fused = self._compression.fused_embeddings
+                self._tied = TiedEmbeddings(ends, modules, mesh, precision, fused, values)
             for index, module in modules.items():
                 of_stage = self._strategy_of(strategies[index], index)
                 within = mesh["dp"].get_group()
@@ -131,7 +131,7 @@ class Pipeline:
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
         self.observed = Observed(self._sharded_modules, self.schedule, group)
         self._noticeboard = _noticeboard(Groups(group))
-        self._steps = 0
+        self._walks = 0  # of the whole schedule, evaluations too
 
     def _place(self, index: int, inputs: Tensors, outputs: Tensors) -> Place:
         encoded = encoded_gradients(self.order, self._compression)
@@ -188,7 +188,7 @@ class Pipeline:
         self, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """The losses of all micro-batches, on the rank of the last stage."""
-        self._steps += 1
+        self._walks += 1
         for stage in self._stages:
             stage.begin_step()
         losses: list[torch.Tensor] = []
@@ -213,7 +213,7 @@ class Pipeline:
     def _failure(self, error: RuntimeError) -> str:
         """With what the other stages say by now: a rank that is gone says nothing."""
         ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
-        said = self._noticeboard.meet(f"step {self._steps}", _first_line(error), _LAST_WORDS_SECONDS)
+        said = self._noticeboard.meet(f"walk {self._walks}", _first_line(error), _LAST_WORDS_SECONDS)
         lines: list[str] = []
         for place, rank in enumerate(ranks):
             stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
@@ -221,8 +221,8 @@ class Pipeline:
                 word = said.get(place, "has said nothing: it waits or works, or it is gone")
                 lines.append(f"\n  rank {rank}, stage {stages}: {word}")
         return (
-            f"rank {dist.get_rank()}: step {self._steps} failed in stage {', '.join(map(str, own))} of {count}: "
-            f"{error}\n"
+            f"rank {dist.get_rank()}: step {self.observed.steps + 1} failed in stage {', '.join(map(str, own))} of "
+            f"{count}: {error}\n"
             "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its link. "
             f"The others:{''.join(lines)}"
         )
@@ -267,7 +267,7 @@ class Pipeline:
 
     def stats(self) -> Stats:
         """As `towpath.stats`, of all stages and what goes between them; messages between stages are exposed as long as
-        this rank waited for any. Every rank must call it."""
+        this rank waited for any, and no seconds in flight are known of them. Every rank must call it."""
         return self.observed.summed_up(self.observed.stats_of_rank())
 
     def _sharded_modules(self) -> Iterator[nn.Module]:
@@ -302,11 +302,17 @@ class Pipeline:
 def _alike(groups: Groups) -> Generator[None]:
     """What one stage refuses, all ranks refuse: else they would wait for it."""
     failure: TowpathError | None = None
+    cause: Exception | None = None
     try:
         yield
     except TowpathError as error:
         failure = error
-    agree(groups, [], failure)
+    except Exception as error:  # whatever a user's module raises
+        failure, cause = ShardError(f"a stage cannot be made: {type(error).__name__}: {error}"), error
+    try:
+        agree(groups, [], failure)
+    except TowpathError as error:
+        raise error from cause
 
 
 def _noticeboard(groups: Groups) -> Noticeboard:

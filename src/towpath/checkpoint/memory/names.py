@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from towpath.checkpoint.disk.manifest import Manifest
 from towpath.errors import CheckpointError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
@@ -59,3 +61,20 @@ def _as_built(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def aliases_in(manifest: Manifest) -> dict[str, str]:
+    return cast(dict[str, Any], manifest.values.get("model", {"aliases": {}}))["aliases"]
+
+
+def name_in(name: str, held: Mapping[str, Any] | set[str], model: Named, aliases: Mapping[str, str]) -> str:
+    """Under which name the checkpoint has the tensor that the model calls `name`."""
+    if name in held:
+        return name
+    others = [alias for alias, first in model.aliases.items() if first == name]
+    known = [aliases.get(n, n) for n in (name, *others)]
+    return next((n for n in known if n in held), name)
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"

@@ -88,18 +88,19 @@ class Parts:
         for keeper in self.keepers.values():
             keeper.restart()
 
-    def together(self, what: str, mine: Callable[[], Any]) -> list[Any]:
-        """What each rank finds; or on every rank an error."""
-        found, problem = None, ""
-        try:
-            found = mine()
-        except Exception as error:  # whatever it is: the others wait for an answer
-            problem = described(error)
-        told = self.groups.gather_objects((found, problem))
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
-        if failed:
-            raise CheckpointError(f"{what}: {failed[0]}")
-        return [value for value, _ in told]
+
+def together(groups: Groups, what: str, mine: Callable[[], Any]) -> list[Any]:
+    """What each rank finds; or on every rank an error."""
+    found, problem = None, ""
+    try:
+        found = mine()
+    except Exception as error:  # whatever it is: the others wait for an answer
+        problem = described(error)
+    told = groups.gather_objects((found, problem))
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(told) if text]
+    if failed:
+        raise CheckpointError(f"{what}: {failed[0]}")
+    return [value for value, _ in told]
 
 
 def parts_of(model: Any) -> Parts:
