@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn
+from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _token_loss, _tokens
 from towpath import checkpoint
 from towpath.core.wire import Wire
@@ -61,7 +61,7 @@ CASES = [
 ]
 
 
-@in_turn(CASES, 1, "case")
+@pytest.mark.parametrize("case", [CASES[0], *map(seldom, CASES[1:])], ids=str)
 def test_a_resumed_pipeline_goes_on_bit_for_bit(world: Worlds, tmp_path: Path, case: Any) -> None:
     world(4).run(_resumed, str(tmp_path), *case)
 
