@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,40 @@ def _sharded_thrice(cache: Path) -> list[str]:
         for text in (None, None, made_profile(os.uname().nodename, cable=1e9).to_json(), "{"):
             if text is not None and dist.get_rank() == 0:
                 next(cache.rglob("*.json")).write_text(text)
+            answer = _sharded(towpath.Workload(TOKENS, memory=1 << 30))
+            assert not isinstance(answer, Exception), answer
+    return seen
+
+
+def test_a_longer_probe_follows_where_steps_are_long_enough_for_it_to_pay(world: Worlds, tmp_path: Path) -> None:
+    """It is kept as the short one is; and what was probed shortly is probed longer when longer steps come."""
+    quick, slow = (
+        world(4).run(_probed_for, tmp_path / "a", [1e9, 1e4])[0],
+        world(4).run(_probed_for, tmp_path, [1e4])[0],
+    )
+
+    assert quick[0] == slow[0] == auto.SHORT_PROBE_SECONDS and quick[1] > 3 * auto.SHORT_PROBE_SECONDS
+    assert len(quick) == len(slow) == 2 and slow[1] == auto.FULL_PROBE_SECONDS
+
+
+def _probed_for(cache: Path, cables: list[float]) -> list[float]:
+    """Seconds of all probes, of as many jobs, and of one more."""
+    seen: list[float] = []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(auto, "still_holds", lambda profile, groups: True)
+        for cable in (*cables, cables[-1]):
+
+            def probe(topology: towpath.Topology, seconds: float, cable: float = cable) -> Profile:
+                seen.append(seconds)
+                return replace(made_profile(os.uname().nodename, cable), budget_seconds=seconds)
+
+            patch.setattr(auto, "probe", probe)
+            if cable != cables[0] and dist.get_rank() == 0:  # the links have changed
+                path = next(cache.rglob("*.json"))
+                kept = Profile.load(path)
+                path.write_text(replace(made_profile(kept.host, cable), budget_seconds=kept.budget_seconds).to_json())
             answer = _sharded(towpath.Workload(TOKENS, memory=1 << 30))
             assert not isinstance(answer, Exception), answer
     return seen

@@ -1,7 +1,8 @@
 """strategy="auto": every rank gets what the planner ranks first for the cluster that runs.
 
-The cluster is measured once; the profile is kept, and used again where one message still takes what it says. Rank 0
-plans, since it alone decides; the others get its answer, or its error.
+The cluster is measured once; the profile is kept, and used again where one message still takes what it says. It is
+measured shortly at first, and longer once a plan tells that steps take long enough for it to pay. Rank 0 plans, since
+it alone decides; the others get its answer, or its error.
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ from towpath.planner.workload import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
-PROBE_SECONDS = 15.0
+# A probe is short at first. Where the planned steps leave room for it, a longer one follows: together they take so
+# large a share of so many steps at most, and the longer one never more than its full seconds.
+SHORT_PROBE_SECONDS, FULL_PROBE_SECONDS = 1.0, 15.0
+_SHARE_OF_STEPS, _STEPS = 0.05, 1000
+_WORTH_IT = 3  # times as long as the short one, the longer has to be at least
 # What a rank may hold of its device's memory: the rest is the allocator's, the driver's and the libraries'.
 _SHARE_OF_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`why`: one line for people."""
+    """`seconds`: of a step, as planned. `why`: one line for people."""
 
     strategy: Strategy
     batching: Batching
+    seconds: float
     why: str
 
 
@@ -69,27 +75,29 @@ def choose(
             f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '
             "`towpath plan` finds one."
         )
-    measured, how = _profile(groups, topology, profile)
-    answer: Choice | TowpathError | None = None
-    cause: Exception | None = None
-    device = device_of_job()
-    if groups.rank != 0:
-        if ranks_measure_together(device):
-            with suppress(Exception):  # what cannot be described is said by rank 0
-                describe(device)
+    planner = _Planner(groups, describe, request)
+    kept, where = _kept_profile(groups, topology, profile)
+    began = time.monotonic()
+    if kept is not None and (profile or still_holds(kept, groups)):  # a named file is the user's word
+        made, choice = kept, planner.choose(kept, f"links as measured on {kept.date}")
     else:
-        try:
-            answer = _planned(measured, how, describe(device), request)
-        except TowpathError as error:
-            answer = error
-        except Exception as error:  # the others wait for an answer
-            cause = error
-            answer = PlanError(f'strategy="auto": rank 0 could not plan: {type(error).__name__}: {error}')
-    answer = groups.gather_objects(answer)[0]
-    if isinstance(answer, TowpathError):
-        raise answer from cause
-    assert answer is not None
-    return answer
+        why = "once" if kept is None else f"anew, since its links are not what they were on {kept.date}"
+        made, choice = _probed(groups, topology, planner, SHORT_PROBE_SECONDS, why)
+    spent = groups.gather_objects(time.monotonic() - began)[0]
+    longer = min(FULL_PROBE_SECONDS, _SHARE_OF_STEPS * _STEPS * choice.seconds - spent)
+    if not profile and longer >= _WORTH_IT * made.budget_seconds:
+        made, choice = _probed(groups, topology, planner, longer, "longer, since its steps take so long")
+    if groups.rank == 0 and made is not kept:
+        _keep(made, where)
+    return choice
+
+
+def _probed(groups: Groups, topology: Topology, planner: _Planner, seconds: float, why: str) -> tuple[Profile, Choice]:
+    began = time.monotonic()
+    if groups.rank == 0:
+        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for about {seconds:.0f} s\n')
+    made = probe(topology, seconds)
+    return made, planner.choose(made, f"links measured in {time.monotonic() - began:.0f} s")
 
 
 def choose_for(
@@ -134,26 +142,8 @@ def choose_for(
 # The profile ---------------------------------------------------------------------------------------------------------
 
 
-def _profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile, str]:
-    """And how it was come by, in words."""
-    found, where = _kept_profile(groups, topology, path)
-    if found is not None:
-        found.check(topology, *_here(groups))
-        # A named file is the user's word; a kept one may be of a link that has changed since.
-        if path or still_holds(found, groups):
-            return found, f"links as measured on {found.date}"
-    began = time.monotonic()
-    if groups.rank == 0:
-        why = "once" if found is None else f"anew, since its links are not what they were on {found.date}"
-        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for about {PROBE_SECONDS:.0f} s\n')
-    made = probe(topology, PROBE_SECONDS)
-    if groups.rank == 0:
-        _keep(made, where)
-    return made, f"links measured in {time.monotonic() - began:.0f} s"
-
-
 def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile | None, Path]:
-    """Rank 0 reads; all take what it has read."""
+    """Of this cluster. Rank 0 reads; all take what it has read."""
     hosts = groups.gather_objects(os.uname().nodename)
     where = Path(path) if path else _cache_file(topology, hosts)
     told: tuple[str, str] | None = None
@@ -171,7 +161,9 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
     kind, text = told
     if kind == "error":
         raise ConfigError(text)
-    return Profile.from_json(text), where
+    found = Profile.from_json(text)
+    found.check(topology, hosts[0], device_of_job().type)
+    return found, where
 
 
 def _cache_file(topology: Topology, hosts: list[str]) -> Path:
@@ -193,11 +185,44 @@ def _keep(profile: Profile, where: Path) -> None:
         sys.stderr.write(f"towpath: the profile could not be kept: {error}\n")
 
 
-def _here(groups: Groups) -> tuple[str, str]:
-    return groups.gather_objects(os.uname().nodename)[0], device_of_job().type
-
-
 # The plan ------------------------------------------------------------------------------------------------------------
+
+
+class _Planner:
+    """Rank 0 plans, and the others wait for what it finds. The model is described once."""
+
+    def __init__(
+        self, groups: Groups, describe: Callable[[torch.device], Model], request: Callable[[int], Request]
+    ) -> None:
+        self._groups, self._describe, self._request = groups, describe, request
+        self._model: Model | None = None
+
+    def choose(self, profile: Profile, how: str) -> Choice:
+        """`how` the profile was come by, in words."""
+        answer: Choice | TowpathError | None = None
+        cause: Exception | None = None
+        try:
+            answer = self._answer(profile, how)
+        except TowpathError as error:
+            answer = error
+        except Exception as error:  # the others wait for an answer
+            cause = error
+            answer = PlanError(f'strategy="auto": rank 0 could not plan: {type(error).__name__}: {error}')
+        answer = self._groups.gather_objects(answer)[0]
+        if isinstance(answer, TowpathError):
+            raise answer from cause
+        assert answer is not None
+        return answer
+
+    def _answer(self, profile: Profile, how: str) -> Choice | None:
+        device = device_of_job()
+        if self._groups.rank == 0:
+            self._model = self._model or self._describe(device)
+            return _planned(profile, how, self._model, self._request)
+        if self._model is None and ranks_measure_together(device):
+            with suppress(Exception):  # what cannot be described is said by rank 0
+                self._model = self._describe(device)
+        return None
 
 
 def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], Request]) -> Choice:
@@ -212,7 +237,7 @@ def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], 
             "activation checkpointing."
         )
     best = found.ranked[0]
-    return Choice(best.strategy, best.batching, _why(best, found, solver, how))
+    return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
 
 
 def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:

@@ -126,6 +126,7 @@ class _Prober:
             self._ranks_on_host,
             memory,
             tuple(self._points),
+            self._budget,
         )
 
     def repeats(self, profile: Profile) -> bool:

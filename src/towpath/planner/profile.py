@@ -95,6 +95,8 @@ class Fit:
 
 @dataclass(frozen=True)
 class Profile:
+    """`budget_seconds`: how long its probe was to take."""
+
     topology: Topology
     device: str
     host: str
@@ -103,6 +105,7 @@ class Profile:
     ranks_on_host: int
     memory: int
     points: tuple[Point, ...]
+    budget_seconds: float = 60.0
 
     def of(self, what: str) -> list[Point]:
         found = [point for point in self.points if point.what == what]
