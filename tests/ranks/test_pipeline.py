@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
-from towpath.core.pipeline import messages
+from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import Kind
 from towpath.errors import ShardError, StrategyError
 from towpath.pipeline import Compression, Pipeline, split
@@ -117,6 +117,32 @@ def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches:
     theirs = dict(whole.named_parameters())
     for name, parameter in pipeline.named_parameters():
         assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+
+
+@pytest.mark.parametrize("strategy, halved", [("zero1", True), ("zero3", False)])
+def test_weights_gradients_wait_where_the_weights_stay_whole(world: Worlds, strategy: str, halved: bool) -> None:
+    """Between the two halves of a backward pass none of them is there; elsewhere there is one pass."""
+    assert world(4).run(_halves, strategy) == [halved] * 4
+
+
+def _halves(strategy: str) -> bool:
+    pipeline = _pipeline(2, 2, "InterleavedZeroBubble", strategy, 4)
+    kinds = {each.kind for passes in pipeline.order.values() for each in passes}
+    arrived: list[str] = []
+    engines = [stage.engine for stage in pipeline._stages if not stage.is_first]
+    with pytest.MonkeyPatch.context() as patch:
+        for engine in engines:
+            before = engine.gradient
+            patch.setattr(
+                engine,
+                "gradient",
+                lambda *a, e=engine, f=before: (arrived.append(str(e._only_weight_gradients)), f(*a)),
+            )
+        x, y = _batch(0, dist.get_rank() % 2, 4)
+        pipeline.step(x, target=y)
+    assert arrived and len(set(arrived)) == 1
+    assert (PassKind.WEIGHT_GRADIENTS in kinds) is (arrived[0] == "True")
+    return arrived[0] == "True"
 
 
 @in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 3, "pair")

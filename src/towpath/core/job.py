@@ -58,12 +58,24 @@ def _sends(
     topology: Topology, stages: Sequence[Stage], sent: Iterable[Message], compression: Compression
 ) -> Iterator[Transfer]:
     for message in sent:
-        move = send(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
-        kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
-        # What a stage hands on has a gradient of its shape.
-        for shape, dtype in stages[min(message.source, message.target)].outputs:
-            payload, wire = Activation(message.source, shape, dtype), wire_for(dtype, compression.of(message))
-            yield Transfer(kind, payload, move, wire, topology, message.micro_batch)
+        source, target = stages[message.source], stages[message.target]
+        pairs = list(zip(source.ranks, target.ranks, strict=True))
+        yield from message_transfers(message, pairs, stages[message.output_of].outputs, topology, compression)
+
+
+def message_transfers(
+    message: Message,
+    pairs: Sequence[tuple[int, int]],
+    outputs: Sequence[Shape],
+    topology: Topology,
+    compression: Compression,
+) -> Iterator[Transfer]:
+    """Of one message, tensor by tensor, between all `pairs` of copies. `outputs`: of the stage `message.output_of`."""
+    move = send(pairs)
+    kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
+    for shape, dtype in outputs:
+        payload, wire = Activation(message.source, shape, dtype), wire_for(dtype, compression.of(message))
+        yield Transfer(kind, payload, move, wire, topology, message.micro_batch)
 
 
 def wire_for(dtype: str, wire: Wire) -> Wire:

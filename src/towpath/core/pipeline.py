@@ -8,8 +8,8 @@ nothing else (Optimus-CC's epilogue, for any schedule). Both ends know the whole
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 # By name, as torch.distributed.pipelining knows them: how many stages each rank has.
@@ -56,6 +56,11 @@ class Message:
     def backward(self) -> bool:
         return self.target < self.source
 
+    @property
+    def output_of(self) -> int:
+        """The stage whose outputs it has, or their gradients, which are of the same shapes."""
+        return min(self.source, self.target)
+
 
 def owners(order: Order) -> dict[int, int]:
     """By stage, the rank that has it."""
@@ -83,6 +88,28 @@ def _target(each: StagePass) -> int | None:
             return each.stage - 1
         case PassKind.WEIGHT_GRADIENTS:
             return None
+
+
+def as_computed(order: Order, halved: Set[int]) -> Order:
+    """Of a schedule that would compute the weights' gradients later: the stages in `halved` do. The others compute all
+    at once, where those of the inputs are wanted; the first stage, whose inputs want none, where those of the weights
+    are."""
+    return {rank: list(_as_computed(passes, halved)) for rank, passes in order.items()}
+
+
+def _as_computed(passes: Sequence[StagePass], halved: Set[int]) -> Iterator[StagePass]:
+    for each in passes:
+        later = each.stage in halved
+        match each.kind:
+            case PassKind.INPUT_GRADIENTS if not later:
+                yield replace(each, kind=PassKind.BACKWARD)
+            case PassKind.WEIGHT_GRADIENTS if later and not each.stage:
+                yield replace(each, kind=PassKind.BACKWARD)
+            case PassKind.INPUT_GRADIENTS | PassKind.WEIGHT_GRADIENTS:
+                if later and each.stage:
+                    yield each
+            case _:
+                yield each
 
 
 def gpipe(ranks: int, micro_batches: int) -> Order:

@@ -22,6 +22,9 @@ class Part(StrEnum):
     FORWARD_END = "forward end"
     BACKWARD = "backward"
     BACKWARD_END = "backward end"
+    # The two halves of a backward pass, of any unit.
+    INPUT_GRADIENTS = "input gradients"
+    WEIGHT_GRADIENTS = "weight gradients"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +63,65 @@ def write_all(machine: StepMachine, facts: Sequence[UnitFacts]) -> None:
 def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
     """The same of a pipeline's stage that computes these passes in each step. Micro-steps are counted as backward
     passes end."""
-    machine = StepMachine(facts)
-    machine.staged = True
-    for step in range(STEPS_BEFORE + 1):
-        for micro_step, action in _staged_step(machine, facts, passes):
-            if isinstance(action, Submit) and step == STEPS_BEFORE:
-                yield micro_step, action.task
-        write_all(machine, facts)
-
-
-def _staged_step(
-    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[StagePass]
-) -> Iterator[tuple[int, Action | Compute]]:
-    walked = 0
-    backward = (PassKind.BACKWARD, PassKind.INPUT_GRADIENTS)
-    left = sum(each.kind in backward for each in passes)
-    waiting: dict[int, list[Pass]] = {}
+    stage = settled_stage(facts, passes)
     for each in passes:
-        if each.kind is PassKind.FORWARD:
-            waiting[each.micro_batch] = []
-            for action in _forward(machine, facts, waiting[each.micro_batch]):
-                yield walked, action
-        elif each.kind in backward:
-            left -= 1
-            machine.boundary = not left
-            for action in _backward(machine, facts, waiting.pop(each.micro_batch)):
-                yield walked, action
-            if left:
-                machine.micro_step_ended()
-                walked += 1
-    for action in machine.boundary_ends():
-        yield walked, action
-    machine.micro_step_ended()
+        for action in stage.walk(each):
+            if isinstance(action, Submit):
+                yield stage.micro_step, action.task
+    for action in stage.boundary_ends():
+        if isinstance(action, Submit):
+            yield stage.micro_step, action.task
+
+
+def settled_stage(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> SteadyStage:
+    """At the beginning of a step, after others like it."""
+    stage = SteadyStage(facts, passes)
+    for _ in range(STEPS_BEFORE):
+        for each in passes:
+            for _ in stage.walk(each):
+                pass
+        for _ in stage.boundary_ends():
+            pass
+        write_all(stage.machine, facts)
+    return stage
+
+
+class SteadyStage:
+    """A stage of a pipeline, whose passes interleave."""
+
+    def __init__(self, facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> None:
+        self.machine = StepMachine(facts)
+        self.machine.staged = True
+        self._facts = facts
+        self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
+        self._passes: dict[int, list[Pass]] = {}  # by micro-batch, those whose gradients are still to come
+        self.micro_step = 0  # backward passes that have ended
+
+    def walk(self, each: StagePass) -> Iterator[Action | Compute]:
+        """What is computed in one of its passes, and what the machine answers."""
+        match each.kind:
+            case PassKind.FORWARD:
+                passes = self._passes[each.micro_batch] = []
+                yield from _forward(self.machine, self._facts, passes)
+                return
+            case PassKind.INPUT_GRADIENTS:
+                yield from _input_gradients(self.machine, self._passes[each.micro_batch])
+                return
+            case PassKind.BACKWARD:
+                halves = _backward
+            case PassKind.WEIGHT_GRADIENTS:
+                halves = _weight_gradients
+        last = self.micro_step == self._micro_batches - 1
+        self.machine.boundary = last
+        yield from halves(self.machine, self._facts, self._passes.pop(each.micro_batch))
+        if not last:
+            self.machine.micro_step_ended()
+            self.micro_step += 1
+
+    def boundary_ends(self) -> Iterator[Action]:
+        yield from self.machine.boundary_ends()
+        self.machine.micro_step_ended()
+        self.micro_step = 0
 
 
 def steady_step(
@@ -138,6 +168,33 @@ def _backward(machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
     yield Compute(first.unit, Part.BACKWARD_END)
+    yield from machine.backward_pass_ended()
+
+
+def _input_gradients(machine: StepMachine, passes: Sequence[Pass]) -> Iterator[Action | Compute]:
+    first, *rest = passes
+    machine.more_passes = True
+    yield from machine.backward_begins(first)
+    yield Compute(first.unit, Part.INPUT_GRADIENTS)
+    for passed in reversed(rest):
+        yield from machine.backward_begins(passed)
+        yield Compute(passed.unit, Part.INPUT_GRADIENTS)
+        yield from machine.input_gradients_done(passed)
+    yield from machine.backward_pass_ended()
+    machine.more_passes = False
+
+
+def _weight_gradients(
+    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[Pass]
+) -> Iterator[Action | Compute]:
+    first, *rest = passes
+    machine.weight_gradients_begin(first.walk)
+    for passed in reversed(rest):
+        yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
+        yield from _gradients(machine, facts, passed.unit)
+        yield from machine.weight_gradients_done(passed)
+    yield Compute(first.unit, Part.WEIGHT_GRADIENTS)
+    yield from _gradients(machine, facts, first.unit)
     yield from machine.backward_pass_ended()
 
 

@@ -39,7 +39,8 @@ class StepMachine:
         self.in_backward = False  # a backward pass of the model is under way
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         self.boundary = True  # this backward pass, or the next, is the last before the optimizer's step
-        self.more_passes = False  # after it further ones come before anything is reduced, as in a pipeline
+        # After it further ones come before anything is reduced: as where the gradients of the weights come later.
+        self.more_passes = False
         # As in a pipeline: a backward pass walks the graph of one forward pass, while others wait for theirs; and the
         # mean gradients are delivered by `boundary_ends`, once those behind have got what they wait for.
         self.staged = False
@@ -159,6 +160,10 @@ class StepMachine:
         if not unit.running and not unit.inside:
             self._gathers.leave_evictable(unit)
         return self._answer()
+
+    def weight_gradients_begin(self, walk: int) -> None:
+        """Of the backward pass with that number, whose gradients of inputs were there before."""
+        self.in_backward, self._walk = True, walk
 
     def weight_gradients_done(self, passed: Pass) -> list[Action]:
         """And those of its weights: the last event of its backward pass, at once or later."""

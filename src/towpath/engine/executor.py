@@ -21,7 +21,7 @@ from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place,
 from towpath.core.precision import Precision
 from towpath.core.schedule import plan_unit, usage_transfers
 from towpath.core.step import StepMachine
-from towpath.core.step_state import WriteMark
+from towpath.core.step_state import Pass, WriteMark
 from towpath.core.strategy import Kind, Strategy
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
@@ -53,6 +53,9 @@ class Engine:
         self.step = 0  # boundaries so far
         self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps with other wires
         self.muted = False  # gradients of this rank count as zero
+        # Of a backward pass in two halves: the passes of units whose weights' gradients are to come; and while they do.
+        self._held_back: list[Pass] | None = None
+        self._only_weight_gradients = False
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
         self._trained = [u for u in (*reversed(units[1:]), self.root) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
@@ -154,7 +157,7 @@ class Engine:
     @on_host
     def reached_output(self, use: Use, _: torch.Tensor) -> None:
         """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
-        if use.passed.running:
+        if use.passed.running or self._only_weight_gradients:
             return
         use.left = 0
         with self._maybe_first_of_a_backward_pass():
@@ -167,11 +170,14 @@ class Engine:
     def left_for_input(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
         use.left += 1
-        if use.left < use.inputs:
+        if use.left < use.inputs or self._only_weight_gradients:
             return
         self.wiring.record.ends("backward", use.unit.name)
         self.carry_out(self.machine.input_gradients_done(use.passed))
-        self.carry_out(self.machine.weight_gradients_done(use.passed))
+        if self._held_back is not None:
+            self._held_back.append(use.passed)
+        else:
+            self.carry_out(self.machine.weight_gradients_done(use.passed))
 
     @on_host
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
@@ -230,7 +236,9 @@ class Engine:
             except BaseException:
                 self._backward_failed()
                 raise
-            if not self.machine.boundary:
+            if self.machine.more_passes:
+                pass
+            elif not self.machine.boundary:
                 self._micro_step_ended(self.wiring.queues.micro_step + 1)
             elif not self.machine.staged:
                 self._micro_step_ended(0)
@@ -245,6 +253,35 @@ class Engine:
         for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
             assert isinstance(place.parameter, ShardTensor)
             place.parameter.span.replica.is_a_stage = True
+
+    @contextmanager
+    def input_gradients_only(self) -> Generator[list[Pass]]:
+        """Inside, a backward pass leaves out the gradients of the weights. Yields what `weight_gradients` is then to be
+        called with."""
+        held_back: list[Pass] = []
+        self._held_back, self.machine.more_passes = held_back, True
+        try:
+            yield held_back
+        finally:
+            self._held_back, self.machine.more_passes = None, False
+
+    @contextmanager
+    def weight_gradients(self, walk: int) -> Generator[None]:
+        """Inside, the gradients that such a pass has left out are computed and told (`gradient`), unit by unit
+        (`weight_gradients_done`)."""
+        self.machine.weight_gradients_begin(walk)
+        self._only_weight_gradients = True
+        try:
+            yield
+        except BaseException:
+            self._backward_failed()
+            raise
+        finally:
+            self._only_weight_gradients = False
+        self._end_backward()
+
+    def weight_gradients_done(self, passed: Pass) -> None:
+        self.carry_out(self.machine.weight_gradients_done(passed))
 
     def publish(self) -> None:
         """What the optimizer wrote, before the first forward pass asks for it."""

@@ -35,7 +35,7 @@ from towpath.core.compression import compression as named
 from towpath.core.formats import dtype_name
 from towpath.core.job import JobSchedule, Stage, job_schedule, wire_for
 from towpath.core.low_rank import matrix_of
-from towpath.core.pipeline import StagePass
+from towpath.core.pipeline import StagePass, as_computed
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
@@ -51,7 +51,8 @@ from towpath.pipeline.observed import Observed
 from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
 from towpath.pipeline.shapes import Tensors, handed_on
-from towpath.pipeline.stage import Place, TowpathStage
+from towpath.pipeline.split_backward import can_be_halved
+from towpath.pipeline.stage import Place, TowpathStage, engines_in
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.noticeboard import Noticeboard
@@ -124,19 +125,27 @@ class Pipeline:
                 of_stage = self._strategy_of(strategies[index], index)
                 within = mesh["dp"].get_group()
                 shard(module, of_stage, group=within, precision=precision, units=units, values=values)
-                place = self._place(index, shapes[index], shapes[index + 1])
-                device, one_backward = torch.device(mesh.device_type), splits_backward(kind)
-                self._stages.append(TowpathStage(module, place, device, self._compression, one_backward))
+                place = self._place(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
+                self._stages.append(TowpathStage(module, place, torch.device(mesh.device_type), self._compression))
+        self.order = as_computed(self.order, self._halved())
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
         self.observed = Observed(self._sharded_modules, self.schedule, group)
         self._noticeboard = _noticeboard(Groups(group))
         self._walks = 0  # of the whole schedule, evaluations too
 
-    def _place(self, index: int, inputs: Tensors, outputs: Tensors) -> Place:
+    def _place(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> Place:
         encoded = encoded_gradients(self.order, self._compression)
         count, copies = len(self.owners), self._mesh["dp"].size()
-        return Place(index, count, inputs, outputs, self._group, self._micro_batches, copies, encoded)
+        halved = splits and can_be_halved(engines_in(module))
+        return Place(index, count, inputs, outputs, self._group, self._micro_batches, copies, encoded, halved)
+
+    def _halved(self) -> set[int]:
+        """Of all stages, those that compute the weights' gradients by themselves."""
+        everyones: list[Any] = [None] * dist.get_world_size(self._group)
+        mine = [stage.stage_index for stage in self._stages if stage.halved]
+        dist.all_gather_object(everyones, mine, group=self._group)
+        return {index for each in everyones for index in each}
 
     def _strategy_of(self, strategy: str | Strategy, stage: int) -> str | Strategy:
         """With the codec of the gradients of the first stages, if they have one."""

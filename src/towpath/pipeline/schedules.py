@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,26 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from towpath.core.pipeline import SCHEDULES, Order, PassKind, StagePass, gpipe, one_forward_one_backward
+from towpath.core.pipeline import (
+    SCHEDULES,
+    Message,
+    Order,
+    PassKind,
+    StagePass,
+    as_computed,
+    gpipe,
+    one_forward_one_backward,
+)
+from towpath.core.pipeline_walk import (
+    Await,
+    Messages,
+    Operation,
+    Post,
+    Run,
+    Walk,
+    gpipe_walk,
+    one_forward_one_backward_walk,
+)
 from towpath.errors import ShardError
 
 
@@ -44,6 +63,52 @@ def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
             f"Pipeline: {kind.__name__} of {stages} stages, {micro_batches} micro-batches: {error}"
         ) from None
     return {rank: list(_passes(actions)) for rank, actions in planned.pipeline_order.items()}
+
+
+def walk_of(kind: Any, order: Order, stages: int, halved: Set[int]) -> Walk:
+    """Every rank's way through the schedule: `order` is what it computes, in `halved` stages the weights' gradients by
+    themselves."""
+    if kind is ScheduleGPipe:
+        return gpipe_walk(order)
+    if kind is Schedule1F1B:
+        return one_forward_one_backward_walk(order)
+    micro_batches = 1 + max(each.micro_batch for passes in order.values() for each in passes)
+    planned: Any = kind([_StandIn(index, stages, len(order)) for index in range(stages // len(order))], micro_batches)
+    found = Messages(order)
+    return {
+        rank: list(_operations(actions, found, halved)) for rank, actions in planned.pipeline_order_with_comms.items()
+    }
+
+
+# Whose message is posted, and whether it is to be sent.
+_POSTS = {
+    "SEND_F": (PassKind.FORWARD, True),
+    "RECV_F": (PassKind.FORWARD, False),
+    "SEND_B": (PassKind.BACKWARD, True),
+    "RECV_B": (PassKind.BACKWARD, False),
+}
+
+
+def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> Iterator[Operation]:
+    """Messages are posted where PyTorch says; what is received is waited for when it is needed, and what is sent in the
+    end."""
+    sent: list[Message] = []
+    for action in actions:
+        text = action.computation_type.value
+        if text in _POSTS:
+            kind, sends = _POSTS[text]
+            each = StagePass(action.stage_index, kind, action.microbatch_index)
+            message = found.sent_by(each) if sends else found.needed_by(each)
+            assert message is not None
+            sent += [message] if sends else []
+            yield Post(message, sends)
+        elif text in {kind.value for kind in PassKind}:
+            each = StagePass(action.stage_index, PassKind(text), action.microbatch_index)
+            if (needed := found.needed_by(each)) is not None:
+                yield Await(needed, sends=False)
+            for computed in as_computed({0: [each]}, halved)[0]:
+                yield Run(computed)
+    yield from (Await(message, sends=True) for message in sent)
 
 
 def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:

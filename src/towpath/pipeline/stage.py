@@ -12,19 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._pytree import tree_map_only
 
 from towpath.core.compression import Compression
 from towpath.core.formats import dtype_name
 from towpath.core.job import Shape, wire_for
 from towpath.core.wire import Wire
 from towpath.engine.executor import Engine, engine_of
+from towpath.pipeline.split_backward import input_gradients, weight_gradients
 from towpath.pipeline.stage_link import Encoding, Sender
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Of a stage in its pipeline. `inputs`, `outputs`: what it is given and hands on, on the meta device. `encoded`:
-    the gradients, by the stage that sends them and the micro-batch, that take the wire for gradients."""
+    the gradients, by the stage that sends them and the micro-batch, that take the wire for gradients. `halved`: the
+    backward pass may be computed in two halves (`split_backward.py`)."""
 
     index: int
     stages: int
@@ -34,19 +37,17 @@ class Place:
     micro_batches: int
     copies: int  # ranks that hold this stage
     encoded: frozenset[tuple[int, int]]
+    halved: bool
 
 
 class TowpathStage(PipelineStage):
     """Its engine is told which backward pass of a step is the last one: there the gradients begin to be synchronised,
     while the pipeline goes on. `Pipeline.step` delivers them in the end; the engine divides them, nobody else.
 
-    What it sends to its neighbours may be encoded. `one_backward`: of a schedule that would compute the weights'
-    gradients later, all are computed with the inputs'.
+    What it sends to its neighbours may be encoded.
     """
 
-    def __init__(
-        self, module: nn.Module, place: Place, device: torch.device, compression: Compression, one_backward: bool
-    ) -> None:
+    def __init__(self, module: nn.Module, place: Place, device: torch.device, compression: Compression) -> None:
         super().__init__(
             module,
             place.index,
@@ -55,9 +56,11 @@ class TowpathStage(PipelineStage):
             input_args=place.inputs,
             output_args=place.outputs,
             group=place.group,
-            dw_builder=_nothing_left if one_backward else None,
+            # Of a schedule that would compute the weights' gradients later, all are then computed with the inputs'.
+            dw_builder=None if place.halved else _nothing_left,
         )
         self._micro_batches, self._walked, self._encoded = place.micro_batches, 0, place.encoded
+        self.halved = place.halved
         self.seconds_computed = 0.0  # in its passes
         self._outputs = [_encoding(t, compression.activations) for t in place.outputs if not self.is_last]
         self._inputs = [_encoding(t, compression.activations) for t in place.inputs if not self.is_first]
@@ -68,8 +71,7 @@ class TowpathStage(PipelineStage):
         self._output_senders = _senders(self._outputs, device, f"outputs of stage {place.index}")
         self._gradient_senders = _senders(self._sent_gradients, device, f"gradients of stage {place.index}")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
-        # Its own, and those of parts that are sharded by themselves.
-        self.engines = [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
+        self.engines = engines_in(module)
         for engine in self.engines:
             engine.be_a_stage(place.copies * place.micro_batches)
 
@@ -100,14 +102,28 @@ class TowpathStage(PipelineStage):
 
     # Backward passes ------------------------------------------------------------------------------------------------
 
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward_maybe_with_nosync(*args, **kwargs)
+        # PyTorch detaches the outputs of a halved backward pass in place, which a view does not allow.
+        return tree_map_only(torch.Tensor, _no_view, output) if self.halved else output
+
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        if backward_type == "input":
+            outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
+            return input_gradients(self.engines, outputs, bwd_kwargs["output_grads"], inputs)
         # Counted: of schedules that split the backward pass, PyTorch does not say which one is the last.
         self._walked += 1
         last = self._walked == self._micro_batches
         with ExitStack() as stack:
             for engine in () if last else self.engines:
                 stack.enter_context(engine.no_sync())
+            if backward_type == "weight":
+                return weight_gradients(bwd_kwargs["param_groups"]), None
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with self._computing():
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """The engine has divided them."""
@@ -200,6 +216,11 @@ class TowpathStage(PipelineStage):
         return receives
 
 
+def engines_in(module: nn.Module) -> list[Engine]:
+    """A stage's own, and those of parts of it that are sharded by themselves."""
+    return [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
+
+
 def _encoding(tensor: torch.Tensor, wire: Wire) -> Encoding:
     return Encoding(tuple(tensor.shape), tensor.dtype, wire_for(dtype_name(tensor.dtype), wire))
 
@@ -215,6 +236,10 @@ def _encoded(senders: dict[int, Sender], index: int, tensor: torch.Tensor | None
     if sender is None:
         return tensor
     return sender.encoded(sender.zeros() if tensor is None else tensor)
+
+
+def _no_view(output: torch.Tensor) -> torch.Tensor:
+    return output.clone() if output._is_view() else output  # pyright: ignore[reportPrivateUsage]
 
 
 def _nothing_left() -> Any:
