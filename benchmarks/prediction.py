@@ -29,7 +29,7 @@ from towpath.planner.model import Model
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Ranking, Solver
-from towpath.sim.replay import Timeline
+from towpath.sim.timeline import Timeline
 from workload import Workload
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")

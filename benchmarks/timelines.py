@@ -10,7 +10,7 @@ from typing import Any
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
-from towpath.sim.replay import Event
+from towpath.sim.timeline import Event
 
 # A task: its kind, its unit and its micro-step.
 Key = tuple[str, str, int]

@@ -25,7 +25,7 @@ from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
 from towpath.lab import LinkBytes, Rate
 from towpath.observing import BETWEEN, INSIDE, Interval
-from towpath.sim.replay import Event
+from towpath.sim.timeline import Event
 from towpath.topology.cluster import Topology
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

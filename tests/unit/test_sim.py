@@ -20,7 +20,8 @@ from towpath.sim.fluid import _ROUNDS, Flow, Fluid
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
 from towpath.sim.lateness import Late, Uneven, lateness
 from towpath.sim.loads import TransferShape, loads_of
-from towpath.sim.replay import Replay, Seconds, Timeline
+from towpath.sim.replay import Replay, Seconds
+from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, WAITING, Interval
-from towpath.sim.replay import Event
+from towpath.sim.timeline import Event
 
 _TRACKS = {"compute": COMPUTE, "waiting": WAITING}
 

@@ -31,7 +31,8 @@ from towpath.planner.model import Model
 from towpath.planner.request import Request
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
 from towpath.sim.loads import TransferShape, loads_of
-from towpath.sim.replay import Replay, Seconds, Timeline
+from towpath.sim.replay import Replay, Seconds
+from towpath.sim.timeline import Timeline
 
 # A step of more micro-steps is replayed for so many of them: the others are like its last but one.
 _REPLAYED = 3

@@ -3,5 +3,8 @@
 hardware.py   what links, processors and kernels can do
 fluid.py      things that go on at the same time, and share what they need
 loads.py      what a transfer needs, phase by phase
-replay.py     one step: the thread that trains, the queues, and how they wait for one another
+clock.py      threads that compute and wait, and what carries their transfers meanwhile
+engine.py     the queues of a rank, and what its thread waits for
+replay.py     one step, of ranks that all do the same
+pipeline.py   one step of a pipeline, whose ranks do not
 """

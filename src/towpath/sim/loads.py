@@ -16,11 +16,15 @@ from towpath.core.routes import Grid, Op, hops_of, parts_of, slice_bytes
 from towpath.core.transfer import Transfer
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError
-from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, Hardware
+from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, CodecSpeed, Hardware
+from towpath.sim.place import Place
 
 # Thin factors are made and multiplied as fast as memory is read and written: of each of its two messages the matrices
 # are gone through about five times, which is as much as so many copies of them.
 _FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
+# The same of a message between stages: who sends adds what was missed before, multiplies twice, and subtracts what
+# arrives from what was sent; who receives multiplies once.
+_ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,33 @@ def seconds_alone(loads: Iterable[Load], hardware: Hardware) -> float:
     )
 
 
+def message_load(transfer: Transfer, hardware: Hardware, source: Place, target: Place) -> Load:
+    """Of a message from one stage to the next, with those of all other copies; by the names of the two places. It
+    arrives as it is sent: encoded, if it is."""
+    size = transfer.message_bytes
+    crosses = source.node != target.node
+    link = hardware.inter if crosses else hardware.intra
+    needs: dict[str, float] = {source.inside: size}
+    if crosses:
+        needs = {source.leaving: size * source.ranks_on_node, target.entering: size * target.ranks_on_node}
+    work = (size * link.work + link.message_work) / 2  # at each end
+    for place in (source, target) if work else ():
+        needs[place.processor] = needs.get(place.processor, 0.0) + place.ranks_on_host * work
+    return Load(link.latency + link.message, needs, link.busy_latency)
+
+
+def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
+    """Of a message between stages, at one of its ends."""
+    codec = transfer.wire.encoding
+    if codec is not None:
+        speed = _speed_of(codec, hardware)
+        return transfer.elements / (speed.encode if encodes else speed.decode)
+    if transfer.wire.low_rank is None or transfer.message_bytes >= transfer.elements * item_bytes(transfer.dtype):
+        return 0.0
+    copied = (_ENCODED_COPIES if encodes else _DECODED_COPIES) * transfer.elements * item_bytes(transfer.dtype)
+    return copied / hardware.memory_rate
+
+
 def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[Load]:
     moves = [_moved(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts)]
     if shape.factored:
@@ -150,13 +181,7 @@ def _share_leaving_racks(shape: TransferShape, hardware: Hardware) -> float:
 
 def _coded(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[Load]:
     """Encoding and decoding, around and between hops; what arrives is decoded and summed."""
-    speed = hardware.codec_speed(codec.name)
-    if speed is None:
-        known = ", ".join(name for name, _ in hardware.codecs) or "none"
-        raise StrategyError(
-            f"the cluster's description has no speed of the codec {codec.name}; it has {known}. Probe the cluster with "
-            "it, or describe it under [codecs]."
-        )
+    speed = _speed_of(codec, hardware)
 
     def load(encoded: float, decoded: float) -> Load:
         seconds = encoded / speed.encode + decoded / speed.decode
@@ -177,3 +202,14 @@ def _coded(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[L
         carried /= size
     if shape.op is Op.ALL_REDUCE:
         yield load(0, elements)  # what the gather after it brought
+
+
+def _speed_of(codec: Codec, hardware: Hardware) -> CodecSpeed:
+    speed = hardware.codec_speed(codec.name)
+    if speed is None:
+        known = ", ".join(name for name, _ in hardware.codecs) or "none"
+        raise StrategyError(
+            f"the cluster's description has no speed of the codec {codec.name}; it has {known}. Probe the cluster with "
+            "it, or describe it under [codecs]."
+        )
+    return speed

@@ -1,0 +1,253 @@
+"""What an engine does of what its step machine asks for, by a clock: transfers in their queues, and waiting for them.
+
+A queue carries out its tasks one after the other; a gather may begin to cross while the one before it is shared out in
+its node, as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Submit, Task, Wait
+from towpath.core.formats import item_bytes
+from towpath.core.queues import QUEUES
+from towpath.core.schedule import UnitPlan, usage_transfers
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.transfer import Transfer
+from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.hardware import PROCESSOR, Hardware
+from towpath.sim.lateness import Computed, Submitted, TimedTask, Waited
+from towpath.sim.loads import Load, TransferShape, loads_of
+from towpath.sim.place import HERE, Place
+from towpath.sim.timeline import Event, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Of a transfer, worked out once."""
+
+    loads: tuple[Load, ...]
+    inter_bytes: int
+    intra_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A task in its queue."""
+
+    task: Task
+    micro_step: int
+    loads: deque[Load]
+    before: Running | None  # in the queue
+    timed: TimedTask
+    began: float | None = None
+    ended: bool = False
+    crosses: bool = False
+    crosses_now: bool = False
+
+    @property
+    def links_are_free(self) -> bool:
+        """Nothing of it crosses any more."""
+        still = self.crosses_now or any(load.crosses for load in self.loads)
+        return self.ended or (self.began is not None and not still)
+
+
+class SimulatedEngine:
+    """`plans`: the root's first. `place`: where its ranks are, if others share the clock. `of`: what its tracks are
+    called after, then."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        plans: Sequence[UnitPlan],
+        hardware: Hardware,
+        fluid: Fluid,
+        timeline: Timeline,
+        place: Place = HERE,
+        of: str = "",
+    ) -> None:
+        assert plans[0].spec.kept
+        self._plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
+        self._place, self._of = place, of
+        self.facts = [plan.facts() for plan in plans]
+        self._last: dict[str, Running] = {}  # by queue
+        self._started: dict[Flow, Running] = {}
+        self._costs: dict[Transfer, _Cost] = {}
+        parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
+        self._usage = usage_transfers(strategy, parameters)
+
+    # What the thread that trains does --------------------------------------------------------------------------------
+
+    def carry_out(self, action: Action, micro_step: int) -> Iterator[Flow | Running]:
+        """What the thread then computes, or waits for."""
+        match action:
+            case Submit(task):
+                self._submit(task, micro_step)
+            case Wait(task):
+                yield from self._wait(task)
+            case Compare():
+                task = Task(Kind.USAGE, 0)
+                self._submit(task, micro_step)
+                yield from self._wait(task)
+            case Keep() | Collect() | Deliver():
+                yield from self.compute(self._copies(action), "copies")
+            case _:
+                pass
+
+    def compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Flow]:
+        if seconds <= 0:
+            return
+        needs = self._place.named({PROCESSOR: self._hardware.processor(share * seconds)})
+        began = self._fluid.now
+        yield Flow(max(seconds, self._fluid.alone(needs)), needs, keeps_busy=share)
+        self._timeline.computed += self._fluid.now - began
+        self._timeline.moments.append(Computed(self._fluid.now - began))
+        self._timeline.events.append(Event("compute", f"{name}{self._of}", began, self._fluid.now))
+
+    def _wait(self, task: Task) -> Iterator[Running]:
+        waited = task.handle
+        if not isinstance(waited, Running):  # of a step before
+            return
+        self._timeline.moments.append(Waited(waited.timed, self._fluid.now))
+        if waited.ended:
+            return
+        for earlier in task.after:  # so that its seconds are told to those whose they are
+            yield from self._wait(earlier)
+        if waited.ended:
+            return
+        began = self._fluid.now
+        yield waited
+        self._timeline.waited(task.kind, f"for {task}{self._of}", began, self._fluid.now)
+
+    def _copies(self, action: Keep | Collect | Deliver) -> float:
+        """What the thread itself copies: gradients into their slot, a copy for the backward pass, the means."""
+        moved = 0
+        match action:
+            case Keep(unit):
+                moved = sum(
+                    b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
+                    for b in self._plans[unit].buckets
+                    if b.backward_copy is not None
+                )
+            case Collect(unit):
+                moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self._plans[unit].buckets if b.spec.trainable)
+            case Deliver():
+                pass  # views, or what the sync has copied already
+        return moved / self._hardware.memory_rate
+
+    # Queues ----------------------------------------------------------------------------------------------------------
+
+    def _submit(self, task: Task, micro_step: int) -> None:
+        queue = QUEUES[task.kind]
+        transfers = list(self._transfers(task))
+        costs = [self._cost_of(transfer) for transfer in transfers]
+        loads = deque(load for cost in costs for load in cost.loads)
+        self._timeline.inter_bytes += sum(cost.inter_bytes for cost in costs)
+        self._timeline.intra_bytes += sum(cost.intra_bytes for cost in costs)
+        if extra := self._own_work(task):
+            loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
+        last = self._last.get(queue)
+        before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, Running)]
+        timed = TimedTask(transfers, self._fluid.now, after=tuple(running.timed for running in before))
+        running = Running(task, micro_step, loads, last, timed, crosses=any(x.crosses for x in loads))
+        task.handle = self._last[queue] = running
+        self._timeline.moments.append(Submitted(timed))
+
+    def _transfers(self, task: Task) -> Iterator[Transfer]:
+        if task.kind is Kind.USAGE:
+            yield from self._usage
+            return
+        for bucket in self._plans[task.unit].buckets:
+            if task.kind is not Kind.PUBLISH or bucket.spec.trainable:
+                yield from bucket.transfers[task.kind]
+
+    def _cost_of(self, transfer: Transfer) -> _Cost:
+        found = self._costs.get(transfer)
+        if found is None:
+            loads = loads_of(TransferShape.of(transfer), self._hardware)
+            if own := self._hardware.host.transfer:
+                loads = (Load(0.0, {PROCESSOR: self._hardware.processor(own)}), *loads)
+            found = self._costs[transfer] = _Cost(loads, transfer.inter_bytes, transfer.intra_bytes)
+        return found
+
+    def _own_work(self, task: Task) -> float:
+        """Seconds that a queue copies memory beside its transfers: the master's cast, the sum over micro-steps."""
+        moved = 0
+        for bucket in self._plans[task.unit].buckets:
+            if not bucket.spec.trainable:
+                continue
+            if task.kind is Kind.REDUCE:
+                moved += bucket.numel // bucket.grads.count * item_bytes(bucket.accumulate_dtype)
+            elif task.kind is Kind.SYNC or (task.kind is Kind.PUBLISH and bucket.has_master):
+                moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
+        return moved / self._hardware.memory_rate
+
+    def start_what_may(self) -> None:
+        """Of each queue the first that has not ended; and the one behind it, as far as it may begin."""
+        busy = set(map(id, self._started.values()))
+        again = True
+        while again:
+            again = False
+            for running in list(self._waiting()):
+                if id(running) in busy or not self._may_go_on(running):
+                    continue
+                if running.began is None:
+                    running.began = self._fluid.now
+                if not running.loads:
+                    self._end(running)
+                    again = True
+                    continue
+                load = running.loads.popleft()
+                running.crosses_now = load.crosses
+                flow = started(self._fluid, replace(load, needs=self._place.named(load.needs)))
+                self._started[flow] = running
+                busy.add(id(running))
+
+    def _waiting(self) -> Iterator[Running]:
+        for last in self._last.values():
+            chain: list[Running] = []
+            at: Running | None = last
+            while at is not None and not at.ended:
+                chain.append(at)
+                at = at.before
+            yield from chain[:-3:-1]  # the first, and the one behind it
+
+    def _may_go_on(self, running: Running) -> bool:
+        if any(isinstance(t.handle, Running) and not t.handle.ended for t in running.task.after):
+            return False
+        before = running.before
+        if before is None or before.ended:
+            return True
+        # Not its turn: but its first phase may cross already, if it does nothing else.
+        first = running.began is None and bool(running.loads) and running.loads[0].crosses
+        return first and len(running.loads) > 1 and before.links_are_free
+
+    def ends(self, flow: Flow) -> bool:
+        """A phase of a task has ended, if it is one of this engine's."""
+        running = self._started.pop(flow, None)
+        if running is None:
+            return False
+        running.crosses_now = False
+        if not running.loads and (running.before is None or running.before.ended):
+            self._end(running)
+        return True
+
+    def _end(self, running: Running) -> None:
+        assert running.began is not None
+        running.ended, running.before = True, None
+        task, now = running.task, self._fluid.now
+        running.timed.began, running.timed.ended = running.began, now
+        unit = self.facts[task.unit].name
+        name = f"{task.kind.value} of {unit or 'root'}{self._of}"
+        track = f"{QUEUES[task.kind]}{self._of}"
+        self._timeline.sent(
+            Event(track, name, running.began, now, task.kind, unit, running.micro_step, running.crosses)
+        )
+
+
+def started(fluid: Fluid, load: Load) -> Flow:
+    flow = Flow(load.seconds + fluid.alone(load.needs), load.needs, load.busy_seconds)
+    fluid.start(flow)
+    return flow

@@ -1,0 +1,288 @@
+"""One step of a pipeline, replayed: its ranks compute their stages' passes and send one another what comes of them.
+
+All copies of a stage do the same, and so one rank stands for them. Each walks its operations (`core/pipeline_walk.py`),
+and its engines do in each pass what their step machines ask for.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from towpath.core.compression import Compression
+from towpath.core.job import Shape, message_transfers
+from towpath.core.pipeline import Message, StagePass
+from towpath.core.pipeline_walk import Await, Post, Run, Walk
+from towpath.core.schedule import UnitPlan
+from towpath.core.steady_step import Compute, settled_stage
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.transfer import Transfer
+from towpath.sim.clock import Thread, run
+from towpath.sim.engine import SimulatedEngine, started
+from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.hardware import Hardware
+from towpath.sim.loads import Load, TransferShape, coding_seconds, loads_of, message_load
+from towpath.sim.place import place_of
+from towpath.sim.replay import Seconds
+from towpath.sim.timeline import Event, Timeline
+from towpath.topology.cluster import Topology
+
+
+@dataclass(frozen=True)
+class SimulatedStage:
+    """`ranks`: those that hold it, as the job counts them, in the order of its data-parallel group. `outputs`: what it
+    hands on, tensor by tensor; of the last stage nothing."""
+
+    ranks: tuple[int, ...]
+    strategy: Strategy
+    plans: Sequence[UnitPlan]
+    seconds: Seconds
+    outputs: tuple[Shape, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTimeline:
+    """`ranks`: of each rank of the pipeline what one of its copies did. Bytes: sent by all ranks together."""
+
+    seconds: float
+    ranks: tuple[Timeline, ...]
+    inter_bytes: int
+    intra_bytes: int
+
+
+class PipelineReplay:
+    """`walk`: of each rank of the pipeline. `tied`: what the first and the last stage sum over the ranks of both, after
+    their own gradients."""
+
+    def __init__(
+        self,
+        stages: Sequence[SimulatedStage],
+        walk: Walk,
+        hardware: Hardware,
+        compression: Compression,
+        tied: Sequence[Transfer] = (),
+    ) -> None:
+        self._hardware, self._walk, self._compression, self._stages = hardware, walk, compression, stages
+        owners = {each.stage_pass.stage: rank for rank, of in walk.items() for each in of if isinstance(each, Run)}
+        self._places = [place_of(f"rank {rank}", stages[i].ranks, hardware) for i, rank in sorted(owners.items())]
+        capacities: dict[str, float] = {}
+        for place in self._places:
+            capacities |= place.capacities(hardware)
+        self._fluid = Fluid(capacities)
+        self._timelines = {rank: Timeline() for rank in walk}
+        self._links = _Links(self._fluid)
+        self._loss = _Moment()
+        self._passes: dict[int, list[StagePass]] = defaultdict(list)
+        for of in walk.values():
+            for each in of:
+                if isinstance(each, Run):
+                    self._passes[each.stage_pass.stage].append(each.stage_pass)
+        self._engines = {i: self._engine(i, self._timelines[rank]) for i, rank in sorted(owners.items())}
+        self._owners = owners
+        self._tied = [self._sum(transfer) for transfer in tied]
+
+    def _sum(self, transfer: Transfer) -> _Sum:
+        ends = self._places[0], self._places[-1]
+        ranks = sum(place.ranks_on_host for place in ends) if ends[0].host == ends[1].host else ends[0].ranks_on_host
+        own = replace(self._hardware, topology=transfer.topology, ranks_sharing=ranks)
+        loads = [
+            replace(load, needs={**ends[0].named(load.needs), **ends[1].named(load.needs)})
+            for load in loads_of(TransferShape.of(transfer), own)
+        ]
+        for end in (0, len(self._stages) - 1):  # half of the ranks are at each
+            self._timelines[self._owners[end]].inter_bytes += transfer.inter_bytes // 2
+            self._timelines[self._owners[end]].intra_bytes += transfer.intra_bytes // 2
+        return _Sum(self._fluid, deque(loads))
+
+    def _engine(self, index: int, timeline: Timeline) -> SimulatedEngine:
+        stage, place = self._stages[index], self._places[index]
+        # Of its own ranks: as many on each of its nodes, and on each host.
+        nodes = max(1, len(stage.ranks) // place.ranks_on_node)
+        topology = Topology(nodes, min(len(stage.ranks), place.ranks_on_node))
+        own = replace(self._hardware, topology=topology, ranks_sharing=place.ranks_on_host)
+        return SimulatedEngine(stage.strategy, stage.plans, own, self._fluid, timeline, place, f", stage {index}")
+
+    def run(self) -> PipelineTimeline:
+        """The step, its optimizer's part included."""
+        threads = [self._thread(rank) for rank in self._walk]
+        run(self._fluid, threads, [*self._engines.values(), self._links, *self._tied])
+        timelines = tuple(self._timelines[rank] for rank in sorted(self._timelines))
+        inter, intra = (sum(getattr(t, name) for t in timelines) for name in ("inter_bytes", "intra_bytes"))
+        return PipelineTimeline(self._fluid.now, timelines, inter, intra)
+
+    def _thread(self, rank: int) -> Thread:
+        own = sorted(i for i, owner in self._owners.items() if owner == rank)
+        stages = {i: settled_stage(self._engines[i].facts, self._passes[i]) for i in own}
+        for i in own:
+            for action in stages[i].machine.publish():
+                yield from self._engines[i].carry_out(action, 0)
+        for operation in self._walk[rank]:
+            match operation:
+                case Run(each):
+                    stage, engine = stages[each.stage], self._engines[each.stage]
+                    for action in stage.walk(each):
+                        if isinstance(action, Compute):
+                            yield from self._compute(each.stage, action)
+                        else:
+                            yield from engine.carry_out(action, stage.micro_step)
+                case Post(message, sends):
+                    if sends:
+                        yield from self._code(rank, message, encodes=True)
+                    self._links.post(self._in_flight(message), sends)
+                case Await(message, sends):
+                    yield from self._await(rank, message)
+                    if not sends:
+                        yield from self._code(rank, message, encodes=False)
+        for i in own:
+            for action in stages[i].boundary_ends():
+                yield from self._engines[i].carry_out(action, stages[i].micro_step)
+        if {0, len(self._stages) - 1} & set(own):
+            for each in self._tied:
+                each.posted += 1
+                yield each
+        if len(self._stages) - 1 in own:
+            self._loss.ended = True  # it tells the others
+        yield self._loss
+        for i in own:
+            yield from self._engines[i].compute(self._stages[i].seconds.optimizer, "optimizer")
+
+    def _compute(self, index: int, action: Compute) -> Iterator[Flow]:
+        engine, seconds = self._engines[index], self._stages[index].seconds
+        name = f"{action.part.value} of {engine.facts[action.unit].name or 'root'}"
+        yield from engine.compute(seconds.of(action), name, seconds.share)
+
+    # Messages --------------------------------------------------------------------------------------------------------
+
+    def _in_flight(self, message: Message) -> _InFlight:
+        found = self._links.of(message)
+        if found is None:
+            source, target = message.source, message.target
+            timeline = self._timelines[self._owners[source]]
+            transfers = self._transfers(message)
+            places = self._places[source], self._places[target]
+            loads = deque(message_load(t, self._hardware, *places) for t in transfers)
+            timeline.inter_bytes += sum(t.inter_bytes for t in transfers)
+            timeline.intra_bytes += sum(t.intra_bytes for t in transfers)
+            between = (self._owners[source], self._owners[target])
+            found = self._links.make(message, between, loads, timeline)
+        return found
+
+    def _transfers(self, message: Message) -> list[Transfer]:
+        source, target = self._stages[message.source], self._stages[message.target]
+        outputs = (target if message.backward else source).outputs
+        pairs = list(zip(source.ranks, target.ranks, strict=True))
+        return list(message_transfers(message, pairs, outputs, self._hardware.topology, self._compression))
+
+    def _code(self, rank: int, message: Message, *, encodes: bool) -> Iterator[Flow]:
+        """On the thread that trains."""
+        seconds = sum(coding_seconds(t, self._hardware, encodes=encodes) for t in self._transfers(message))
+        stage = message.source if encodes else message.target
+        yield from self._engines[stage].compute(seconds, "encode" if encodes else "decode")
+
+    def _await(self, rank: int, message: Message) -> Iterator[_InFlight]:
+        found = self._in_flight(message)
+        began = self._fluid.now
+        yield found
+        if self._fluid.now > began:
+            kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
+            self._timelines[rank].waited(kind, f"for {_called(message)}", began, self._fluid.now)
+
+
+def _called(message: Message) -> str:
+    what = "gradient" if message.backward else "output"
+    return f"{what} of stage {message.source}, micro-batch {message.micro_batch}"
+
+
+@dataclass(slots=True, eq=False)
+class _Moment:
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """`between`: from which rank of the pipeline to which. `posted`: ends that let it move."""
+
+    message: Message
+    between: tuple[int, int]
+    loads: deque[Load]
+    timeline: Timeline
+    posted: int = 0
+    began: float | None = None
+    ended: bool = False
+
+
+class _Links:
+    """Of the messages from one rank to another, one moves after the other, in the order in which they were sent."""
+
+    def __init__(self, fluid: Fluid) -> None:
+        self._fluid = fluid
+        self._made: dict[Message, _InFlight] = {}
+        self._queues: dict[tuple[int, int], deque[_InFlight]] = defaultdict(deque)
+        self._moving: dict[Flow, _InFlight] = {}
+
+    def of(self, message: Message) -> _InFlight | None:
+        return self._made.get(message)
+
+    def make(self, message: Message, between: tuple[int, int], loads: deque[Load], timeline: Timeline) -> _InFlight:
+        self._made[message] = made = _InFlight(message, between, loads, timeline)
+        return made
+
+    def post(self, message: _InFlight, sends: bool) -> None:
+        message.posted += 1
+        if sends:
+            self._queues[message.between].append(message)
+
+    def start_what_may(self) -> None:
+        moving = set(map(id, self._moving.values()))
+        for queue in self._queues.values():
+            while queue and queue[0].posted == 2 and id(queue[0]) not in moving:
+                message = queue[0]
+                if message.began is None:
+                    message.began = self._fluid.now
+                if not message.loads:
+                    self._end(queue.popleft())
+                    continue
+                self._moving[started(self._fluid, message.loads.popleft())] = message
+                break
+
+    def ends(self, flow: Flow) -> bool:
+        message = self._moving.pop(flow, None)
+        if message is None:
+            return False
+        if not message.loads:
+            self._end(self._queues[message.between].popleft())
+        return True
+
+    def _end(self, message: _InFlight) -> None:
+        assert message.began is not None
+        message.ended = True
+        kind = Kind.ACTIVATION_GRADIENT if message.message.backward else Kind.ACTIVATION
+        name, unit = _called(message.message), f"stage {message.message.source}"
+        now, number = self._fluid.now, message.message.micro_batch
+        message.timeline.sent(Event("messages", name, message.began, now, kind, unit, number, True))
+
+
+@dataclass(slots=True, eq=False)
+class _Sum:
+    """Over the ranks of both ends, once both are there."""
+
+    fluid: Fluid
+    loads: deque[Load]
+    posted: int = 0
+    ended: bool = False
+    moving: Flow | None = None
+
+    def start_what_may(self) -> None:
+        if self.posted < 2 or self.ended or self.moving is not None:
+            return
+        if self.loads:
+            self.moving = started(self.fluid, self.loads.popleft())
+        else:
+            self.ended = True
+
+    def ends(self, flow: Flow) -> bool:
+        if flow is not self.moving:
+            return False
+        self.moving, self.ended = None, not self.loads
+        return True

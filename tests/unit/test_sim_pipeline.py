@@ -1,0 +1,133 @@
+"""The replay of a pipeline, against what can be worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from towpath.core import presets
+from towpath.core.compression import Compression
+from towpath.core.pipeline import SCHEDULES, Order, as_computed, gpipe, one_forward_one_backward
+from towpath.core.pipeline_walk import Await, Post, Run, Walk, gpipe_walk, one_forward_one_backward_walk
+from towpath.core.precision import Precision
+from towpath.core.schedule import plan_unit
+from towpath.core.strategy import Kind
+from towpath.core.units import BucketSpec, UnitSpec
+from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
+from towpath.sim.hardware import Hardware, Link
+from towpath.sim.pipeline import PipelineReplay, PipelineTimeline, SimulatedStage
+from towpath.sim.replay import Seconds
+from towpath.topology.cluster import Topology
+
+UNITS = (UnitSpec("", (BucketSpec((10,)),), kept=True), UnitSpec("a", (BucketSpec((100,)),)))
+HIDDEN = 1000  # elements that a stage hands on
+FAST = 1e15
+FORWARD, BACKWARD = 1.0, 2.0
+
+
+def hardware(ranks: int, cable: float = FAST) -> Hardware:
+    link = Link(cable, 0.0)
+    return Hardware(Topology(ranks, 1), link, link, FAST, FAST)
+
+
+def replayed(walk: Walk, owners: Sequence[int], cable: float = FAST, strategy: str = "ddp") -> PipelineTimeline:
+    """Each stage has one unit, and each rank a node."""
+    ranks = max(owners) + 1
+    made = presets.strategy(strategy, Topology(1, 1))
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    each = len(owners) // ranks
+    seconds = Seconds((0.0, FORWARD / each), (0.0, BACKWARD / each), 0.0, 0.0)
+    stages = [
+        SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if i < len(owners) - 1 else ())
+        for i, rank in enumerate(owners)
+    ]
+    return PipelineReplay(stages, walk, hardware(ranks, cable), Compression()).run()
+
+
+def found(name: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk, list[int]]:
+    kind, stages = schedule_class(name), SCHEDULES[name] * ranks
+    parts = set(range(stages)) if halved else set[int]()
+    order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
+    return order, walk_of(kind, order, stages, parts), owners_of(kind, stages, ranks, name)
+
+
+@pytest.mark.parametrize("make, walk", [(gpipe, gpipe_walk), (one_forward_one_backward, one_forward_one_backward_walk)])
+@pytest.mark.parametrize("ranks, micro_batches", [(2, 2), (4, 4), (4, 8)])
+def test_without_communication_a_step_is_its_passes_and_the_usual_bubble(
+    make: object, walk: object, ranks: int, micro_batches: int
+) -> None:
+    order = make(ranks, micro_batches)  # type: ignore[operator]
+    seen = replayed(walk(order), list(range(ranks)))  # type: ignore[operator]
+    assert seen.seconds == pytest.approx((micro_batches + ranks - 1) * (FORWARD + BACKWARD), rel=1e-6)
+    assert all(t.computed == pytest.approx(micro_batches * (FORWARD + BACKWARD)) for t in seen.ranks)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halved"])
+def test_every_schedule_computes_all_and_sends_every_message_once(name: str, halved: bool) -> None:
+    order, walk, owners = found(name, 4, 8, halved)
+    for rank, operations in walk.items():
+        assert [each.stage_pass for each in operations if isinstance(each, Run)] == list(order[rank])
+    posted = [each for operations in walk.values() for each in operations if isinstance(each, Post)]
+    awaited = [each for operations in walk.values() for each in operations if isinstance(each, Await)]
+    ends = [(each.message, each.sends) for each in posted]
+    assert len(set(ends)) == len(ends) and sorted(map(str, ends)) == sorted(str((a.message, a.sends)) for a in awaited)
+
+    seen = replayed(walk, owners)
+    assert all(t.computed == pytest.approx(8 * (FORWARD + BACKWARD)) for t in seen.ranks)
+    assert seen.inter_bytes == 4 * HIDDEN * len(ends) / 2
+
+
+def test_zero_bubble_with_halves_beats_all_at_once() -> None:
+    """It fills with weights' gradients what else would be waiting."""
+    for name in ("InterleavedZeroBubble", "ZBVZeroBubble"):
+        whole, halved = (replayed(*found(name, 4, 8, half)[1:]).seconds for half in (False, True))
+        assert halved < 0.97 * whole, name
+
+
+def test_a_message_takes_its_cable_and_is_waited_for() -> None:
+    """Two stages, one micro-batch: forward, output, forward and backward, gradient, backward."""
+    cable = 4 * HIDDEN / 0.5  # half a second each
+    seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], cable)
+    assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * 0.5, rel=1e-6)
+    assert seen.ranks[1].exposed[Kind.ACTIVATION] == pytest.approx(FORWARD + 0.5)
+    assert seen.ranks[0].in_flight[Kind.ACTIVATION] == pytest.approx(0.5)
+    assert seen.inter_bytes == 2 * 4 * HIDDEN
+
+
+def test_copies_of_a_stage_on_one_node_share_its_cable() -> None:
+    made = presets.strategy("ddp", Topology(1, 2))
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    seconds = Seconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
+    outputs = (((HIDDEN,), "float32"),)
+    stages = [SimulatedStage((0, 1), made, plans, seconds, outputs), SimulatedStage((2, 3), made, plans, seconds, ())]
+    link = Link(4 * HIDDEN / 0.5, 0.0)
+    cluster = Hardware(Topology(2, 2), Link(FAST, 0.0), link, FAST, FAST)
+    seen = PipelineReplay(stages, gpipe_walk(gpipe(2, 1)), cluster, Compression()).run()
+    assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 4 * 0.5, rel=1e-6)
+
+
+def test_ranks_of_one_host_share_its_cores() -> None:
+    """Both stages compute at once only half as fast: but where one waits for the other, each has all of it."""
+    order = gpipe(2, 4)
+    shared = Hardware(Topology(2, 1), Link(FAST, 0.0), Link(FAST, 0.0), FAST, FAST, cores=1.0, ranks_sharing=2)
+    made = presets.strategy("ddp", Topology(1, 1))
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    seconds = Seconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
+    stages = [
+        SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if not rank else ()) for rank in (0, 1)
+    ]
+    seen = PipelineReplay(stages, gpipe_walk(order), shared, Compression()).run()
+    assert seen.seconds == pytest.approx(2 * 4 * (FORWARD + BACKWARD), rel=1e-6)
+
+
+def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
+    order = gpipe(2, 1)
+    made = presets.strategy("ddp", Topology(1, 1))
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    seconds = Seconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
+    outputs = (((10, 100), "float32"),)
+    stages = [SimulatedStage((0,), made, plans, seconds, outputs), SimulatedStage((1,), made, plans, seconds, ())]
+    seen = PipelineReplay(stages, gpipe_walk(order), hardware(2), Compression("low-rank:2")).run()
+    assert seen.inter_bytes == 4 * 1000 + 4 * 2 * 110
