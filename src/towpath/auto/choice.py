@@ -95,7 +95,7 @@ def choose(
 def _probed(groups: Groups, topology: Topology, planner: _Planner, seconds: float, why: str) -> tuple[Profile, Choice]:
     began = time.monotonic()
     if groups.rank == 0:
-        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for about {seconds:.0f} s\n')
+        sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for some {max(seconds, 3):.0f} s\n')
     made = probe(topology, seconds)
     return made, planner.choose(made, f"links measured in {time.monotonic() - began:.0f} s")
 

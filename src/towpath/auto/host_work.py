@@ -25,7 +25,6 @@ from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, h
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
-_REPEATS = 6
 _ELEMENTS = 16  # of a parameter
 _CACHED_BYTES = 1 << 21  # that a processor keeps near
 
@@ -66,20 +65,20 @@ class _Kind:
     groups: Groups | None = None
 
 
-def measured(groups: Groups) -> list[Point]:
-    """Every rank must call it."""
+def measured(groups: Groups, warm: int, repeats: int) -> list[Point]:
+    """Every rank must call it. Of so many steps, behind some that make buffers."""
     alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
     kinds = [_Kind("bare"), _Kind("sharded", "ddp", alone), _Kind("over all ranks", "zero3", groups)]
-    return [point for kind in kinds for shape in HOST_SHAPES for point in _points(kind, shape)]
+    return [point for kind in kinds for shape in HOST_SHAPES for point in _points(kind, shape, warm, repeats)]
 
 
-def _points(kind: _Kind, shape: HostShape) -> Iterator[Point]:
-    taken = list(zip(*_steps(kind, shape), strict=True))
+def _points(kind: _Kind, shape: HostShape, warm: int, repeats: int) -> Iterator[Point]:
+    taken = list(zip(*_steps(kind, shape, warm, repeats), strict=True))
     for part, seconds in zip(HOST_PARTS, taken, strict=True):
         yield Point(host_name(kind.name, part, shape), shape.units, (median(seconds),))
 
 
-def _steps(kind: _Kind, shape: HostShape) -> list[Sequence[float]]:
+def _steps(kind: _Kind, shape: HostShape, warm: int, repeats: int) -> list[Sequence[float]]:
     """Processor seconds of each part of a step."""
     memory = torch.zeros(_CACHED_BYTES // 4)
     model: Any = nn.Sequential(*(_Unit(shape.parameters, memory) for _ in range(shape.units)))
@@ -100,4 +99,4 @@ def _steps(kind: _Kind, shape: HostShape) -> list[Sequence[float]]:
         marks.append(time.process_time())
         return [after - before for before, after in pairwise(marks)]
 
-    return [step() for _ in range(_REPEATS)][2:]  # the first ones make buffers
+    return [step() for _ in range(warm + repeats)][warm:]

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -41,18 +42,35 @@ from towpath.topology.groups import Groups
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
 _SMALLEST_REGION = 1 << 17  # of a route's collective
 _GROWTH = 8
-_REPEATS = 5
-_SHORT_SECONDS, _MOST_AT_ONCE = 0.01, 200
+_MOST_AT_ONCE = 200
 _LARGE_SECONDS = 0.02  # that a message takes which is sent beside something else, at most
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
 # What links may take of the whole; the rest takes as long as it does, a few seconds.
 _SHARES = {"inter": 0.45, "intra": 0.15, "routes": 0.12, "pairs": 0.12}
 _SLOWED = 5  # times as long as alone, what is done beside something else: about, where processors are shared
-_SMALL_MESSAGES = 100  # that are sent one after the other beside a product
-_ALL_AT_ONCE_SECONDS = 0.15  # of products on all ranks: who comes late from the barrier is to count little
 # A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
+
+
+@dataclass(frozen=True, slots=True)
+class _Effort:
+    """How much is done of what takes as long as it does. `short_seconds`: of work between two barriers, at least;
+    `all_at_once_seconds`: of products on all ranks, where who comes late from the barrier is to count little;
+    `small_messages`: that are sent one after the other beside a product; `warm_steps`: of models, before those that
+    count; `checks`: whether that is measured, too, to which nothing is fitted."""
+
+    repeats: int
+    short_seconds: float
+    all_at_once_seconds: float
+    small_messages: int
+    warm_steps: int
+    checks: bool
+
+
+_THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, checks=True)
+_QUICK = _Effort(3, 0.003, 0.05, 30, 1, checks=False)
+_QUICK_BUDGET = 3.0  # seconds: with less, the quick effort
 
 Work = Callable[[], None]
 Say = Callable[[int, int], None]
@@ -92,6 +110,7 @@ def still_holds(profile: Profile, groups: Groups) -> bool:
 class _Prober:
     def __init__(self, groups: Groups, topology: Topology, budget: float, say: Say) -> None:
         self._groups, self._topology, self._budget, self._say = groups, topology, budget, say
+        self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
         self._device = device_of_job()
         self._rank = groups.rank
         homes = groups.gather_objects((_boot_id(), socket.gethostname()))
@@ -106,7 +125,7 @@ class _Prober:
         parts = [
             partial(self._links, "inter", self._budget * _SHARES["inter"]),
             partial(self._links, "intra", self._budget * _SHARES["intra"]),
-            partial(self._routes, self._budget * _SHARES["routes"]),
+            *([partial(self._routes, self._budget * _SHARES["routes"])] if self._effort.checks else []),
             self._codecs,
             self._memory,
             self._compute,
@@ -187,7 +206,7 @@ class _Prober:
         while size <= LARGEST:
             yield size
             left -= self._spent
-            if (_REPEATS + 2) * self._points[-1].usual * _GROWTH > left:
+            if (self._effort.repeats + 2) * self._points[-1].usual * _GROWTH > left:
                 return
             size *= _GROWTH
 
@@ -217,7 +236,7 @@ class _Prober:
             product = self._product(dtype)
             self._measure(f"matmul {dtype_name(dtype)}", side, product, alone=True)
             if dtype == torch.float32:
-                self._measure(TOGETHER, side, product, least_seconds=_ALL_AT_ONCE_SECONDS)
+                self._measure(TOGETHER, side, product, least_seconds=self._effort.all_at_once_seconds)
 
     def _product(self, dtype: torch.dtype) -> Work:
         side = _SIDE[self._device.type]
@@ -228,13 +247,18 @@ class _Prober:
     def _pairs(self, seconds: float) -> None:
         """What a step does at once, each beside the other, on all ranks. Small messages beside a product tell how long
         one waits for a processor that computes."""
-        names = dict.fromkeys(name for pair in PAIRS for name in pair)
+        wanted = PAIRS if self._effort.checks else ((PRODUCT, INTER), (PRODUCT, INTRA))
+        names = dict.fromkeys(name for pair in wanted for name in pair)
         done = {name: self._doing(name) for name in names if any(point.what == name for point in self._points)}
         for link in (INTER, INTRA):
             if link in done:
                 message = self._message(link, small=True)
-                self._beside(done[PRODUCT], message, _SMALL_MESSAGES * message.seconds)
-        pairs = [(done[first], done[second]) for first, second in PAIRS if first in done and second in done]
+                self._beside(done[PRODUCT], message, self._effort.small_messages * message.seconds)
+        pairs = [
+            (done[first], done[second])
+            for first, second in (PAIRS if self._effort.checks else ())
+            if first in done and second in done
+        ]
         for first, second in pairs:
             self._beside(first, second, seconds / len(pairs) / _SLOWED)
 
@@ -267,14 +291,16 @@ class _Prober:
 
     def _host_work(self) -> None:
         if self._device.type == "cpu":
-            points = self._groups.gather_objects(host_work.measured(self._groups))
+            points = self._groups.gather_objects(
+                host_work.measured(self._groups, self._effort.warm_steps, self._effort.repeats)
+            )
             # As rank 0 has it: what others take at the same time is theirs.
             self._points += points[0]
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
     def _measure(
-        self, what: str, size: int, work: Work, alone: bool = False, least_seconds: float = _SHORT_SECONDS
+        self, what: str, size: int, work: Work, alone: bool = False, least_seconds: float | None = None
     ) -> None:
         """Of the slowest rank, and each repetition. `alone`: rank 0 does it while the others wait."""
         if alone and self._rank:
@@ -282,17 +308,17 @@ class _Prober:
         work()  # connections are made, caches filled
         # Ranks do not leave a barrier together: what is short is done many times between two of them.
         once = max(self._groups.gather_objects(self._timed(work, 1)))
-        count = max(1, min(_MOST_AT_ONCE, round(least_seconds / once)))
+        count = max(1, min(_MOST_AT_ONCE, round((least_seconds or self._effort.short_seconds) / once)))
         taken: list[float] = []
         self._groups.barrier()
         busy = self._busy()
-        for _ in range(_REPEATS):
+        for _ in range(self._effort.repeats):
             self._groups.barrier()
             taken.append(self._timed(work, count))
         self._groups.barrier()
-        busy = (self._busy() - busy) / (_REPEATS * count) if self._first_on_host else 0.0
+        busy = (self._busy() - busy) / (self._effort.repeats * count) if self._first_on_host else 0.0
         rows = self._groups.gather_objects((taken, busy))
-        slowest = tuple(max(row[0][i] for row in rows) for i in range(_REPEATS))
+        slowest = tuple(max(row[0][i] for row in rows) for i in range(self._effort.repeats))
         self._points.append(Point(what, size, slowest, max(row[1] for row in rows)))
         self._spent = once + count * sum(slowest)
 
