@@ -15,13 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.cli.output import check_folder
+from towpath.cli.plan_pipelines import Asked, with_pipelines
+from towpath.cli.plan_pipelines import settings as of_stages
 from towpath.core import presets
+from towpath.core.pipeline import SCHEDULES
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB
+from towpath.planner.pipelines import PricedPipeline
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
 from towpath.sim.lateness import Uneven, lateness
@@ -72,6 +76,19 @@ Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="The first one, as the TOML that `towpath train` takes.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+PipelineSizes = Annotated[
+    list[int] | None,
+    typer.Option("--pipeline", min=2, help="Ranks with stages of their own; may be given several times."),
+]
+TensorSizes = Annotated[
+    list[int] | None, typer.Option("--tensor", min=1, help="Ranks that share each layer of a stage; likewise.")
+]
+Schedules = Annotated[
+    list[str] | None, typer.Option("--schedule", help=f"Of {', '.join(SCHEDULES)}; likewise. Default: 1F1B.")
+]
+Compressions = Annotated[
+    list[str] | None, typer.Option("--compression", help="Of pipelines: optimus-cb, …; likewise. Default: none.")
+]
 
 
 def plan(
@@ -86,6 +103,10 @@ def plan(
     micro_batch: MicroBatches = None,
     checkpointing: EitherCheckpointing = None,
     allow: Codecs = "",
+    pipeline: PipelineSizes = None,
+    tensor: TensorSizes = None,
+    schedule: Schedules = None,
+    compression: Compressions = None,
     top: Top = 10,
     output: Output = None,
     report: Annotated[Path | None, typer.Option(help="Write a page of plots there: which strategy when.")] = None,
@@ -93,13 +114,14 @@ def plan(
 ) -> None:
     """Rank every strategy for a model on a cluster: step time, memory, bytes.
 
-    Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64`
+    Example: `towpath plan llama-7b --cluster ethernet-25g --batch 64 --pipeline 4`
 
     Considers every placement of parameters, gradients and optimizer states, every route, codecs where you allow them,
     micro-batches, activation checkpointing. Needs no torch, no GPU, and no cluster. Exit code 1: nothing fits.
     """
     check_folder("--output", output)
     check_folder("--report", report)
+    stages = Asked(pipeline or (), tensor or (), schedule or (), compression or ())
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     asked = replace(
@@ -113,6 +135,8 @@ def plan(
     began = time.monotonic()
     with progress_bar("Planning") as say:
         found = solver.solve(best=top if report is None else max(top, _IN_REPORT), most=max(top, MOST), say=say)
+    if stages.pipelines:
+        found = with_pipelines(found, solver, model, length, stages, top)
     if isinstance(found, Infeasible):
         raise PlanError(_what_would_fit(found, solver))
     if report is not None:
@@ -151,6 +175,8 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         batching = found.ranked[0].batching
         settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
         settings += [f"train.checkpointing={str(batching.checkpointing).lower()}"]
+        first = found.ranked[0]
+        settings += of_stages(first) if isinstance(first, PricedPipeline) else []
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
 
 
@@ -305,7 +331,7 @@ def _what_would_fit(found: Infeasible, solver: Solver) -> str:
     if part == "activations":
         hints.append("a smaller micro-batch, or --checkpointing")
     more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
-    hints.append(f"more nodes (about --nodes {more})")
+    hints += [f"more nodes (about --nodes {more})", "stages (--pipeline 4)"]
     return (
         f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "

@@ -137,3 +137,31 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Iter
         yield StagePass(rank, PassKind.BACKWARD, each)
         if each + ahead < micro_batches:
             yield StagePass(rank, PassKind.FORWARD, each + ahead)
+
+
+def balanced(weights: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Where each of `count` rows of neighbours begins and ends, so that the heaviest is as light as can be."""
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}
+    for rows in range(1, count + 1):
+        for end in range(rows, len(weights) + 1):
+            found = [
+                (max(best[rows - 1, start][0], sums[end] - sums[start]), (*best[rows - 1, start][1], end))
+                for start in range(rows - 1, end)
+                if (rows - 1, start) in best
+            ]
+            best[rows, end] = min(found)
+    ends = best[count, len(weights)][1]
+    return list(zip((0, *ends[:-1]), ends, strict=True))
+
+
+def most_in_flight(passes: Sequence[StagePass]) -> int:
+    """How many micro-batches a rank keeps activations of at the same time, over all its stages."""
+    most = now = 0
+    for each in passes:
+        now += each.kind is PassKind.FORWARD
+        most = max(most, now)
+        now -= each.kind in (PassKind.BACKWARD, PassKind.WEIGHT_GRADIENTS)
+    return most

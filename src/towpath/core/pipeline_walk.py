@@ -8,7 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from towpath.core.pipeline import Message, Order, PassKind, StagePass, messages, owners
+from towpath.core.pipeline import (
+    Message,
+    Order,
+    PassKind,
+    StagePass,
+    gpipe,
+    messages,
+    one_forward_one_backward,
+    owners,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +69,17 @@ class Messages:
         if each.kind is PassKind.WEIGHT_GRADIENTS:
             return None
         return self._needed.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
+
+
+def plain_walk(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Walk]:
+    """Of the two schedules that have one stage on each rank. The others are PyTorch's to plan
+    (`towpath.pipeline.schedules`)."""
+    if schedule == "GPipe":
+        order = gpipe(ranks, micro_batches)
+        return order, gpipe_walk(order)
+    assert schedule == "1F1B", schedule
+    order = one_forward_one_backward(ranks, micro_batches)
+    return order, one_forward_one_backward_walk(order)
 
 
 def gpipe_walk(order: Order) -> Walk:

@@ -111,6 +111,14 @@ def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> It
     yield from (Await(message, sends=True) for message in sent)
 
 
+def walks(schedule: str, ranks: int, micro_batches: int, halved: bool) -> tuple[Order, Walk]:
+    """For the planner (`towpath.planner.pipelines`)."""
+    kind, stages = schedule_class(schedule), SCHEDULES[schedule] * ranks
+    parts = set(range(stages)) if halved and splits_backward(kind) else set[int]()
+    order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
+    return order, walk_of(kind, order, stages, parts)
+
+
 def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
     for action in actions:
         for each in () if action is None else (action.sub_actions or (action,)):

@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from towpath.core.pipeline import balanced
 from towpath.engine.layout import lay_out
 from towpath.errors import ShardError
 
@@ -31,7 +32,7 @@ def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module
     calls = _calls(model, blocks, example)
     weights = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in blocks]
     before, after = (sum(_numel(model.get_submodule(n)) for n in names) for names in (calls.before, calls.after))
-    bounds = _balanced(
+    bounds = balanced(
         [weights[0] + before, *weights[1:-1], weights[-1] + after] if len(weights) > 1 else weights, count
     )
     return [_Stage(model, blocks[start:end], blocks, calls) for start, end in bounds]
@@ -192,24 +193,6 @@ def _tied(model: nn.Module, names: Sequence[str], others: Sequence[str]) -> str:
 
 def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _balanced(weights: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Where each of `count` rows of neighbours begins and ends, so that the heaviest is as light as can be."""
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    best: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {(0, 0): (0, ())}
-    for rows in range(1, count + 1):
-        for end in range(rows, len(weights) + 1):
-            found = [
-                (max(best[rows - 1, start][0], sums[end] - sums[start]), (*best[rows - 1, start][1], end))
-                for start in range(rows - 1, end)
-                if (rows - 1, start) in best
-            ]
-            best[rows, end] = min(found)
-    ends = best[count, len(weights)][1]
-    return list(zip((0, *ends[:-1]), ends, strict=True))
 
 
 def _shallow(model: nn.Module) -> nn.Module:

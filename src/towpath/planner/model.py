@@ -15,6 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from towpath.core.pipeline import balanced
 from towpath.core.units import BucketSpec, UnitSpec, together
 from towpath.errors import ConfigError
 
@@ -89,6 +90,17 @@ class Model:
         return 3 * sum(unit.flops for unit in self.units)
 
 
+@dataclass(frozen=True)
+class StagedModel:
+    """A model cut into the stages of a pipeline. `width`: elements of a token that one hands to the next; `tied`:
+    elements of the embeddings that the first and the last share, and that neither counts among its own."""
+
+    whole: Model
+    stages: tuple[Model, ...]
+    width: int
+    tied: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Transformer:
     """The shape of a decoder or encoder of like blocks.
@@ -125,6 +137,37 @@ class Transformer:
         for batch in together([numel] * self.depth):
             units.append(_several(block, "blocks", batch))
         return Model(name, length, tuple(units))
+
+    def staged(self, name: str, length: int, count: int) -> StagedModel:
+        """Of about as many parameters each, as `towpath.pipeline.split` cuts it."""
+        whole, block = self.model(name, length), self._block(length)
+        if not 0 < count <= self.depth:
+            raise ConfigError(f"{count} stages of a model that has {self.depth} blocks. Expected as many at most.")
+        ends = self._ends()
+        weights = [sum(block.spec.buckets[0].numels)] * self.depth
+        weights[0] += self.vocabulary * self.width + self.width * self.positions
+        weights[-1] += self.vocabulary * self.width + self.width
+        stages: list[Model] = []
+        for number, (start, end) in enumerate(balanced(weights, count)):
+            root = ends[0] if number == 0 else ends[2] if number == count - 1 else ends[1]
+            batches = together([block.numel] * (end - start))
+            blocks = [_several(block, "blocks", [start + i for i in batch]) for batch in batches]
+            stages.append(Model(f"{name}, stage {number}", length, (root, *blocks)))
+        return StagedModel(whole, tuple(stages), self.width, self.vocabulary * self.width if self.tied else 0)
+
+    def _ends(self) -> tuple[Unit, Unit, Unit]:
+        """The root of the first stage, of those between, and of the last one. Tied embeddings are left out of both."""
+        root = self._root()
+        table = [] if self.tied else [(self.vocabulary, self.width)]
+        positions = [(self.positions, self.width)] if self.positions else []
+        norms = [self.width] * (2 if self.biases else 1)
+
+        def of(matrices: list[tuple[int, int]], others: list[int]) -> UnitSpec:
+            numels = [*map(prod, matrices), *others]
+            return UnitSpec("", (_bucket(numels, matrices),) if numels else (), kept=True)
+
+        first = Unit(of([*table, *positions], []), 0.0, 2 * self.width, 0)
+        return first, Unit(of([], []), 0.0, 0.0, 0), replace(root, spec=of(table, norms))
 
     @property
     def _shared(self) -> int:
@@ -229,9 +272,15 @@ def describe(what: str | Path, length: int | None = None) -> Model:
 
     `length`: of a sequence, in tokens.
     """
+    shape, name, length = shape_of(what, length)
+    return shape.model(name, length)
+
+
+def shape_of(what: str | Path, length: int | None = None) -> tuple[Transformer, str, int]:
+    """As `describe`: and what it is called, and how long its sequences are."""
     if str(what) in MODELS:
         shape, usual = MODELS[str(what)]
-        return shape.model(str(what), length or usual)
+        return shape, str(what), length or usual
     path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ConfigError(f"model {str(what)!r}: expected {_EXPECTED}.")
@@ -245,7 +294,7 @@ def describe(what: str | Path, length: int | None = None) -> Model:
     length = length or usual or shape.positions or table.get("max_position_embeddings")
     if not length:
         raise ConfigError(f"model: {path} does not say how long its sequences are: pass length=, or --length.")
-    return shape.model(path.stem if path.suffix == ".toml" else path.parent.name or "model", length)
+    return shape, path.stem if path.suffix == ".toml" else path.parent.name or "model", length
 
 
 def _from_table(table: Mapping[str, Any], path: Path) -> Transformer:

@@ -77,6 +77,10 @@ class Priced:
     def peak_bytes(self) -> int:
         return sum(self.memory.values())
 
+    def sequences(self, world: int) -> int:
+        """Of a step, on so many ranks."""
+        return self.batching.micro_batch * self.batching.micro_steps * world
+
 
 @dataclass(frozen=True)
 class Infeasible:

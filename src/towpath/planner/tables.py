@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.planner.cluster import GIB
+from towpath.planner.pipelines import PricedPipeline
 from towpath.planner.solver import Priced, Solver
 
 BASELINE = "zero3"  # what a choice is compared with
@@ -19,7 +21,7 @@ def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
     again = ", ckpt" if batching.checkpointing else ""
     return (
         str(number),
-        label(priced.strategy),
+        title(priced),
         extents(priced.strategy),
         f"{batching.micro_batch} × {batching.micro_steps}{again}",
         seconds(priced.seconds),
@@ -29,6 +31,16 @@ def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
         f"{priced.inter_bytes / solver.cluster.topology.nodes / 1e9:.3g}",
         f"{sum(priced.exposed.values()) / priced.seconds:.0%}",
     )
+
+
+def title(priced: Priced) -> str:
+    """In a pipeline, also how many ranks have stages of it, and by which schedule."""
+    if not isinstance(priced, PricedPipeline):
+        return label(priced.strategy)
+    layout = priced.layout
+    parts = f" × {layout.tensor} tp" if layout.tensor > 1 else ""
+    packed = "" if layout.compression == "none" else f", {layout.compression}"
+    return f"{label(priced.strategy)} in {layout.pipeline} pp{parts}, {layout.schedule}{packed}"
 
 
 def label(strategy: Strategy) -> str:
@@ -48,8 +60,7 @@ def seconds(value: float) -> str:
 
 
 def tokens_per_second(priced: Priced, solver: Solver) -> float:
-    sequences = priced.batching.micro_batch * priced.batching.micro_steps * solver.cluster.topology.world
-    return sequences * solver.model.length / priced.seconds
+    return priced.sequences(solver.cluster.topology.world) * solver.model.length / priced.seconds
 
 
 def mfu(priced: Priced, solver: Solver) -> float:
@@ -59,7 +70,8 @@ def mfu(priced: Priced, solver: Solver) -> float:
 
 
 def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
-    return {
+    layout = {"layout": asdict(priced.layout)} if isinstance(priced, PricedPipeline) else {}
+    return layout | {
         "strategy": priced.strategy.name,
         "toml": priced.strategy.to_toml(),
         "placement": {name: [e.local, e.nodes] for name, e in priced.strategy.placement.extents()},

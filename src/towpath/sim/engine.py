@@ -55,8 +55,8 @@ class Running:
 
 
 class SimulatedEngine:
-    """`plans`: the root's first. `place`: where its ranks are, if others share the clock. `of`: what its tracks are
-    called after, then."""
+    """`plans`: the root's first. `place`: where its ranks are, if others share the clock; `of`: what its tracks are
+    called after, then. `alike`: how many groups of ranks do the same, each with its own bytes."""
 
     def __init__(
         self,
@@ -67,10 +67,11 @@ class SimulatedEngine:
         timeline: Timeline,
         place: Place = HERE,
         of: str = "",
+        alike: int = 1,
     ) -> None:
         assert plans[0].spec.kept
         self._plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
-        self._place, self._of = place, of
+        self._place, self._of, self._alike = place, of, alike
         self.facts = [plan.facts() for plan in plans]
         self._last: dict[str, Running] = {}  # by queue
         self._started: dict[Flow, Running] = {}
@@ -144,8 +145,8 @@ class SimulatedEngine:
         transfers = list(self._transfers(task))
         costs = [self._cost_of(transfer) for transfer in transfers]
         loads = deque(load for cost in costs for load in cost.loads)
-        self._timeline.inter_bytes += sum(cost.inter_bytes for cost in costs)
-        self._timeline.intra_bytes += sum(cost.intra_bytes for cost in costs)
+        self._timeline.inter_bytes += self._alike * sum(cost.inter_bytes for cost in costs)
+        self._timeline.intra_bytes += self._alike * sum(cost.intra_bytes for cost in costs)
         if extra := self._own_work(task):
             loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         last = self._last.get(queue)

@@ -31,14 +31,15 @@ from towpath.topology.cluster import Topology
 
 @dataclass(frozen=True)
 class SimulatedStage:
-    """`ranks`: those that hold it, as the job counts them, in the order of its data-parallel group. `outputs`: what it
-    hands on, tensor by tensor; of the last stage nothing."""
+    """`ranks`: those that hold it, as the job counts them. `outputs`: what it hands on, tensor by tensor; of the last
+    stage nothing. `parts`: tensor-parallel ranks, of which each has a data-parallel group of its own."""
 
     ranks: tuple[int, ...]
     strategy: Strategy
     plans: Sequence[UnitPlan]
     seconds: Seconds
     outputs: tuple[Shape, ...]
+    parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class PipelineReplay:
         nodes = max(1, len(stage.ranks) // place.ranks_on_node)
         topology = Topology(nodes, min(len(stage.ranks), place.ranks_on_node))
         own = replace(self._hardware, topology=topology, ranks_sharing=place.ranks_on_host)
-        return SimulatedEngine(stage.strategy, stage.plans, own, self._fluid, timeline, place, f", stage {index}")
+        name = f", stage {index}"
+        return SimulatedEngine(stage.strategy, stage.plans, own, self._fluid, timeline, place, name, alike=stage.parts)
 
     def run(self) -> PipelineTimeline:
         """The step, its optimizer's part included."""

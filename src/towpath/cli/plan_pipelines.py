@@ -1,0 +1,76 @@
+"""`towpath plan --pipeline`: the model in stages, beside all that is planned without."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from towpath.core.compression import COMPRESSIONS
+from towpath.core.pipeline import SCHEDULES
+from towpath.errors import ConfigError
+from towpath.planner import model as models
+from towpath.planner.pipelines import Pipelines, PricedPipeline, Walks, plain_walks
+from towpath.planner.solver import Infeasible, Ranking, Solver
+from towpath.train.observe.bar import progress_bar
+
+_WITHOUT_TORCH = ("GPipe", "1F1B")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Sizes of pipelines and of tensor parallelism, schedules and compressions, of which all are tried."""
+
+    pipelines: Sequence[int]
+    tensors: Sequence[int]
+    schedules: Sequence[str]
+    compressions: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for option, given, known in (
+            ("--schedule", self.schedules, list(SCHEDULES)),
+            ("--compression", self.compressions, list(COMPRESSIONS)),
+        ):
+            for name in given:
+                if name not in known:
+                    close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                    raise ConfigError(f"{option} {name}: did you mean {close!r}? Known: {', '.join(known)}.")
+        if not self.pipelines and (self.tensors or self.schedules or self.compressions):
+            raise ConfigError("--tensor, --schedule and --compression are of pipelines: pass --pipeline, too.")
+
+
+def with_pipelines(
+    found: Ranking | Infeasible, solver: Solver, name: str, length: int | None, asked: Asked, best: int
+) -> Ranking | Infeasible:
+    """What was found without stages, and what there is with them: together the `best` of both."""
+    shape, called, tokens = models.shape_of(name, length)
+    schedules = asked.schedules or ("1F1B",)
+    pipelines = Pipelines(
+        lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, _walks(schedules)
+    )
+    with progress_bar("Planning stages") as say:
+        staged = pipelines.solve(
+            asked.pipelines, schedules, asked.compressions or ("none",), asked.tensors or (1,), best, say
+        )
+    if not staged:
+        return found
+    if isinstance(found, Infeasible):
+        return Ranking(tuple(staged), len(staged), len(staged), len(staged), False)
+    together = sorted((*found.ranked, *staged), key=lambda priced: (priced.seconds, priced.peak_bytes))
+    return replace(found, ranked=tuple(together[:best]))
+
+
+def _walks(schedules: Sequence[str]) -> Walks:
+    """Schedules of several stages on a rank are PyTorch's to plan."""
+    if all(schedule in _WITHOUT_TORCH for schedule in schedules):
+        return plain_walks
+    from towpath.pipeline.schedules import walks
+
+    return walks
+
+
+def settings(priced: PricedPipeline) -> list[str]:
+    """Of `towpath train`."""
+    layout = priced.layout
+    found = [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]
+    return found + ([] if layout.compression == "none" else [f"parallel.compression={layout.compression}"])
