@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +16,8 @@ from torch.nn import functional as F
 import gpt
 import towpath
 from harness.worker import timed
-from towpath.pipeline import Compression, Pipeline
+from towpath.core.pipeline import SCHEDULES
+from towpath.pipeline import Compression, Pipeline, pipeline
 from workload import Touch, Wait, Waiting
 
 TOPOLOGY = towpath.Topology(8, 1)
@@ -25,7 +27,9 @@ STAGES, COPIES = 4, 2
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """`batch` sequences of `length` tokens are a micro-batch. `wait_seconds`: of each block's forward pass; its
-    backward pass waits twice as long. `rank`: of messages between stages; `gradient_rank`: of stages' gradients."""
+    backward pass waits twice as long, and where it `halves` half of that for the gradients of its weights. `rank`: of
+    messages between stages; `gradient_rank`: of stages' gradients. `at_once`: of a schedule that computes the weights'
+    gradients later, all are computed with the inputs'."""
 
     width: int = 256
     blocks: int = 8
@@ -39,9 +43,13 @@ class Sizes:
     gradient_rank: int = 16
     tied: bool = True
     computes: bool = True  # or only waits
+    halves: bool = False
+    schedule: str = "1F1B"
+    strategy: str = "ddp"
+    at_once: bool = False
 
     def quick(self) -> Sizes:
-        return replace(self, width=48, vocabulary=256, blocks=4, length=16, micro_batches=4, wait_seconds=0.001, rank=4)
+        return replace(self, width=48, vocabulary=256, length=16, micro_batches=4, wait_seconds=0.001, rank=4)
 
 
 class OnlyWaiting(gpt.Block):
@@ -53,18 +61,41 @@ class OnlyWaiting(gpt.Block):
         return Wait.apply(Touch.apply(x, *self.parameters()), self.wait_seconds)
 
 
-class Stage(nn.Module):
-    """Blocks `first` to `last` of the model, with what comes before and after them."""
+class Halved(gpt.Block):
+    """Waits as long for the gradients of its weights as for those of its inputs, and for either by itself."""
 
-    def __init__(self, sizes: Sizes, index: int, seed: int = 0) -> None:
+    wait_seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.parameters()
+        first = WaitBack.apply(first, self.wait_seconds)
+        return Touch.apply(WaitBack.apply(Wait.apply(x, self.wait_seconds, 0.0), self.wait_seconds), first, *others)
+
+
+class WaitBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Stage(nn.Module):
+    """One of `count`: its blocks of the model, with what comes before and after them."""
+
+    def __init__(self, sizes: Sizes, index: int, seed: int = 0, count: int = STAGES) -> None:
         super().__init__()
-        torch.manual_seed((STAGES + 1) * seed + index)
-        each = sizes.blocks // STAGES
+        torch.manual_seed((count + 1) * seed + index)
+        each = sizes.blocks // count
         self.blocks = nn.ModuleList(gpt.Block(sizes.width, sizes.heads) for _ in range(each))
         for block in self.blocks if sizes.wait_seconds else ():
-            block.__class__ = Waiting if sizes.computes else OnlyWaiting
+            block.__class__ = Halved if sizes.halves else Waiting if sizes.computes else OnlyWaiting
             block.wait_seconds = sizes.wait_seconds
-        torch.manual_seed((STAGES + 1) * seed + STAGES)  # the same at both ends
+        torch.manual_seed((count + 1) * seed + count)  # the same at both ends
         table = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
         self.tokens: nn.Embedding | None = None
         self.head: nn.Module | None = None
@@ -72,7 +103,7 @@ class Stage(nn.Module):
             self.tokens = nn.Embedding(sizes.vocabulary, sizes.width)
             self.tokens.weight = table
             self.positions = nn.Parameter(torch.randn(sizes.length, sizes.width) * 0.02)
-        if index == STAGES - 1:
+        if index == count - 1:
             self.norm = nn.LayerNorm(sizes.width)
             self.head = gpt.Linear(sizes.width, sizes.vocabulary, bias=False)
             self.head.weight = table
@@ -122,6 +153,10 @@ class Piped:
         self._optimizer.step()
         self._optimizer.zero_grad()
 
+    def inter_bytes(self) -> int:
+        """Scheduled, of all ranks."""
+        return self._pipeline.schedule(TOPOLOGY).inter_bytes
+
     def facts(self) -> dict[str, Any]:
         schedule = self._pipeline.schedule(TOPOLOGY)
         return {"cable bytes": max(schedule.cable_bytes(node) for node in range(TOPOLOGY.nodes))}
@@ -132,10 +167,14 @@ Made = tuple[list[nn.Parameter], Callable[[Tensor, Tensor], Any], Pipeline | Non
 
 
 def _ours(mesh: DeviceMesh, contestant: str, sizes: Sizes) -> Made:
+    if sizes.at_once:
+        pipeline.can_be_halved = lambda engines: False
+    count = STAGES * SCHEDULES[sizes.schedule]
     made = Pipeline(
-        [partial(Stage, sizes, index) for index in range(STAGES)],
-        "ddp",
+        [partial(Stage, sizes, index, count=count) for index in range(count)],
+        sizes.strategy,
         mesh=mesh,
+        schedule=sizes.schedule,
         micro_batches=sizes.micro_batches,
         loss=loss_of,
         example=torch.zeros(sizes.batch, sizes.length, dtype=torch.int64),

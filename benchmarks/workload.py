@@ -78,15 +78,16 @@ class Waiting(gpt.Block):
 
 class Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, seconds: float, backward: float | None = None) -> Tensor:
+        """`backward`: seconds of that pass, else twice as many."""
         time.sleep(seconds)
-        ctx.seconds = seconds
+        ctx.seconds = 2 * seconds if backward is None else backward
         return x.clone()  # of a view FSDP2 would warn
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad, None, None
 
 
 class Touch(torch.autograd.Function):

@@ -20,6 +20,7 @@ from towpath.core.formats import item_bytes
 from towpath.core.pipeline import SCHEDULES, Order, most_in_flight, owners
 from towpath.core.pipeline_walk import Walk, plain_walk
 from towpath.core.placement import Placement
+from towpath.core.precision import Precision
 from towpath.core.schedule import UnitPlan, plan_unit
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
@@ -209,7 +210,7 @@ class Pipelines:
         staged, compression = self._staged(layout.stages), _compression(layout)
         order, walk = self._walk(layout, batching)
         homes, stages = owners(order), self._stages(layout, batching, order)
-        tied = list(self._tied(staged, stages, compression)) if homes[0] != homes[layout.stages - 1] else []
+        tied = list(self._tied(layout, staged, stages, compression)) if homes[0] != homes[layout.stages - 1] else []
         return PipelineReplay(stages, walk, self.cluster.hardware, compression, tied).run(), stages
 
     def _stages(self, layout: Layout, batching: Batching, order: Order) -> list[SimulatedStage]:
@@ -282,18 +283,26 @@ class Pipelines:
         )
 
     def _tied(
-        self, staged: StagedModel, stages: Sequence[SimulatedStage], compression: Compression
-    ) -> Iterator[Transfer]:
-        """Between both ends: fused, one sum over all their ranks; else what each end has summed first comes on top, and
-        is left out here, since it overlaps with the backward pass."""
+        self, layout: Layout, staged: StagedModel, stages: Sequence[SimulatedStage], compression: Compression
+    ) -> Iterator[tuple[Transfer, int]]:
+        """What brings the gradients of tied embeddings together, and how many groups do it alike: fused, one sum over
+        the ranks of both ends; else one at each end, and then between every two copies."""
         if not staged.tied:
             return
-        parts = stages[0].parts
+        parts, within = stages[0].parts, self._within(layout)
         spec = UnitSpec("", (BucketSpec((staged.tied // parts,)),), kept=True)
-        copies = len(stages[0].ranks) // parts
-        fused = compression.fused_embeddings
-        strategy = presets.strategy("zero1" if fused else "ddp", Topology(2, copies if fused else 1))
-        yield from derive_schedule(strategy, (spec,), 1, self.request.precision).transfers
+
+        def sums(name: str, topology: Topology, precision: Precision) -> Sequence[Transfer]:
+            return derive_schedule(presets.strategy(name, topology), (spec,), 1, precision).transfers
+
+        if compression.fused_embeddings:
+            both = Topology(2 * within.nodes, within.ranks_per_node)
+            yield from ((transfer, parts) for transfer in sums("zero1", both, self.request.precision))
+            return
+        yield from ((transfer, 2 * parts) for transfer in sums("ddp", within, self.request.precision))
+        for transfer in sums("ddp", Topology(2, 1), Precision()):  # of what was delivered, in its own dtype
+            if transfer.kind is Kind.SYNC:
+                yield transfer, within.world * parts
 
     def _memory(self, layout: Layout, batching: Batching) -> dict[str, int]:
         """Of the rank that needs most."""

@@ -53,8 +53,8 @@ class PipelineTimeline:
 
 
 class PipelineReplay:
-    """`walk`: of each rank of the pipeline. `tied`: what the first and the last stage sum over the ranks of both, after
-    their own gradients."""
+    """`walk`: of each rank of the pipeline. `tied`: what the ranks of the first and the last stage sum together, after
+    their own gradients, and how many groups do it alike."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PipelineReplay:
         walk: Walk,
         hardware: Hardware,
         compression: Compression,
-        tied: Sequence[Transfer] = (),
+        tied: Sequence[tuple[Transfer, int]] = (),
     ) -> None:
         self._hardware, self._walk, self._compression, self._stages = hardware, walk, compression, stages
         owners = {each.stage_pass.stage: rank for rank, of in walk.items() for each in of if isinstance(each, Run)}
@@ -81,9 +81,9 @@ class PipelineReplay:
                     self._passes[each.stage_pass.stage].append(each.stage_pass)
         self._engines = {i: self._engine(i, self._timelines[rank]) for i, rank in sorted(owners.items())}
         self._owners = owners
-        self._tied = [self._sum(transfer) for transfer in tied]
+        self._tied = [self._sum(transfer, alike) for transfer, alike in tied]
 
-    def _sum(self, transfer: Transfer) -> _Sum:
+    def _sum(self, transfer: Transfer, alike: int) -> _Sum:
         ends = self._places[0], self._places[-1]
         ranks = sum(place.ranks_on_host for place in ends) if ends[0].host == ends[1].host else ends[0].ranks_on_host
         own = replace(self._hardware, topology=transfer.topology, ranks_sharing=ranks)
@@ -92,8 +92,8 @@ class PipelineReplay:
             for load in loads_of(TransferShape.of(transfer), own)
         ]
         for end in (0, len(self._stages) - 1):  # half of the ranks are at each
-            self._timelines[self._owners[end]].inter_bytes += transfer.inter_bytes // 2
-            self._timelines[self._owners[end]].intra_bytes += transfer.intra_bytes // 2
+            self._timelines[self._owners[end]].inter_bytes += alike * transfer.inter_bytes // 2
+            self._timelines[self._owners[end]].intra_bytes += alike * transfer.intra_bytes // 2
         return _Sum(self._fluid, deque(loads))
 
     def _engine(self, index: int, timeline: Timeline) -> SimulatedEngine:

@@ -1,0 +1,99 @@
+"""What the planner counts of a pipeline, against the schedule of the pipeline that runs.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+# pyright: reportPrivateUsage=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import towpath
+from tests.profiles import made_profile
+from tests.ranks.server import World
+from towpath.core.pipeline import SCHEDULES
+from towpath.core.units import UnitSpec
+from towpath.pipeline import Compression, Pipeline
+from towpath.pipeline.schedules import walks
+from towpath.planner.model import Model, StagedModel, Unit
+from towpath.planner.pipelines import Layout, Pipelines
+from towpath.planner.request import Optimizer, Request
+from towpath.planner.solver import Batching
+
+Worlds = Callable[[int], World]
+WIDTH, VOCABULARY, TOKENS = 16, 32, 8
+PACKED = Compression("low-rank:2")
+
+
+class _Stage(nn.Module):
+    def __init__(self, index: int, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        if index == 0:
+            self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        if index == count - 1:
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x) if hasattr(self, "tokens") else x
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+@pytest.mark.parametrize(
+    "schedule, strategy, packed, fused",
+    [
+        ("1F1B", "ddp", Compression(), None),
+        ("1F1B", "zero3", PACKED, True),
+        ("GPipe", "zero2", PACKED, False),
+        ("InterleavedZeroBubble", "zero1", Compression(), None),
+        ("LoopedBFS", "ddp", Compression("low-rank:2", gradients="low-rank:2"), None),
+    ],
+)
+def test_as_many_bytes_are_planned_as_are_scheduled(
+    world: Worlds, schedule: str, strategy: str, packed: Compression, fused: bool | None
+) -> None:
+    """`fused`: tied embeddings, by one sum or by two."""
+    planned, scheduled = world(4).run(_bytes, schedule, strategy, packed, fused)[0]
+    assert planned == scheduled
+
+
+def _bytes(schedule: str, strategy: str, packed: Compression, fused: bool | None) -> Any:
+    count, topology = 2 * SCHEDULES[schedule], towpath.Topology(4, 1)
+    packed = replace(packed, fused_embeddings=bool(fused))
+    pipeline = Pipeline(
+        [partial(_Stage, index, count) for index in range(count)],
+        strategy,
+        mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")),
+        schedule=schedule,
+        micro_batches=4,
+        loss=lambda out, target: F.cross_entropy(out.flatten(0, 1), target.flatten()),
+        example=torch.zeros(1, TOKENS, dtype=torch.int64),
+        units=[nn.Linear],
+        compression=packed,
+        tied=("tokens", "head") if fused is not None else ("", ""),
+    )
+    scheduled = pipeline.schedule(topology)
+    specs = {stage.stage_index: [u.plan.spec for u in stage.engine.units] for stage in pipeline._stages}
+    everyones: list[Any] = [None] * 2
+    torch.distributed.all_gather_object(everyones, specs, group=pipeline._group)
+    by_stage: dict[int, list[UnitSpec]] = {index: found for each in everyones for index, found in each.items()}
+    models = [Model("", TOKENS, tuple(Unit(spec, 0.0, 0.0, 0.0) for spec in by_stage[i])) for i in range(count)]
+    tied = VOCABULARY * WIDTH if fused is not None else 0
+    staged = StagedModel(models[0], tuple(models), WIDTH, tied)
+    cluster = replace(made_profile(), topology=topology).cluster()
+    request = Request(8, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), checkpointing=False)
+    planner = Pipelines(lambda _: staged, cluster, request, walks)
+    priced = planner.price(Layout(2, schedule, strategy, packed), Batching(1, 4))
+    return (priced.inter_bytes, priced.intra_bytes), (scheduled.inter_bytes, scheduled.intra_bytes)
