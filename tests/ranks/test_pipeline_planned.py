@@ -3,7 +3,6 @@
 Functions whose names begin with an underscore run on every rank.
 """
 
-# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable
