@@ -9,20 +9,28 @@ Cases `…mbit`: the same pipeline without compression, with compressed backprop
 synchronisation (fe), selective stage compression (sc), and with all stages compressed (sc-all); and without any on
 cables of no limit, which shows the share of the step that its communication takes. Blocks wait, as for a device of
 their own, and compute nothing: eight ranks on two cores would wait for one another. Cases `peer-…`: against
-torch.distributed.pipelining with DDP stages, which compute and wait. Every run is added to
-benchmarks/results/pipeline.jsonl.
+torch.distributed.pipelining with DDP stages, which compute and wait. Cases `coder…`: what making and undoing the
+factors of a message takes, beside the transfer that they save. Every run is added to benchmarks/results/pipeline.jsonl.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from dataclasses import dataclass
+from math import prod
 from typing import Any
+
+import torch
 
 from harness import figures, race
 from harness.contestants import Cluster, Entry, started
 from harness.figures import Check
 from harness.suite import Settings, Suite
 from pipelines import TOPOLOGY, Piped, Sizes
+from towpath.core.low_rank import LowRank
+from towpath.core.wire import Wire
+from towpath.pipeline.stage_link import Encoding, Sender
 
 BASELINE, UNSHAPED, PEER = "uncompressed", "uncompressed, unshaped", "torch, DDP stages"
 PARTS = ("cb", "cb+fe", "cb+fe+sc", "cb+fe+sc-all")
@@ -86,7 +94,45 @@ class Peer:
         return {"checks": [figures.ratio(run.seconds, BASELINE, PEER, self.most)], **run.recorded()}
 
 
-CASES: list[Compressed | Peer] = [
+@dataclass(frozen=True, slots=True)
+class Coder:
+    """What making and undoing the factors of a message takes of the transfer that they save, in one thread."""
+
+    rank: int
+    sizes: Sizes = SIZES
+    bits: float = 200e6  # a second, of the cable
+    most: float = 0.1
+
+    @property
+    def name(self) -> str:
+        return f"coder, rank {self.rank}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        sizes = self.sizes.quick() if settings.quick else self.sizes
+        shape = (sizes.batch, sizes.length, sizes.width)
+        wire = Wire(codec=f"low-rank:{self.rank}", feedback="first")
+        encoding = Encoding(shape, torch.float32, wire)
+        torch.set_num_threads(1)
+        sender, x = Sender(encoding, torch.device("cpu"), "a message"), torch.randn(shape)
+        taken: list[float] = []
+        for _ in range(5 * settings.rounds):
+            began = time.perf_counter()
+            encoding.decoded(sender.encoded(x))
+            taken.append(time.perf_counter() - began)
+        codec = LowRank(self.rank)
+        saved = 32 * (prod(shape) - codec.encoded_elements(shape)) / self.bits
+        share = statistics.median(taken) / saved
+        return {
+            "checks": [Check("compress and decompress: share of the transfer saved", share, self.most)],
+            "seconds": [round(s, 7) for s in taken],
+            "saved_seconds": round(saved, 6),
+            "kept bytes": 4 * codec.kept_elements(shape, feedback=True),
+            "message bytes": 4 * prod(shape),
+        }
+
+
+CASES: list[Compressed | Peer | Coder] = [
+    *(Coder(rank) for rank in (4, 8, 16)),
     *(Compressed(inter) for inter in ("50mbit", AS_PAPER, "200mbit", "500mbit")),
     *(Peer(inter) for inter in (None, "200mbit", "50mbit")),
 ]

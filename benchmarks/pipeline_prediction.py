@@ -72,10 +72,11 @@ class Predicted:
         cluster = Cluster(TOPOLOGY, self.inter)
         seconds = 2.0 if settings.quick else PROBE_SECONDS
         predicted: dict[str, PricedPipeline] = {}
+        profile: Profile | None = None
         with started({"probe": Entry(cluster, Planning, (seconds,))}, settings.say) as running:
             for setting in self.settings:
-                found = running["probe"].ask("staged", setting.of(sizes))[0]
-                predicted[str(setting)] = _priced(setting, sizes, *found)
+                profile, staged = running["probe"].ask("staged", setting.of(sizes))[0]
+                predicted[str(setting)] = _priced(setting, sizes, profile, staged)
         entries = {
             str(setting): Entry(cluster, Piped, (setting.compression, setting.of(sizes)), WARM_TURNS)
             for setting in self.settings
@@ -83,7 +84,12 @@ class Predicted:
         with started(entries, settings.say) as running:
             measured = race.run(running, settings.rounds, settings.say)
             sent = {name: one.ask("inter_bytes")[0] for name, one in running.items()}
-        return {**_compared(predicted, measured.seconds, sent), **measured.recorded()}
+        return {
+            **_compared(predicted, measured.seconds, sent),
+            **measured.recorded(),
+            "profile": profile.to_json() if profile is not None else "",
+            "computing_seconds": {name: round(p.computing, 5) for name, p in predicted.items()},
+        }
 
 
 def _compared(

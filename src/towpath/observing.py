@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from towpath.engine.record import Sums, TransferStats
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Trace
 from towpath.errors import StepError
+from towpath.topology.groups import Groups
 
 __all__ = [
     "BETWEEN",
@@ -114,19 +115,32 @@ def tracing(model: nn.Module) -> Generator[Trace]:
 
     Every rank must trace the same steps: they begin together, which makes their clocks comparable.
     """
-    wiring = engine_of(model).wiring
-    if wiring.record.trace is not None:
+    engine = engine_of(model)
+    with traced([engine], [engine.wiring.groups]) as trace:
+        yield trace
+
+
+@contextmanager
+def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Trace]:
+    """What all of this rank's engines do, in one trace. `meshes`: through which all ranks meet."""
+    records = [engine.wiring.record for engine in engines]
+    if any(record.trace is not None for record in records):
         raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
-    wiring.queues.finish()
+    for engine in engines:
+        engine.wiring.queues.finish()
     # Twice: whoever came early to the first is as late as all the others for the second.
-    wiring.groups.barrier()
-    wiring.groups.barrier()
-    trace = wiring.record.trace = Trace(wiring.record.timer)
+    for groups in (*meshes, *meshes):
+        groups.barrier()
+    trace = Trace(records[0].timer)
+    for record in records:
+        record.trace = trace
     try:
         yield trace
-        wiring.queues.finish()
+        for engine in engines:
+            engine.wiring.queues.finish()
     finally:
-        wiring.record.trace = None
+        for record in records:
+            record.trace = None
     trace.end()
 
 

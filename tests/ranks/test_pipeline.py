@@ -119,6 +119,33 @@ def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches:
         assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_a_trace_has_every_pass_every_message_and_what_was_waited(world: Worlds, schedule: str) -> None:
+    for rank, (tracks, passes, expected) in enumerate(world(4).run(_traced, schedule)):
+        assert passes == expected
+        sent, received = (sum(name.endswith(word) for name in tracks["inside nodes"]) for word in ("sent", "received"))
+        assert sent == received > 0 or schedule == "1F1B"
+        assert (sent, received) == (4, 4) or schedule != "1F1B", rank
+        assert "for neighbours" in tracks["waiting"]
+        assert {"sync of root", "sync of blocks.0"} <= set(tracks["inside nodes"])
+
+
+def _traced(schedule: str) -> tuple[dict[str, list[str]], int, int]:
+    """By track what was traced; how many of the passes that this rank computes."""
+    pipeline = _pipeline(2, 2, schedule, "zero1", 4)
+    x, y = _batch(0, dist.get_rank() % 2, 4)
+    pipeline.step(x, target=y)
+    with pipeline.tracing() as trace:
+        pipeline.step(x, target=y)
+    tracks: dict[str, list[str]] = {}
+    for each in trace.intervals:
+        tracks.setdefault(each.track, []).append(each.name)
+    own = set(pipeline.modules)
+    expected = sum(each.stage in own for passes in pipeline.order.values() for each in passes)
+    passes = {name for name in tracks["compute"] if "of stage" in name}
+    return tracks, len(passes), expected
+
+
 @pytest.mark.parametrize("strategy, halved", [("zero1", True), ("zero3", False)])
 def test_weights_gradients_wait_where_the_weights_stay_whole(world: Worlds, strategy: str, halved: bool) -> None:
     """Between the two halves of a backward pass none of them is there; elsewhere there is one pass."""

@@ -136,7 +136,6 @@ def test_what_stages_do_not_have_is_refused_at_once(config: Callable[..., Config
         ({"parallel": {"schedule": "GPipe"}}, "only with parallel.pipeline above 1"),
         ({"parallel": {"pipeline": 2, "schedule": "2F2B"}}, "parallel.schedule = '2F2B': expected one of 'GPipe'"),
         ({"parallel": {"pipeline": 2}, "train": {"compile": True}}, "a pipeline has no train.compile yet"),
-        ({"parallel": {"pipeline": 2}, "log": {"trace": [1]}}, "a pipeline has no log.trace yet"),
         ({"parallel": {"pipeline": 2, "gradients": "int8"}}, "parallel: Compression: gradients takes low rank"),
     ):
         with pytest.raises(ConfigError, match=words):

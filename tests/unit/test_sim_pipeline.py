@@ -122,6 +122,24 @@ def test_ranks_of_one_host_share_its_cores() -> None:
     assert seen.seconds == pytest.approx(2 * 4 * (FORWARD + BACKWARD), rel=1e-6)
 
 
+def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> None:
+    """Two stages that exchange an output and a gradient at once: with sockets one after the other."""
+    order = one_forward_one_backward(2, 4)
+    took: dict[bool, float] = {}
+    for sockets in (False, True):
+        link = Link(4 * HIDDEN / 0.5, 0.0)
+        cores = 100.0 if sockets else None
+        cluster = Hardware(Topology(2, 1), link, link, FAST, FAST, cores=cores, ranks_sharing=2)
+        made = presets.strategy("ddp", Topology(1, 1))
+        plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+        seconds = Seconds((0.0, 0.1), (0.0, 0.1), 0.0, 0.0)
+        outputs = (((HIDDEN,), "float32"),)
+        stages = [SimulatedStage((r,), made, plans, seconds, outputs if r == 0 else ()) for r in (0, 1)]
+        walk = one_forward_one_backward_walk(order)
+        took[sockets] = PipelineReplay(stages, walk, cluster, Compression()).run().seconds
+    assert took[True] > took[False] + 0.5
+
+
 def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
     order = gpipe(2, 1)
     made = presets.strategy("ddp", Topology(1, 1))

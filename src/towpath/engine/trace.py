@@ -55,9 +55,13 @@ class Trace:
         timer.settle()  # all that is marked comes after the zero, on every stream
         self._zero = timer.mark()
         self._doing: list[tuple[str, str]] = [_REST]  # what the thread that trains does, and around what
+        self._waiting: set[str] = set()  # which of that is not computing
         self._since = self._zero
 
-    def _add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
+    def mark(self) -> Mark:
+        return self._timer.mark()
+
+    def add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
         with self._lock:
             self._marked.append((track, name, began, ended, args))
 
@@ -68,7 +72,7 @@ class Trace:
         found = [self._interval(*marked) for marked in self._marked]
         self._marked.clear()
         # A change of what is computed right after another leaves nothing between them.
-        kept = (i for i in found if i.seconds > 0 or i.track != COMPUTE)
+        kept = (i for i in found if i.seconds > 0 or i.track not in (COMPUTE, WAITING))
         self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
 
     def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
@@ -90,8 +94,11 @@ class Trace:
             del self._doing[index]
 
     @contextmanager
-    def phase(self, name: str) -> Generator[None]:
-        """The optimizer, the data, an evaluation: what the engine does not see."""
+    def phase(self, name: str, *, waiting: bool = False) -> Generator[None]:
+        """The optimizer, the data, an evaluation: what the engine does not see. `waiting`: nothing is computed in it
+        but what is entered inside."""
+        if waiting:
+            self._waiting.add(name)
         self.enter(name)
         try:
             yield
@@ -105,13 +112,19 @@ class Trace:
 
     def _computed(self, began: Mark, ended: Mark) -> None:
         work, unit = self._doing[-1]
-        self._add(COMPUTE, f"{work} {unit}".rstrip(), began, ended, {"unit": unit} if unit else {})
+        self.add(
+            WAITING if work in self._waiting else COMPUTE,
+            f"{work} {unit}".rstrip(),
+            began,
+            ended,
+            {"unit": unit} if unit else {},
+        )
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """It did nothing but wait for these transfers."""
         self._computed(self._since, began)
         self._since = ended
-        self._add(WAITING, _name(transfers), began, ended, _args(transfers))
+        self.add(WAITING, _name(transfers), began, ended, _args(transfers))
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
@@ -123,7 +136,7 @@ class Trace:
             (INSIDE, sum(t.intra_bytes for t in transfers)),
         ):
             if sent_bytes:
-                self._add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
+                self.add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
 
     def watch_codecs(self, micro_step: int) -> Watch:
         """What the kernels tell that work for a transfer of this micro-step."""
@@ -133,7 +146,7 @@ class Trace:
             began = self._timer.mark()
             yield
             args: Args = {"elements": elements, "micro_step": micro_step}
-            self._add(f"{CODEC}{codec}", work, began, self._timer.mark(), args)
+            self.add(f"{CODEC}{codec}", work, began, self._timer.mark(), args)
 
         return coding
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import count as count_up
 from math import prod
 from typing import Any
@@ -39,13 +39,14 @@ from towpath.core.pipeline import StagePass, as_computed
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import Kind, Strategy
 from towpath.engine.build import agree
+from towpath.engine.executor import engine_of
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice
 from towpath.engine.partial_sums import total_norm
 from towpath.errors import ShardError, StepError, TowpathError
-from towpath.observing import Stats
+from towpath.observing import Stats, Trace
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import Observed
 from towpath.pipeline.parts import parts_of, prefixes_of
@@ -53,6 +54,7 @@ from towpath.pipeline.schedules import order_of, owners_of, schedule_class, spli
 from towpath.pipeline.shapes import Tensors, handed_on
 from towpath.pipeline.split_backward import can_be_halved
 from towpath.pipeline.stage import Place, TowpathStage, engines_in
+from towpath.pipeline.traced import TracedStages
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.noticeboard import Noticeboard
@@ -117,6 +119,7 @@ class Pipeline:
         ends = find_ends(tied, modules, self.owners, mesh)
         self._tied: TiedEmbeddings | None = None
         self._stages: list[TowpathStage] = []
+        self._traced = TracedStages()
         with _alike(Groups(group)):
             if ends is not None:
                 fused = self._compression.fused_embeddings
@@ -126,7 +129,8 @@ class Pipeline:
                 within = mesh["dp"].get_group()
                 shard(module, of_stage, group=within, precision=precision, units=units, values=values)
                 place = self._place(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
-                self._stages.append(TowpathStage(module, place, torch.device(mesh.device_type), self._compression))
+                device = torch.device(mesh.device_type)
+                self._stages.append(TowpathStage(module, place, device, self._compression, self._traced))
         self.order = as_computed(self.order, self._halved())
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
@@ -203,7 +207,8 @@ class Pipeline:
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
         first, last = 0 in own, len(self.owners) - 1 in own
-        walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
+        with self._traced.walking():
+            walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
 
     @property
@@ -278,6 +283,19 @@ class Pipeline:
         """As `towpath.stats`, of all stages and what goes between them; messages between stages are exposed as long as
         this rank waited for any, and no seconds in flight are known of them. Every rank must call it."""
         return self.observed.summed_up(self.observed.stats_of_rank())
+
+    def tracing(self) -> AbstractContextManager[Trace]:
+        """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
+        names = self._mesh.mesh_dim_names or ()
+        meshes = [Groups(self._mesh[name].get_group()) for name in (*names, *names)]  # the last meet after the first
+        job = self.observed.job
+        crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is Kind.ACTIVATION}
+        engines = [engine_of(module) for module in self._sharded_modules()]
+        return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
+
+    @property
+    def running_trace(self) -> Trace | None:
+        return self._traced.trace
 
     def _sharded_modules(self) -> Iterator[nn.Module]:
         yield from self.modules.values()

@@ -21,6 +21,7 @@ from towpath.core.wire import Wire
 from towpath.engine.executor import Engine, engine_of
 from towpath.pipeline.split_backward import input_gradients, weight_gradients
 from towpath.pipeline.stage_link import Encoding, Sender
+from towpath.pipeline.traced import TracedStages
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,9 @@ class TowpathStage(PipelineStage):
     What it sends to its neighbours may be encoded.
     """
 
-    def __init__(self, module: nn.Module, place: Place, device: torch.device, compression: Compression) -> None:
+    def __init__(
+        self, module: nn.Module, place: Place, device: torch.device, compression: Compression, traced: TracedStages
+    ) -> None:
         super().__init__(
             module,
             place.index,
@@ -60,7 +63,7 @@ class TowpathStage(PipelineStage):
             dw_builder=None if place.halved else _nothing_left,
         )
         self._micro_batches, self._walked, self._encoded = place.micro_batches, 0, place.encoded
-        self.halved = place.halved
+        self.halved, self._traced = place.halved, traced
         self.seconds_computed = 0.0  # in its passes
         self._outputs = [_encoding(t, compression.activations) for t in place.outputs if not self.is_last]
         self._inputs = [_encoding(t, compression.activations) for t in place.inputs if not self.is_first]
@@ -122,7 +125,9 @@ class TowpathStage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with self._computing():
+        if not self.halved:  # they are there
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with self._computing("backward" if self.is_first else "weight gradients", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
@@ -134,6 +139,9 @@ class TowpathStage(PipelineStage):
     # Messages -------------------------------------------------------------------------------------------------------
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._traced.messages(self._sent_outputs(fwd_chunk_id), "output", self.stage_index, fwd_chunk_id)
+
+    def _sent_outputs(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if not self._output_senders:
             return super().get_fwd_send_ops(fwd_chunk_id)
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
@@ -145,14 +153,15 @@ class TowpathStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_fwd_recv_ops(fwd_chunk_id)
-        return self._in_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
+        found = self._in_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
+        return self._traced.messages(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         for index, info in enumerate(self.args_recv_info[fwd_chunk_id]):
             message = self._arriving.pop(("output", fwd_chunk_id, index), None)
             if message is not None:
                 info.buffer = self._inputs[index].decoded(message)
-        with self._computing():
+        with self._computing("forward", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -162,15 +171,18 @@ class TowpathStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = tuple(
                 _encoded(self._gradient_senders, i, gradient) for i, gradient in enumerate(gradients)
             )
-        return super().get_bwd_send_ops(bwd_chunk_id)
+        found = super().get_bwd_send_ops(bwd_chunk_id)
+        return self._traced.messages(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_bwd_recv_ops(bwd_chunk_id)
-        if not found or (self.stage_index + 1, bwd_chunk_id) not in self._encoded:
-            return found
-        return self._in_messages("gradient", bwd_chunk_id, found, self.grad_recv_info[bwd_chunk_id], self._gradients)
+        if found and (self.stage_index + 1, bwd_chunk_id) in self._encoded:
+            infos = self.grad_recv_info[bwd_chunk_id]
+            found = self._in_messages("gradient", bwd_chunk_id, found, infos, self._gradients)
+        return self._traced.messages(found, "gradient", self.stage_index, bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        later = self.halved and not kwargs.get("full_backward", True)  # the gradients of the weights
         infos = self.grad_recv_info[bwd_chunk_id] if self.has_backward and not self.is_last else ()
         buffers = [info.buffer for info in infos]
         for index, info in enumerate(infos):
@@ -178,17 +190,20 @@ class TowpathStage(PipelineStage):
             if message is not None:
                 info.buffer = self._gradients[index].decoded(message)
         try:
-            with self._computing():
+            if later and self.is_first:  # its inputs want no gradients
+                return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+            with self._computing("input gradients" if later else "backward", bwd_chunk_id):
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         finally:
             for info, buffer in zip(infos, buffers, strict=True):
                 info.buffer = buffer
 
     @contextmanager
-    def _computing(self) -> Generator[None]:
+    def _computing(self, work: str, micro_batch: int) -> Generator[None]:
         began = time.perf_counter()
         try:
-            yield
+            with self._traced.computing(work, self.stage_index, micro_batch):
+                yield
         finally:
             self.seconds_computed += time.perf_counter() - began
 

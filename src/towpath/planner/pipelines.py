@@ -326,6 +326,11 @@ class Pipelines:
         model, tokens = _share_of(staged.stages[index], layout.tensor), batching.micro_batch * staged.whole.length
         kept = activation_bytes(model, self.request.precision, tokens, batching.checkpointing)
         found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": round(in_flight * kept)}
+        wire = _compression(layout).activation_gradients
+        if index and wire.low_rank is not None:
+            shape = (batching.micro_batch, staged.whole.length, staged.width)
+            kept_elements = wire.low_rank.kept_elements(shape, wire.feedback != "none")
+            found["compression"] = kept_elements * item_bytes(self._compute)
         if staged.tied and index in (0, layout.stages - 1):
             each = item_bytes(self.request.own) * (2 + self.request.optimizer.states)
             found["tied embeddings"] = staged.tied // layout.tensor * each

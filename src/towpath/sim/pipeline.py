@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from towpath.core.compression import Compression
 from towpath.core.job import Shape, message_transfers
@@ -72,7 +73,7 @@ class PipelineReplay:
             capacities |= place.capacities(hardware)
         self._fluid = Fluid(capacities)
         self._timelines = {rank: Timeline() for rank in walk}
-        self._links = _Links(self._fluid)
+        self._links = _Links(self._fluid, by_sockets=hardware.cores is not None)
         self._loss = _Moment()
         self._passes: dict[int, list[StagePass]] = defaultdict(list)
         for of in walk.values():
@@ -203,22 +204,32 @@ class _Moment:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """`between`: from which rank of the pipeline to which. `posted`: ends that let it move."""
+    """`between`: from which rank of the pipeline to which. `posted`: ends that let it move; `behind`: what has to be
+    through before."""
 
     message: Message
     between: tuple[int, int]
     loads: deque[Load]
     timeline: Timeline
     posted: int = 0
+    behind: _InFlight | None = None
     began: float | None = None
     ended: bool = False
 
+    @property
+    def may_move(self) -> bool:
+        return self.behind is None or self.behind.ended
+
 
 class _Links:
-    """Of the messages from one rank to another, one moves after the other, in the order in which they were sent."""
+    """Messages from one rank to another move one after the other, in the order in which they were sent.
 
-    def __init__(self, fluid: Fluid) -> None:
-        self._fluid = fluid
+    `by_sockets`: as gloo does it, the receiver tells by the same connection that it is ready; so before a message moves,
+    what moves the other way at that time is through.
+    """
+
+    def __init__(self, fluid: Fluid, by_sockets: bool) -> None:
+        self._fluid, self._by_sockets = fluid, by_sockets
         self._made: dict[Message, _InFlight] = {}
         self._queues: dict[tuple[int, int], deque[_InFlight]] = defaultdict(deque)
         self._moving: dict[Flow, _InFlight] = {}
@@ -234,11 +245,16 @@ class _Links:
         message.posted += 1
         if sends:
             self._queues[message.between].append(message)
+        elif self._by_sockets:
+            source, target = message.between
+            back = self._queues[target, source]
+            moving = list(takewhile(lambda other: other.posted == 2 and other.may_move, back))
+            message.behind = moving[-1] if moving else None
 
     def start_what_may(self) -> None:
         moving = set(map(id, self._moving.values()))
         for queue in self._queues.values():
-            while queue and queue[0].posted == 2 and id(queue[0]) not in moving:
+            while queue and queue[0].posted == 2 and queue[0].may_move and id(queue[0]) not in moving:
                 message = queue[0]
                 if message.began is None:
                     message.began = self._fluid.now

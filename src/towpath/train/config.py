@@ -314,7 +314,6 @@ class Config:
     def _check_stages(self) -> None:
         """What stages do not have yet."""
         missing = {"strategy.name = auto": self.strategy.auto, "train.compile": self.train.compile}
-        missing["log.trace"] = bool(self.log.trace)
         for what, asked in missing.items():
             if asked:
                 raise ConfigError(f"parallel.pipeline = {self.parallel.pipeline}: a pipeline has no {what} yet.")

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from towpath.errors import StepError
 from towpath.observing import Interval, Stats, Sums, Trace, intervals_of_ranks, running_trace, stats, sums, tracing
 from towpath.pipeline import Pipeline
 from towpath.topology.groups import Groups
@@ -122,9 +121,10 @@ class OneModel:
 
 @dataclass
 class Stages:
-    """A pipeline; each of its copies computes a share of the samples."""
+    """A pipeline; each of its copies computes a share of the samples. `groups`: of the whole job."""
 
     model: Pipeline
+    groups: Groups
     shares: int
     share: int
 
@@ -154,10 +154,10 @@ class Stages:
         return self.model.observed.summed_up(done)
 
     def running_trace(self) -> Trace | None:
-        return None
+        return self.model.running_trace
 
     def traced(self) -> AbstractContextManager[Trace]:
-        raise StepError("a pipeline's steps cannot be traced yet: leave log.trace empty.")
+        return self.model.tracing()
 
     def intervals(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
-        return {}
+        return dict(enumerate(self.groups.collect_objects(trace.intervals)))

@@ -59,4 +59,4 @@ def pipelined(
     )
     per_rank = parallel.stages // parallel.pipeline
     job.say(f"{parallel.stages} stages, {per_rank} on each rank, by {parallel.schedule}; {copies} ranks hold each")
-    return Stages(made, copies, mesh.get_local_rank("dp"))
+    return Stages(made, job.groups, copies, mesh.get_local_rank("dp"))

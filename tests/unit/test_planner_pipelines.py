@@ -1,0 +1,147 @@
+"""Pipelines as the planner prices them, without ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from towpath.cli.main import app
+from towpath.core.pipeline import gpipe, most_in_flight, one_forward_one_backward
+from towpath.errors import PlanError
+from towpath.pipeline.schedules import walks
+from towpath.planner import clusters
+from towpath.planner.cluster import GIB
+from towpath.planner.model import MODELS, Transformer, describe
+from towpath.planner.pipelines import Layout, Pipelines
+from towpath.planner.request import Request
+from towpath.planner.solver import Batching
+
+SHAPE = Transformer(vocabulary=1000, width=64, depth=8, heads=4, hidden=256, tied=False)
+CLUSTER = clusters.load("ethernet-10g", 4)  # of four ranks each
+
+
+def planner(memory: float = 20.0, batch: int = 64, **change: object) -> Pipelines:
+    shape = replace(SHAPE, **change)  # type: ignore[arg-type]
+    request = Request(batch, int(memory * GIB), checkpointing=False)
+    return Pipelines(lambda count: shape.staged("gpt", 128, count), CLUSTER, request, walks)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "gpt-8.3b", "bert-10b"])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_stages_have_together_what_the_model_has(name: str, count: int) -> None:
+    shape, length = MODELS[name]
+    staged, whole = shape.staged(name, length, count), describe(name)
+    assert sum(model.parameters for model in staged.stages) + staged.tied == whole.parameters
+    assert sum(model.flops for model in staged.stages) == pytest.approx(whole.flops)
+    assert sum(unit.modules for model in staged.stages for unit in model.units[1:]) == shape.depth
+
+
+def test_more_stages_than_blocks_are_refused() -> None:
+    with pytest.raises(Exception, match="16 stages of a model that has 8 blocks"):
+        planner().price(Layout(16), Batching(1, 16))
+
+
+@pytest.mark.parametrize(
+    "layout, words", [(Layout(3), "divisor of the cluster's 16"), (Layout(2, tensor=8), "a node's 4")]
+)
+def test_layouts_that_do_not_divide_are_refused(layout: Layout, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        planner().copies(layout)
+
+
+def test_many_micro_batches_are_as_if_all_were_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = planner().price(Layout(4), Batching(1, 64))
+    monkeypatch.setattr("towpath.planner.pipelines._REPLAYED", (32, 64))
+    all_of_them = planner().price(Layout(4), Batching(1, 64))
+    assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.01)
+    assert few.inter_bytes == all_of_them.inter_bytes
+    assert sum(few.exposed.values()) == pytest.approx(sum(all_of_them.exposed.values()), rel=0.05)
+
+
+def test_the_bubble_shrinks_with_more_micro_batches() -> None:
+    idle = [planner().price(Layout(4), Batching(1, count)).idle for count in (4, 8, 32)]
+    assert idle == sorted(idle, reverse=True) and idle[0] > 0.4
+
+
+def test_no_candidate_takes_less_than_its_bound() -> None:
+    made = planner()
+    for layout, batching in made._candidates([2, 4], ["1F1B", "ZBVZeroBubble"], ["none"], [1, 2]):
+        if batching.micro_batch == 4:
+            assert made.price(layout, batching).seconds >= 0.999 * made._bound(layout, batching)
+
+
+def test_what_is_found_is_the_best_of_all() -> None:
+    made = planner(batch=16)
+    found = made.solve([2, 4], best=3)
+    everything = [made.price(*each) for each in made._candidates([2, 4], ["1F1B"], ["none"], [1])]
+    assert [p.seconds for p in found] == sorted(p.seconds for p in everything)[:3]
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    made = planner(memory=0.02)
+    assert all(p.peak_bytes <= 0.02 * GIB for p in made.solve([2], best=100))
+    assert not planner(memory=0.001).solve([2, 4])
+
+
+def test_of_1f1b_a_rank_keeps_as_many_micro_batches_as_stages_follow() -> None:
+    order = one_forward_one_backward(4, 16)
+    assert [most_in_flight(order[rank]) for rank in range(4)] == [4, 3, 2, 1]
+    assert [most_in_flight(passes) for passes in gpipe(4, 16).values()] == [16] * 4
+
+
+def test_tensor_parallel_ranks_share_states_and_arithmetic_and_pay_for_their_sums() -> None:
+    alone, shared = (planner().price(Layout(2, tensor=n), Batching(4, 8)) for n in (1, 2))
+    assert shared.memory["master"] == pytest.approx(alone.memory["master"] / 2, rel=0.05)
+    assert alone.seconds / 2 < shared.seconds
+
+
+def test_encoded_gradients_take_less_of_the_cable_where_it_is_narrow() -> None:
+    slow = clusters.load("ethernet-1g", 4)
+    request = Request(16, 20 * GIB, checkpointing=False)
+    made = Pipelines(lambda count: SHAPE.staged("gpt", 128, count), slow, request)
+    plain, packed = (made.price(Layout(4, compression=name), Batching(4, 4)) for name in ("none", "optimus-cb"))
+    assert packed.inter_bytes < plain.inter_bytes and packed.seconds < plain.seconds
+    # What a message missed, and Q; in bf16.
+    assert packed.memory["compression"] == 2 * (4 * 128 * 64 + 16 * 64)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_ranked_beside_all_others() -> None:
+    asked = ["plan", "gpt-2.5b", "--cluster", "ethernet-1g", "--nodes", "2", "--batch", "16", "--no-checkpointing"]
+    seen = CliRunner().invoke(app, [*asked, "--micro-batch", "1", "--pipeline", "2", "--pipeline", "8", "--top", "4"])
+    assert seen.exit_code == 0, seen.output
+    assert "in 8 pp, 1F1B" in seen.output
+    assert all(len(line) <= 100 for line in seen.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--schedule", "1F1B"], "pass --pipeline, too"),
+        (["--pipeline", "2", "--schedule", "1f1b"], "did you mean '1F1B'"),
+        (["--pipeline", "2", "--compression", "cb"], "did you mean 'optimus-cb'"),
+        (["--pipeline", "5"], "divisor of the cluster's 16"),
+    ],
+)
+def test_what_cannot_be_is_said(options: list[str], words: str) -> None:
+    seen = CliRunner().invoke(app, ["plan", "llama-7b", "--cluster", "ethernet-10g", "--batch", "64", *options])
+    assert seen.exit_code != 0 and words in str(seen.exception or seen.output)
+
+
+def test_planning_stages_needs_no_torch() -> None:
+    text = (
+        "import sys; sys.argv = 'towpath plan gpt-2.5b --cluster ethernet-1g --nodes 2 --batch 8 --micro-batch 1 "
+        "--pipeline 2 --top 1'.split()\n"
+        "from towpath.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
