@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs import draw_plans, draw_predictions, draw_routes, papers
+from docs import draw_pipeline_predictions, draw_plans, draw_predictions, draw_routes, papers
 from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
 
 from towpath.core.routes import Op
@@ -105,6 +105,12 @@ def test_the_pictures_of_which_strategy_when_are_what_the_simulator_says() -> No
     for path, text in draw_plans.pictures().items():
         assert f"]({path.name})" in page
         assert path.read_text(encoding="utf-8") == text, f"{path.name} is old: run `python docs/draw_plans.py`"
+
+
+def test_the_table_of_predicted_pipelines_is_that_of_the_results() -> None:
+    page = draw_pipeline_predictions.PAGE.read_text(encoding="utf-8")
+    told = "docs/planner.md is old: run `python -m docs.draw_pipeline_predictions --write`"
+    assert draw_pipeline_predictions.table() in page, told
 
 
 def test_what_is_said_of_predictions_is_what_was_measured() -> None:

@@ -224,8 +224,8 @@ class _InFlight:
 class _Links:
     """Messages from one rank to another move one after the other, in the order in which they were sent.
 
-    `by_sockets`: as gloo does it, the receiver tells by the same connection that it is ready; so before a message moves,
-    what moves the other way at that time is through.
+    `by_sockets`: as gloo does it, the receiver tells by the same connection that it is ready; so before a message
+    moves, what moves the other way at that time is through.
     """
 
     def __init__(self, fluid: Fluid, by_sockets: bool) -> None:
