@@ -172,10 +172,12 @@ def _serve(
     import torch.distributed as dist
 
     from towpath.core import routes
+    from towpath.train.observe import flops
 
     warnings_are_errors()
     torch.set_num_threads(1)
     routes.SMALLEST_PART_BYTES = 32  # the models here are small: routes are to cut up what they move all the same
+    flops._MEASURED_SECONDS = 0.0  # one product, not as many as fit: each training would else take three times as long
     gc.freeze()  # the collector, and who asks it what there is, need not go through all that was loaded before
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
