@@ -40,8 +40,8 @@ from towpath.train.loop import Step, Training
 Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]
 
-BATCH = 12
-THIRD = 8
+BATCH = 12  # which 1, 2, 3 and 4 ranks can share out
+THIRD = 4
 STEPS = 3 * THIRD
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
@@ -55,7 +55,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     corpus.write_text(" ".join(random.Random(0).choices(("lock", "barge", "weir", "horse", "canal"), k=4000)))
     prepare(find(DataConfig(text=(str(corpus),))), "bytes", tokens, Plan())
     model = ("model.width=16", "model.depth=1", "model.heads=2", "model.hidden=32")
-    train = (f"train.steps={STEPS}", f"train.batch={BATCH}", "train.micro_batch=1", "train.length=8", "train.threads=1")
+    train = (f"train.steps={STEPS}", "train.batch=4", "train.micro_batch=1", "train.length=8", "train.threads=1")
     # Not 1e-8: AdamW would make whole steps of what rounding leaves of a gradient that is zero.
     return (*model, *train, "train.eps=1e-5", "train.evaluate_batches=1", f"data.tokens={tokens}")
 
@@ -140,7 +140,7 @@ def uninterrupted(
 ) -> tuple[Path, list[float]]:
     """zero3 on 2×2: its checkpoints after each third, and its losses."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    more = _in(folder, *SQUARE, f"checkpoint.every={THIRD}", "checkpoint.keep=0")
+    more = _in(folder, *SQUARE, f"train.batch={BATCH}", f"checkpoint.every={THIRD}", "checkpoint.keep=0")
     seen = world(4).run(_train, (*options, *more))
     assert not any(rank.error for rank in seen)
     return folder / "checkpoints", seen[0].losses
@@ -152,6 +152,7 @@ def test_another_strategy_on_another_world_goes_on_and_so_does_the_first_from_th
 ) -> None:
     saved, losses = uninterrupted
     ranks, strategy, tolerance = OTHERS[other]
+    options = (*options, f"train.batch={BATCH}")
 
     there = _in(tmp_path / "there", *strategy, f"checkpoint.resume={saved / f'step-{THIRD:06}'}")
     seen = world(ranks).run(_train, (*options, *there), {0: (2 * THIRD - 1, signal.SIGTERM)})
@@ -200,7 +201,7 @@ def test_the_same_strategy_and_world_go_on_bit_for_bit(
     """Losses, weights, optimizer states, random numbers and what codecs carry."""
     name, _, feedback = strategy.partition(" ")
     more = (f"strategy.name={name}", f"strategy.feedback={feedback}", *SQUARE, "train.steps=12", "checkpoint.every=4")
-    options = (*options, *more, f"checkpoint.background={background}")
+    options = (*options, *more, "train.batch=8", f"checkpoint.background={background}")  # two micro-steps
     whole, parts = _in(tmp_path / "whole"), _in(tmp_path / "parts")
     losses = world(4).run(_train, (*options, *whole))[0].losses
     before = world(4).run(_train, (*options, *parts), {2: (5, signal.SIGTERM)})
@@ -489,7 +490,7 @@ def test_all_ranks_stop_after_the_same_step_and_save(
 
 
 def test_with_a_dead_peer_nothing_is_saved_and_that_is_said(options: tuple[str, ...], tmp_path: Path) -> None:
-    options = (*options, *_in(tmp_path, "checkpoint.every=2"))
+    options = (*options, *_in(tmp_path, "train.batch=3", "checkpoint.every=2"))
     with World(3) as ranks:
         for connection in ranks._connections:
             connection.send((_die, (options, 1, 4), 60.0))
