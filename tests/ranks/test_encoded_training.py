@@ -168,16 +168,36 @@ def _one_step_of_each(shape: Topology) -> None:
 
 
 def _check_accumulation(model: Any, plain: nn.Module, loss: Loss, shape: Topology) -> None:
-    """One accumulation of `model`; in `plain`, all ranks' with the weights that compute here."""
+    """One accumulation of `model`; in `plain`, all ranks' with the weights that compute here.
+
+    The first rank alone judges: that all have the same bits is asked besides.
+    """
     _write(model)
     _leave_noise_in_gradient_slots(model)
     codecs, masters = _codecs(model), _masters(model)
     for micro in range(MICRO_STEPS):
         with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
             (loss(model, dist.get_rank(), micro) / MICRO_STEPS).backward()
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            parameter.copy_(_through(codecs[name][0], masters[name]))
+    judges = dist.get_rank() == 0
+    each: dict[str, list[Tensor]] = {}
+    if judges:
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(_through(codecs[name][0], masters[name]))
+        each = _gradients_of_all(plain, loss, shape)
+    for name, parameter in model.named_parameters():
+        _, codec, plan = codecs[name]
+        found = parameter.grad.full_tensor()
+        label = f"{model.towpath_engine.strategy.name} {name}"
+        everyones = [torch.empty_like(found) for _ in range(shape.world)]
+        dist.all_gather(everyones, found.contiguous())
+        assert all(torch.equal(found, other) for other in everyones), label
+        if judges:
+            _check_gradient(found.flatten().double() * shape.world, each[name], codec, plan, shape, label)
+
+
+def _gradients_of_all(plain: nn.Module, loss: Loss, shape: Topology) -> dict[str, list[Tensor]]:
+    """By parameter: every rank's and micro-step's."""
     each: dict[str, list[Tensor]] = {}
     for rank in range(shape.world):
         for micro in range(MICRO_STEPS):
@@ -186,14 +206,7 @@ def _check_accumulation(model: Any, plain: nn.Module, loss: Loss, shape: Topolog
             for name, parameter in plain.named_parameters():
                 assert parameter.grad is not None
                 each.setdefault(name, []).append(parameter.grad.flatten().double())
-    for name, parameter in model.named_parameters():
-        _, codec, plan = codecs[name]
-        found = parameter.grad.full_tensor()
-        label = f"{model.towpath_engine.strategy.name} {name}"
-        _check_gradient(found.flatten().double() * shape.world, each[name], codec, plan, shape, label)
-        everyones = [torch.empty_like(found) for _ in range(shape.world)]
-        dist.all_gather(everyones, found.contiguous())
-        assert all(torch.equal(found, other) for other in everyones), label
+    return each
 
 
 def _leave_noise_in_gradient_slots(model: Any) -> None:
