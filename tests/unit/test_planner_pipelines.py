@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -118,6 +120,31 @@ def test_stages_are_ranked_beside_all_others() -> None:
     assert seen.exit_code == 0, seen.output
     assert "in 8 pp, 1F1B" in seen.output
     assert all(len(line) <= 100 for line in seen.output.splitlines())
+
+
+def test_one_pipeline_is_simulated_and_traced_rank_by_rank(tmp_path: Path) -> None:
+    trace = tmp_path / "step.json"
+    asked = ["simulate", "zero1", "--model", "gpt-2.5b", "--cluster", "ethernet-10g", "--pipeline", "4"]
+    seen = CliRunner().invoke(app, [*asked, "--micro-steps", "8", "--schedule", "ZBVZeroBubble", "--trace", str(trace)])
+    assert seen.exit_code == 0, seen.output
+    assert "idle ranks" in seen.output and all(len(line) <= 100 for line in seen.output.splitlines())
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = {each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert len(names) == 4 and all("8 stages on 4, ZBVZeroBubble, zero1" in name for name in names)
+    assert {"weight gradients", "input gradients"} <= {each["name"].partition(" of ")[0] for each in events}
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["zero1", "--pipeline", "4"], "at least 4 micro-batches, got 1"),
+        (["hpz", "--pipeline", "4", "--micro-steps", "4"], "are planned with ddp, zero1"),
+        (["zero1", "--pipeline", "4", "--micro-steps", "4", "--jitter", "0.1"], "leave out --pipeline"),
+    ],
+)
+def test_what_cannot_be_simulated_is_said(options: list[str], words: str) -> None:
+    seen = CliRunner().invoke(app, ["simulate", *options, "--model", "gpt-2.5b", "--cluster", "ethernet-10g"])
+    assert seen.exit_code != 0 and words in str(seen.exception or seen.output)
 
 
 @pytest.mark.parametrize(

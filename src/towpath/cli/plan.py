@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.cli.output import check_folder
-from towpath.cli.plan_pipelines import Asked, with_pipelines
+from towpath.cli.plan_pipelines import Asked, simulated, with_pipelines
 from towpath.cli.plan_pipelines import settings as of_stages
 from towpath.core import presets
 from towpath.core.pipeline import SCHEDULES
@@ -25,10 +25,10 @@ from towpath.errors import ConfigError, PlanError
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import PricedPipeline
+from towpath.planner.pipelines import Layout, PricedPipeline
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
-from towpath.sim.lateness import Uneven, lateness
+from towpath.sim.lateness import Late, Uneven, lateness
 from towpath.train.observe.bar import progress_bar
 
 _IN_REPORT = 40  # strategies of which a report shows time against memory
@@ -228,6 +228,10 @@ def simulate(
     straggler: Annotated[
         list[str] | None, typer.Option(metavar="RANK:TIMES", help="A rank that computes so many times as long.")
     ] = None,
+    pipeline: Annotated[int, typer.Option(min=1, help="Ranks with stages of their own; 1: no stages.")] = 1,
+    tensor: Annotated[int, typer.Option(min=1, help="Ranks that share each layer of a stage.")] = 1,
+    schedule: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEDULES)}.")] = "1F1B",
+    compression: Annotated[str, typer.Option(help="Of a pipeline: optimus-cb, …")] = "none",
     as_json: AsJson = False,
 ) -> None:
     """Replay one optimizer step on a described cluster, of up to thousands of ranks.
@@ -235,8 +239,16 @@ def simulate(
     Example: `towpath simulate zero3 --model llama-13b --cluster dgx-a100-200g --nodes 64 --jitter 0.05`
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
-    made, batching = _strategy(strategy, solver), Batching(micro_batch, micro_steps, checkpointing)
+    batching = Batching(micro_batch, micro_steps, checkpointing)
     check_folder("--trace", trace)
+    if pipeline > 1:
+        if jitter or straggler:
+            raise ConfigError("--jitter and --straggler are of ranks that all do the same: leave out --pipeline.")
+        Asked((pipeline,), (tensor,), (schedule,), (compression,))
+        layout = Layout(pipeline, schedule, strategy, compression, tensor)
+        _show_simulated(simulated(solver, model, length, layout, batching, trace), solver, None, trace, as_json)
+        return
+    made = _strategy(strategy, solver)
     if trace is not None:
         _write_trace(trace, solver, made, batching)
     uneven = Uneven(jitter, dict(_straggler(text) for text in straggler or ()))
@@ -245,6 +257,10 @@ def simulate(
     late = None
     if uneven != Uneven():
         late = lateness(solver.timeline(made, batching).moments, uneven, made.topology.world)
+    _show_simulated(priced, solver, late, trace, as_json)
+
+
+def _show_simulated(priced: Priced, solver: Solver, late: Late | None, trace: Path | None, as_json: bool) -> None:
     if as_json:
         found = tables.as_json(priced, solver)
         print(json.dumps(found if late is None else found | {"late_seconds": asdict(late)}, indent=2))
@@ -270,7 +286,7 @@ def _show_step(sides: Sequence[Priced], solver: Solver, conclusion: str) -> None
     """One strategy's step, or those of several side by side."""
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
-    table = Table("one optimizer step", *(tables.label(p.strategy) for p in sides), box=None, pad_edge=False)
+    table = Table("one optimizer step", *(tables.title(p) for p in sides), box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from towpath.core.compression import COMPRESSIONS
 from towpath.core.pipeline import SCHEDULES
 from towpath.errors import ConfigError
 from towpath.planner import model as models
-from towpath.planner.pipelines import Pipelines, PricedPipeline, Walks, plain_walks
-from towpath.planner.solver import Infeasible, Ranking, Solver
+from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline, Walks, plain_walks
+from towpath.planner.solver import Batching, Infeasible, Ranking, Solver
 from towpath.train.observe.bar import progress_bar
 
 _WITHOUT_TORCH = ("GPipe", "1F1B")
@@ -43,11 +44,8 @@ def with_pipelines(
     found: Ranking | Infeasible, solver: Solver, name: str, length: int | None, asked: Asked, best: int
 ) -> Ranking | Infeasible:
     """What was found without stages, and what there is with them: together the `best` of both."""
-    shape, called, tokens = models.shape_of(name, length)
     schedules = asked.schedules or ("1F1B",)
-    pipelines = Pipelines(
-        lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, _walks(schedules)
-    )
+    pipelines = _pipelines(solver, name, length, schedules)
     with progress_bar("Planning stages") as say:
         staged = pipelines.solve(
             asked.pipelines, schedules, asked.compressions or ("none",), asked.tensors or (1,), best, say
@@ -58,6 +56,29 @@ def with_pipelines(
         return Ranking(tuple(staged), len(staged), len(staged), len(staged), False)
     together = sorted((*found.ranked, *staged), key=lambda priced: (priced.seconds, priced.peak_bytes))
     return replace(found, ranked=tuple(together[:best]))
+
+
+def simulated(
+    solver: Solver, name: str, length: int | None, layout: Layout, batching: Batching, trace: Path | None
+) -> PricedPipeline:
+    """One step of a pipeline; in `trace`, if that is given, what one copy of each of its ranks does."""
+    pipelines = _pipelines(solver, name, length, (layout.schedule,))
+    pipelines.check(layout, batching)
+    if trace is not None:
+        from towpath.cli.simulated import intervals_of  # with the engine's trace, and so with torch
+        from towpath.train.observe import perfetto
+
+        timeline, _ = pipelines.replay(layout, batching)
+        ranks = {rank: intervals_of(each.events) for rank, each in enumerate(timeline.ranks)}
+        perfetto.write(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
+    return pipelines.price(layout, batching)
+
+
+def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
+    shape, called, tokens = models.shape_of(name, length)
+    return Pipelines(
+        lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, _walks(schedules)
+    )
 
 
 def _walks(schedules: Sequence[str]) -> Walks:

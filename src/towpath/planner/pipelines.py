@@ -160,6 +160,18 @@ class Pipelines:
             return micro_batches >= layout.pipeline
         return SCHEDULES[layout.schedule] == 1 or micro_batches % layout.pipeline == 0
 
+    def check(self, layout: Layout, batching: Batching) -> None:
+        """Refuse what no pipeline can run."""
+        self.copies(layout)
+        if layout.strategy not in STRATEGIES:
+            raise PlanError(f"strategy {layout.strategy!r}: stages are planned with {', '.join(STRATEGIES)}.")
+        if not self._runs(layout, batching.micro_steps):
+            at_least = "at least" if layout.schedule == "1F1B" else "a multiple of"
+            raise PlanError(
+                f"{layout.schedule} of {layout.pipeline} ranks: expected {at_least} {layout.pipeline} micro-batches, "
+                f"got {batching.micro_steps}."
+            )
+
     def copies(self, layout: Layout) -> int:
         """How often the job has each stage; or why it has none."""
         topology, together = self._topology, layout.pipeline * layout.tensor

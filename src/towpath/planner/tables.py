@@ -101,6 +101,8 @@ def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]
 
     add("step", [seconds(p.seconds) for p in sides])
     add("  computing", [seconds(p.computing) for p in sides])
+    if any(isinstance(p, PricedPipeline) for p in sides):
+        add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PricedPipeline) else "–" for p in sides])
     for kind in Kind:
         if any(kind in p.in_flight for p in sides):
             add(
