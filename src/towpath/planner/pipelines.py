@@ -358,10 +358,17 @@ def _share_of(model: Model, tensor: int) -> Model:
     if tensor == 1:
         return model
 
+    def part(bucket: BucketSpec) -> BucketSpec:
+        """Matrices are cut along their columns, where these divide."""
+        numels = tuple(-(-numel // tensor) for numel in bucket.numels)
+        matrices = [
+            (shape[0], shape[1] // tensor) if shape is not None and shape[1] % tensor == 0 else None
+            for shape in bucket.matrices
+        ]
+        return replace(bucket, numels=numels, matrices=tuple(matrices))
+
     def share(unit: Unit) -> Unit:
-        buckets = tuple(
-            replace(b, numels=tuple(-(-n // tensor) for n in b.numels), matrices=()) for b in unit.spec.buckets
-        )
+        buckets = tuple(map(part, unit.spec.buckets))
         return replace(
             unit,
             spec=replace(unit.spec, buckets=buckets),
