@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from towpath.lab import Lab, available
+from towpath.lab.lab import PRELOAD
 from towpath.topology.cluster import Topology
+
+# Loaded once for each lab: else each rank of each call would import them.
+OF_TRAINING = (*PRELOAD, "towpath.api", "tests.lab.test_bytes", "tests.lab.test_routes")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,10 +38,16 @@ def lab(kernel_allows_labs: None) -> Iterator[Callable[..., Lab]]:
     """`lab(2, 2, inter="200mbit")`: a lab of 2 nodes × 2 ranks, raised once a session. Leave it as you found it."""
     raised: dict[tuple[object, ...], Lab] = {}
 
-    def of(nodes: int, ranks: int, inter: str | None = None, intra: str | None = None) -> Lab:
-        shape = (nodes, ranks, inter, intra)
+    def of(
+        nodes: int,
+        ranks: int,
+        inter: str | None = None,
+        intra: str | None = None,
+        preload: Sequence[str] = OF_TRAINING,
+    ) -> Lab:
+        shape = (nodes, ranks, inter, intra, preload)
         if shape not in raised:
-            raised[shape] = Lab(Topology(nodes, ranks), inter=inter, intra=intra)
+            raised[shape] = Lab(Topology(nodes, ranks), inter=inter, intra=intra, preload=preload)
         return raised[shape]
 
     yield of

@@ -26,6 +26,8 @@ HEADERS = 0.03
 BUCKET_BYTES = 128 << 10
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
+# All that functions.py needs. The rest of what a lab loads by itself takes as long again.
+OF_MESSAGES = ("torch",)
 
 
 def test_ranks_know_their_place_and_get_their_arguments(lab: Labs) -> None:
@@ -69,7 +71,7 @@ def span_seconds(shaped: Lab, transfer: Callable[..., tuple[float, float]], payl
 def test_a_link_holds_its_rate_with_both_directions_busy(lab: Labs, shape: tuple[object, ...], passes: int) -> None:
     payload = 2 * MEGABYTE
     ideal_seconds = (passes * payload - BUCKET_BYTES) / Rate.parse("50mbit").bytes_per_second
-    seconds = span_seconds(lab(*shape), functions.timed_exchange, payload)
+    seconds = span_seconds(lab(*shape, preload=OF_MESSAGES), functions.timed_exchange, payload)
     # Never faster than the rate, whatever the machine does. How much slower is the machine's matter: 1.03 on a quiet
     # one, what the headers and the last acknowledgement take.
     assert ideal_seconds <= seconds
@@ -77,14 +79,14 @@ def test_a_link_holds_its_rate_with_both_directions_busy(lab: Labs, shape: tuple
 
 def test_senders_to_one_node_share_the_rate_of_its_cable(lab: Labs) -> None:
     payload = MEGABYTE
-    seconds = span_seconds(lab(3, 1, "50mbit"), functions.timed_convergence, payload)
+    seconds = span_seconds(lab(3, 1, "50mbit", preload=OF_MESSAGES), functions.timed_convergence, payload)
     assert seconds >= (2 * payload - BUCKET_BYTES) / Rate.parse("50mbit").bytes_per_second
 
 
 def test_two_labs_of_one_shape_live_side_by_side() -> None:
     """Both new: in one that others have used, the last of their packets may still arrive."""
     shape = Topology(2, 2)
-    with Lab(shape) as first, Lab(shape) as second:
+    with Lab(shape, preload=OF_MESSAGES) as first, Lab(shape, preload=OF_MESSAGES) as second:
         before = first.counters()
         second.call(functions.counted_send, 0, 2, MEGABYTE)
         assert second.counters()[0].sent_bytes >= MEGABYTE
@@ -157,7 +159,7 @@ def test_a_cut_cable_carries_nothing_and_a_mended_one_carries_on(lab: Labs, tmp_
     pipes = [tmp_path / "questions", tmp_path / "answers"]
     for pipe in pipes:
         os.mkfifo(pipe)
-    shaped = lab(2, 1, "50mbit")
+    shaped = lab(2, 1, "50mbit", preload=OF_MESSAGES)
     with (
         shaped.start([str(HERE / "talk.py"), *map(str, pipes)], launcher="direct"),
         pipes[0].open("w") as questions,
@@ -200,9 +202,9 @@ def test_a_rank_that_dies_or_hangs_is_told_of(lab: Labs, fn: Callable[..., None]
 
 def test_what_does_not_pickle_is_refused_with_the_reason(lab: Labs) -> None:
     with pytest.raises(LabError, match="no lambda"):
-        lab(1, 1).call(lambda rank, world: None)
+        lab(1, 1, preload=OF_MESSAGES).call(lambda rank, world: None)
     with pytest.raises(LabError, match="pickle"):
-        lab(1, 1).call(functions.unpicklable)
+        lab(1, 1, preload=OF_MESSAGES).call(functions.unpicklable)
 
 
 def test_mistakes_are_named(lab: Labs) -> None:
