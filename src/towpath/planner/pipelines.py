@@ -192,30 +192,24 @@ class Pipelines:
     def price(self, layout: Layout, batching: Batching) -> PricedPipeline:
         """Of many micro-batches some are replayed: each further one adds as much."""
         few, many = (times * layout.pipeline for times in _REPLAYED)
-        replayed = min(batching.micro_steps, many)
-        timeline, stages = self.replay(layout, replace(batching, micro_steps=replayed))
-        seconds, computed, exposed, in_flight, inter, intra = _summed(timeline)
-        if replayed < batching.micro_steps:
-            shorter = _summed(self.replay(layout, replace(batching, micro_steps=few))[0])
-            times = (batching.micro_steps - many) / (many - few)
-            seconds += times * (seconds - shorter[0])
-            computed += times * (computed - shorter[1])
-            exposed = {kind: s + times * (s - shorter[2].get(kind, 0.0)) for kind, s in exposed.items()}
-            in_flight = {kind: s + times * (s - shorter[3].get(kind, 0.0)) for kind, s in in_flight.items()}
-            inter, intra = inter + times * (inter - shorter[4]), intra + times * (intra - shorter[5])
+        timeline, stages = self.replay(layout, replace(batching, micro_steps=min(batching.micro_steps, many)))
+        found = timeline.summed_up()
+        if batching.micro_steps > many:
+            shorter, _ = self.replay(layout, replace(batching, micro_steps=few))
+            found = found.with_more((batching.micro_steps - many) / (many - few), shorter.summed_up())
         return PricedPipeline(
             stages[0].strategy,
             batching,
-            seconds,
-            computed,
-            exposed,
-            in_flight,
+            found.seconds,
+            found.computed,
+            found.exposed,
+            found.in_flight,
             self._memory(layout, batching),
-            round(inter),
-            round(intra),
+            found.inter_bytes,
+            found.intra_bytes,
             layout,
             self.copies(layout),
-            max(0.0, 1 - computed / seconds),
+            max(0.0, 1 - found.computed / found.seconds),
         )
 
     def replay(self, layout: Layout, batching: Batching) -> tuple[PipelineTimeline, list[SimulatedStage]]:
@@ -379,16 +373,3 @@ def _share_of(model: Model, tensor: int) -> Model:
         )
 
     return replace(model, units=tuple(map(share, model.units)))
-
-
-def _summed(
-    timeline: PipelineTimeline,
-) -> tuple[float, float, dict[Kind, float], dict[Kind, float], float, float]:
-    """Seconds, computed on average, exposed on the rank that waits longest, in flight on all."""
-    longest = max(timeline.ranks, key=lambda t: sum(t.exposed.values()))
-    in_flight: dict[Kind, float] = {}
-    for each in timeline.ranks:
-        for kind, seconds in each.in_flight.items():
-            in_flight[kind] = in_flight.get(kind, 0.0) + seconds
-    computed = sum(t.computed for t in timeline.ranks) / len(timeline.ranks)
-    return timeline.seconds, computed, dict(longest.exposed), in_flight, timeline.inter_bytes, timeline.intra_bytes

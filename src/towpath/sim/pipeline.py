@@ -6,10 +6,11 @@ and its engines do in each pass what their step machines ask for.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from statistics import fmean
 
 from towpath.core.compression import Compression
 from towpath.core.job import Shape, message_transfers
@@ -51,6 +52,21 @@ class PipelineTimeline:
     ranks: tuple[Timeline, ...]
     inter_bytes: int
     intra_bytes: int
+
+    def summed_up(self) -> Timeline:
+        """What ranks compute on average, what the one waited for that waits longest, what was in flight on all."""
+        longest = max(self.ranks, key=lambda rank: sum(rank.exposed.values()))
+        in_flight: Counter[Kind] = Counter()
+        for rank in self.ranks:
+            in_flight.update(rank.in_flight)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return Timeline(
+            self.seconds,
+            fmean(rank.computed for rank in self.ranks),
+            self.inter_bytes,
+            self.intra_bytes,
+            exposed=dict(longest.exposed),
+            in_flight=dict(in_flight),
+        )
 
 
 class PipelineReplay:

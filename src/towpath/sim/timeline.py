@@ -47,7 +47,7 @@ class Timeline:
         self.events.append(event)
         self.in_flight[event.kind] = self.in_flight.get(event.kind, 0.0) + event.end - event.start
 
-    def with_more(self, times: int, shorter: Timeline) -> Timeline:
+    def with_more(self, times: float, shorter: Timeline) -> Timeline:
         """Of a step with so many more of what this one has more than `shorter`."""
 
         def more(mine: float, theirs: float) -> float:
@@ -56,8 +56,8 @@ class Timeline:
         return Timeline(
             more(self.seconds, shorter.seconds),
             more(self.computed, shorter.computed),
-            self.inter_bytes + times * (self.inter_bytes - shorter.inter_bytes),
-            self.intra_bytes + times * (self.intra_bytes - shorter.intra_bytes),
+            round(self.inter_bytes + times * (self.inter_bytes - shorter.inter_bytes)),
+            round(self.intra_bytes + times * (self.intra_bytes - shorter.intra_bytes)),
             self.events,
             {kind: more(found, shorter.exposed.get(kind, 0.0)) for kind, found in self.exposed.items()},
             {kind: more(found, shorter.in_flight.get(kind, 0.0)) for kind, found in self.in_flight.items()},
