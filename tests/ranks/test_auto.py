@@ -180,18 +180,15 @@ def _sharded_thrice(cache: Path) -> list[str]:
 
 def test_a_longer_probe_follows_where_steps_are_long_enough_for_it_to_pay(world: Worlds, tmp_path: Path) -> None:
     """It is kept as the short one is; and what was probed shortly is probed longer when longer steps come."""
-    quick, slow = (
-        world(4).run(_probed_for, tmp_path / "a", [1e9, 1e4])[0],
-        world(4).run(_probed_for, tmp_path, [1e4])[0],
-    )
+    short, full = auto.SHORT_PROBE_SECONDS, auto.FULL_PROBE_SECONDS
 
-    assert quick[0] == slow[0] == auto.SHORT_PROBE_SECONDS and quick[1] > 3 * auto.SHORT_PROBE_SECONDS
-    assert len(quick) == len(slow) == 2 and slow[1] == auto.FULL_PROBE_SECONDS
+    assert world(4).run(_probed_for, tmp_path / "a", [1e9, 1e4])[0] == [(1e9, short), (1e4, full)]
+    assert world(4).run(_probed_for, tmp_path / "b", [1e4])[0] == [(1e4, short), (1e4, full)]
 
 
-def _probed_for(cache: Path, cables: list[float]) -> list[float]:
-    """Seconds of all probes, of as many jobs, and of one more."""
-    seen: list[float] = []
+def _probed_for(cache: Path, cables: list[float]) -> list[tuple[float, float]]:
+    """Of all probes the cable and the seconds, in a job for each cable, and in one more on the last."""
+    seen: list[tuple[float, float]] = []
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
@@ -199,7 +196,7 @@ def _probed_for(cache: Path, cables: list[float]) -> list[float]:
         for cable in (*cables, cables[-1]):
 
             def probe(topology: towpath.Topology, seconds: float, cable: float = cable) -> Profile:
-                seen.append(seconds)
+                seen.append((cable, seconds))
                 return replace(made_profile(os.uname().nodename, cable), budget_seconds=seconds)
 
             patch.setattr(auto, "probe", probe)
