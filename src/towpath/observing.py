@@ -93,10 +93,10 @@ class Stats:
 def stats(model: nn.Module) -> Stats:
     """Bytes, calls and seconds per transfer and link class, and memory by kind, of a sharded model."""
     engine = engine_of(model)
-    memory = engine.memory_bytes()
+    memory = _memory_bytes(engine)
     memory["optimizer"] = _optimizer_bytes(engine)
     record = engine.wiring.record
-    return Stats(tuple(record.totals()), record.last_step, memory, engine.buffers_made, record.host.seconds)
+    return Stats(tuple(record.totals()), record.last_step, memory, _buffers_made(engine), record.host.seconds)
 
 
 def sums(model: nn.Module) -> Sums:
@@ -147,6 +147,22 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
 def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interval, ...]]:
     """On rank 0 what every rank traced, by rank; elsewhere nothing. Every rank must call this."""
     return dict(enumerate(engine_of(model).wiring.groups.collect_objects(trace.intervals)))
+
+
+def _memory_bytes(engine: Engine) -> dict[str, int]:
+    total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
+    total["wire"] = engine.wiring.queues.wire_bytes
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            for kind, nbytes in bucket.memory_bytes().items():
+                total[kind] = total.get(kind, 0) + nbytes
+    return total
+
+
+def _buffers_made(engine: Engine) -> int:
+    """How many were allocated so far: slots, wire buffers, and what every bucket keeps."""
+    kept = sum(nbytes > 0 for u in engine.units for b in u.buckets for nbytes in b.memory_bytes().values())
+    return engine.weights.made + engine.gradients.made + engine.wiring.queues.buffers_made + kept
 
 
 def _optimizer_bytes(engine: Engine) -> int:

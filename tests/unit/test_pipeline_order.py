@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 
 from towpath.core.compression import Compression, encoded_gradients
 from towpath.core.pipeline import (
@@ -14,6 +17,7 @@ from towpath.core.pipeline import (
     Order,
     PassKind,
     StagePass,
+    asked_of_micro_batches,
     gpipe,
     messages,
     one_forward_one_backward,
@@ -127,3 +131,29 @@ def test_outputs_are_never_exposed_and_neighbours_on_one_rank_send_nothing() -> 
     together: Order = {0: [*order[0], *order[1]], 1: order[2]}
     assert {(m.source, m.target) for m in messages(together)} == {(1, 2), (2, 1)}
     assert Message(2, 1, 0).backward and not Message(1, 2, 0).backward
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_a_schedule_asks_of_micro_batches_is_what_pytorch_asks(name: str) -> None:
+    for ranks in (1, 2, 3, 4):
+        for micro_batches in range(1, 13):
+            told = asked_of_micro_batches(name, ranks, micro_batches)
+            assert bool(told) is not _pytorch_takes(name, ranks, micro_batches), (ranks, micro_batches, told)
+
+
+def _pytorch_takes(name: str, ranks: int, micro_batches: int) -> bool:
+    if name == "GPipe":
+        return True
+    if name == "1F1B":
+        stand_in = SimpleNamespace(num_stages=ranks, stage_index=0, has_backward=True, submod=nn.Identity())
+        stand_in.group_size, stand_in.group_rank, stand_in.is_first, stand_in.is_last = ranks, 0, True, False
+        try:
+            Schedule1F1B(stand_in, micro_batches)  # type: ignore[arg-type]
+        except ValueError:
+            return False
+        return True
+    try:
+        order_of(schedule_class(name), SCHEDULES[name] * ranks, ranks, micro_batches)
+    except ShardError:
+        return False
+    return True

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from towpath.cli.main import app
+from towpath.core.compression import Compression
 from towpath.core.pipeline import gpipe, most_in_flight, one_forward_one_backward
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
@@ -53,6 +54,24 @@ def test_more_stages_than_blocks_are_refused() -> None:
 def test_layouts_that_do_not_divide_are_refused(layout: Layout, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         planner().copies(layout)
+
+
+def test_stages_that_would_lie_unevenly_on_nodes_are_refused() -> None:
+    three = clusters.load("ethernet-10g", 3)  # 12 ranks: stages of 6 on nodes of 4
+    made = Pipelines(lambda count: SHAPE.staged("gpt", 128, count), three, Request(12, 20 * GIB))
+    with pytest.raises(PlanError, match="6 ranks of a stage would lie unevenly on nodes of 4"):
+        made.copies(Layout(2))
+
+
+def test_gpipe_keeps_every_micro_batch_however_many_are_replayed() -> None:
+    kept = [planner().price(Layout(4, "GPipe"), Batching(1, count)).memory["activations"] for count in (8, 16, 64)]
+    assert kept == [pytest.approx(kept[0] * times) for times in (1, 2, 8)]
+
+
+def test_what_is_written_for_training_has_no_codec_of_some_stages_only() -> None:
+    packed = Compression(gradients="low-rank:2")
+    priced = planner().price(Layout(2, compression=packed), Batching(1, 4))
+    assert priced.strategy == planner().price(Layout(2), Batching(1, 4)).strategy
 
 
 def test_many_micro_batches_are_as_if_all_were_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +157,7 @@ def test_one_pipeline_is_simulated_and_traced_rank_by_rank(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "options, words",
     [
-        (["zero1", "--pipeline", "4"], "at least 4 micro-batches, got 1"),
+        (["zero1", "--pipeline", "4"], "at least as many micro-batches as ranks; got 1"),
         (["hpz", "--pipeline", "4", "--micro-steps", "4"], "are planned with ddp, zero1"),
         (["zero1", "--pipeline", "4", "--micro-steps", "4", "--jitter", "0.1"], "leave out --pipeline"),
     ],
@@ -155,6 +174,7 @@ def test_what_cannot_be_simulated_is_said(options: list[str], words: str) -> Non
         (["--pipeline", "2", "--schedule", "1f1b"], "did you mean '1F1B'"),
         (["--pipeline", "2", "--compression", "cb"], "did you mean 'optimus-cb'"),
         (["--pipeline", "5"], "divisor of the cluster's 16"),
+        (["--pipeline", "2", "--report", "page.html"], "leave out --pipeline, or --report"),
     ],
 )
 def test_what_cannot_be_is_said(options: list[str], words: str) -> None:

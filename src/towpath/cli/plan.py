@@ -122,6 +122,8 @@ def plan(
     check_folder("--output", output)
     check_folder("--report", report)
     stages = Asked(pipeline or (), tensor or (), schedule or (), compression or ())
+    if stages.pipelines and report is not None:
+        raise ConfigError("--report draws what is planned without stages: leave out --pipeline, or --report.")
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     asked = replace(
@@ -138,7 +140,7 @@ def plan(
     if stages.pipelines:
         found = with_pipelines(found, solver, model, length, stages, top)
     if isinstance(found, Infeasible):
-        raise PlanError(_what_would_fit(found, solver))
+        raise PlanError(_what_would_fit(found, solver, [] if stages.pipelines else ["stages (--pipeline 4)"]))
     if report is not None:
         from towpath.cli.plan_report import write_plan_report  # with what draws: nobody else waits for it
 
@@ -339,7 +341,7 @@ def _heading(solver: Solver) -> str:
     )
 
 
-def _what_would_fit(found: Infeasible, solver: Solver) -> str:
+def _what_would_fit(found: Infeasible, solver: Solver, besides: Sequence[str]) -> str:
     memory = found.nearest.memory
     part = max(memory, key=lambda name: memory[name])
     needed = found.nearest.peak_bytes / GIB
@@ -347,7 +349,7 @@ def _what_would_fit(found: Infeasible, solver: Solver) -> str:
     if part == "activations":
         hints.append("a smaller micro-batch, or --checkpointing")
     more = -(-found.nearest.peak_bytes // solver.request.memory) * solver.cluster.topology.nodes
-    hints += [f"more nodes (about --nodes {more})", "stages (--pipeline 4)"]
+    hints += [f"more nodes (about --nodes {more})", *besides]
     return (
         f"nothing fits into {solver.request.memory / GIB:.1f} GiB a rank: what comes nearest is "
         f"{tables.extents(found.nearest.strategy)} (P, G, OS) with {needed:.1f} GiB, {found.missing_bytes / GIB:.1f} "

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from towpath.core.compression import COMPRESSIONS
 from towpath.core.pipeline import SCHEDULES
+from towpath.core.pipeline_walk import plain_walk
 from towpath.errors import ConfigError
 from towpath.planner import model as models
-from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline, Walks, plain_walks
+from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline, Walks
 from towpath.planner.solver import Batching, Infeasible, Ranking, Solver
 from towpath.train.observe.bar import progress_bar
 
@@ -68,7 +69,7 @@ def simulated(
         from towpath.cli.simulated import intervals_of  # with the engine's trace, and so with torch
         from towpath.train.observe import perfetto
 
-        timeline, _ = pipelines.replay(layout, batching)
+        timeline = pipelines.replay(layout, batching)
         ranks = {rank: intervals_of(each.events) for rank, each in enumerate(timeline.ranks)}
         perfetto.write(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
     return pipelines.price(layout, batching)
@@ -84,7 +85,7 @@ def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequenc
 def _walks(schedules: Sequence[str]) -> Walks:
     """Schedules of several stages on a rank are PyTorch's to plan."""
     if all(schedule in _WITHOUT_TORCH for schedule in schedules):
-        return plain_walks
+        return plain_walk
     from towpath.pipeline.schedules import walks
 
     return walks

@@ -8,7 +8,7 @@ nothing else (Optimus-CC's epilogue, for any schedule). Both ends know the whole
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -21,6 +21,26 @@ SCHEDULES = {
     "InterleavedZeroBubble": 2,
     "ZBVZeroBubble": 2,
 }
+
+
+# What a schedule asks of the number of micro-batches, in words, and whether so many of ranks and of them have it. All
+# others take any.
+_ASKED: dict[str, tuple[str, Callable[[int, int], bool]]] = {
+    "1F1B": ("at least as many micro-batches as ranks", lambda ranks, count: count >= ranks),
+    **dict.fromkeys(
+        ("Interleaved1F1B", "InterleavedZeroBubble"),
+        (
+            "equal rounds of micro-batches, as a multiple of the ranks gives",
+            lambda ranks, count: count % max(1, count // ranks) == 0,
+        ),
+    ),
+}
+
+
+def asked_of_micro_batches(schedule: str, ranks: int, micro_batches: int) -> str:
+    """What the schedule asks for, if so many micro-batches are not that."""
+    words, has_it = _ASKED.get(schedule, ("", lambda ranks, count: True))
+    return "" if has_it(ranks, micro_batches) else words
 
 
 class PassKind(StrEnum):

@@ -71,9 +71,9 @@ class Messages:
         return self._needed.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
 
 
-def plain_walk(schedule: str, ranks: int, micro_batches: int) -> tuple[Order, Walk]:
-    """Of the two schedules that have one stage on each rank. The others are PyTorch's to plan
-    (`towpath.pipeline.schedules`)."""
+def plain_walk(schedule: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk]:
+    """Of the two schedules that have one stage on each rank; neither halves its backward passes, even where stages
+    could. The others are PyTorch's to plan (`towpath.pipeline.schedules.walks`)."""
     if schedule == "GPipe":
         order = gpipe(ranks, micro_batches)
         return order, gpipe_walk(order)

@@ -108,12 +108,12 @@ class SteadyStage:
                 yield from _input_gradients(self.machine, self._passes[each.micro_batch])
                 return
             case PassKind.BACKWARD:
-                halves = _backward
+                rest = _backward
             case PassKind.WEIGHT_GRADIENTS:
-                halves = _weight_gradients
+                rest = _weight_gradients
         last = self.micro_step == self._micro_batches - 1
         self.machine.boundary = last
-        yield from halves(self.machine, self._facts, self._passes.pop(each.micro_batch))
+        yield from rest(self.machine, self._facts, self._passes.pop(each.micro_batch))
         if not last:
             self.machine.micro_step_ended()
             self.micro_step += 1
@@ -187,14 +187,12 @@ def _input_gradients(machine: StepMachine, passes: Sequence[Pass]) -> Iterator[A
 def _weight_gradients(
     machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[Pass]
 ) -> Iterator[Action | Compute]:
-    first, *rest = passes
-    machine.weight_gradients_begin(first.walk)
-    for passed in reversed(rest):
+    yield from machine.weight_gradients_begin(passes)
+    for passed in (*reversed(passes[1:]), passes[0]):  # the root's last
         yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
         yield from _gradients(machine, facts, passed.unit)
         yield from machine.weight_gradients_done(passed)
-    yield Compute(first.unit, Part.WEIGHT_GRADIENTS)
-    yield from _gradients(machine, facts, first.unit)
+    yield from machine.weight_gradients_end(passes)
     yield from machine.backward_pass_ended()
 
 

@@ -161,9 +161,25 @@ class StepMachine:
             self._gathers.leave_evictable(unit)
         return self._answer()
 
-    def weight_gradients_begin(self, walk: int) -> None:
-        """Of the backward pass with that number, whose gradients of inputs were there before."""
-        self.in_backward, self._walk = True, walk
+    def weight_gradients_begin(self, passes: Sequence[Pass]) -> list[Action]:
+        """Of all units of a backward pass, later than those of its inputs. Their weights have stayed whole, and are so
+        until `weight_gradients_end` for what is recomputed inside units: on the way to the gradients of one that ran
+        twice, in others too."""
+        for passed in passes:
+            unit = self._units[passed.unit]
+            assert unit.slot is None, f"{unit.facts}: its weights may have been another unit's meanwhile"
+            self.in_backward, self._walk = True, passed.walk
+            unit.inside += 1
+            self._gathers.show(unit, True)
+        return self._answer()
+
+    def weight_gradients_end(self, passes: Sequence[Pass]) -> list[Action]:
+        """After `weight_gradients_done` of each."""
+        for passed in passes:
+            unit = self._units[passed.unit]
+            unit.inside -= 1
+            self._gathers.show(unit, unit.pinned or unit.inside > 0)
+        return self._answer()
 
     def weight_gradients_done(self, passed: Pass) -> list[Action]:
         """And those of its weights: the last event of its backward pass, at once or later."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -236,9 +236,9 @@ class Engine:
             except BaseException:
                 self._backward_failed()
                 raise
-            if self.machine.more_passes:
-                pass
-            elif not self.machine.boundary:
+            if self.machine.more_passes:  # `weight_gradients` ends it
+                return
+            if not self.machine.boundary:
                 self._micro_step_ended(self.wiring.queues.micro_step + 1)
             elif not self.machine.staged:
                 self._micro_step_ended(0)
@@ -265,23 +265,23 @@ class Engine:
         finally:
             self._held_back, self.machine.more_passes = None, False
 
-    @contextmanager
-    def weight_gradients(self, walk: int) -> Generator[None]:
-        """Inside, the gradients that such a pass has left out are computed and told (`gradient`), unit by unit
-        (`weight_gradients_done`)."""
-        self.machine.weight_gradients_begin(walk)
+    def weight_gradients(self, passes: Sequence[Pass], compute: Callable[[Unit], None]) -> None:
+        """Those that such a pass has left out. `compute`: of one unit, of which it tells every `gradient`."""
         self._only_weight_gradients = True
         try:
-            yield
+            self.carry_out(self.machine.weight_gradients_begin(passes))
+            for unit in (*reversed(self.units[1:]), self.root):
+                compute(unit)
+                for passed in passes:
+                    if passed.unit == unit.index:
+                        self.carry_out(self.machine.weight_gradients_done(passed))
         except BaseException:
             self._backward_failed()
             raise
         finally:
             self._only_weight_gradients = False
+            self.carry_out(self.machine.weight_gradients_end(passes))
         self._end_backward()
-
-    def weight_gradients_done(self, passed: Pass) -> None:
-        self.carry_out(self.machine.weight_gradients_done(passed))
 
     def publish(self) -> None:
         """What the optimizer wrote, before the first forward pass asks for it."""
@@ -393,23 +393,6 @@ class Engine:
             listener = reference()
             if listener is not None:
                 listener()
-
-    # Memory ---------------------------------------------------------------------------------------------------------
-
-    def memory_bytes(self) -> dict[str, int]:
-        total = {"weight slots": self.weights.nbytes, "gradient slots": self.gradients.nbytes}
-        total["wire"] = self.wiring.queues.wire_bytes
-        for unit in self.units:
-            for bucket in unit.buckets:
-                for kind, nbytes in bucket.memory_bytes().items():
-                    total[kind] = total.get(kind, 0) + nbytes
-        return total
-
-    @property
-    def buffers_made(self) -> int:
-        """How many buffers were allocated so far: slots, wire buffers, and what every bucket keeps."""
-        kept = sum(nbytes > 0 for u in self.units for b in u.buckets for nbytes in b.memory_bytes().values())
-        return self.weights.made + self.gradients.made + self.wiring.queues.buffers_made + kept
 
 
 def engine_of(model: nn.Module) -> Engine:

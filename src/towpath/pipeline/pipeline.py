@@ -286,8 +286,7 @@ class Pipeline:
 
     def tracing(self) -> AbstractContextManager[Trace]:
         """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
-        names = self._mesh.mesh_dim_names or ()
-        meshes = [Groups(self._mesh[name].get_group()) for name in (*names, *names)]  # the last meet after the first
+        meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
         job = self.observed.job
         crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is Kind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]

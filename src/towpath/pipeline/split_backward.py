@@ -56,18 +56,31 @@ def input_gradients(
 def weight_gradients(held_back: HeldBack) -> None:
     """The rest of it."""
     leaves = {_node(leaf): leaf for engine, _ in held_back.passes for leaf in _leaves(engine)}
+    groups = _by_unit(held_back, leaves)
+
+    def compute(unit: Unit) -> None:
+        mine = groups.get(id(unit), [])
+        found = [leaves[node] for group in mine for node in group["params"]]
+        # A parameter that is used twice makes PyTorch walk what lies between, which other groups have walked or will.
+        stage_backward_weight(iter([leaf.view for leaf in found]), mine, retain_graph=True)
+        for leaf in found:
+            gradient, leaf.view.grad = leaf.view.grad, None
+            if gradient is not None:
+                leaf.engine.gradient(leaf.unit, leaf.bucket, leaf.index, gradient)
+
     for engine, passes in held_back.passes:
-        if not passes:
-            continue  # it had no part in it
-        with engine.weight_gradients(passes[0].walk):
-            for unit in (*reversed(engine.units[1:]), engine.units[0]):
-                for leaf in _computed(unit, held_back.groups, leaves):
-                    gradient, leaf.view.grad = leaf.view.grad, None
-                    if gradient is not None:
-                        leaf.engine.gradient(leaf.unit, leaf.bucket, leaf.index, gradient)
-                for passed in passes:
-                    if passed.unit == unit.index:
-                        engine.weight_gradients_done(passed)
+        if passes:  # else it had no part in it
+            engine.weight_gradients(passes, compute)
+
+
+def _by_unit(held_back: HeldBack, leaves: dict[Any, _Leaf]) -> dict[int, list[dict[str, Any]]]:
+    """Groups by their unit; those of several units by the one that is computed first."""
+    order = [id(unit) for engine, _ in held_back.passes for unit in reversed(engine.units)]
+    found: dict[int, list[dict[str, Any]]] = {}
+    for group in held_back.groups:
+        first = min((id(leaves[node].unit) for node in group["params"]), key=order.index)
+        found.setdefault(first, []).append(group)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +104,6 @@ def _leaves(engine: Engine) -> Iterator[_Leaf]:
 
 def _node(leaf: _Leaf) -> Any:
     return _get_grad_fn_or_grad_acc(leaf.view)
-
-
-def _computed(unit: Unit, groups: list[dict[str, Any]], leaves: dict[Any, _Leaf]) -> list[_Leaf]:
-    """Whose gradients are there once the groups are done in which this unit has a part; these leave `groups`."""
-    mine = [group for group in groups if any(leaves[node].unit is unit for node in group["params"])]
-    groups[:] = [group for group in groups if group not in mine]
-    found = [leaves[node] for group in mine for node in group["params"]]
-    # A parameter that is used twice makes PyTorch walk what lies between, which other groups have walked or will.
-    stage_backward_weight(iter([leaf.view for leaf in found]), mine, retain_graph=True)
-    return found
 
 
 def _listed(gradients: Sequence[torch.Tensor] | None) -> list[torch.Tensor] | None:

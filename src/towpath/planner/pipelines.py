@@ -17,15 +17,18 @@ from towpath.core import presets
 from towpath.core.compression import Compression
 from towpath.core.compression import compression as named
 from towpath.core.formats import item_bytes
-from towpath.core.pipeline import SCHEDULES, Order, most_in_flight, owners
+from towpath.core.move_shapes import MoveShape
+from towpath.core.pipeline import SCHEDULES, Order, asked_of_micro_batches, most_in_flight, owners
 from towpath.core.pipeline_walk import Walk, plain_walk
 from towpath.core.placement import Placement
 from towpath.core.precision import Precision
+from towpath.core.routes import Grid, Op
 from towpath.core.schedule import UnitPlan, plan_unit
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.wire import Wire
 from towpath.errors import PlanError
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
@@ -33,6 +36,7 @@ from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import Model, StagedModel, Unit
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Priced
+from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 from towpath.sim.pipeline import PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.sim.replay import Seconds
 from towpath.topology.cluster import Topology
@@ -45,10 +49,6 @@ Walks = Callable[[str, int, int, bool], tuple[Order, Walk]]
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
 # A step of more micro-batches is replayed for so many times its ranks, and for a little more.
 _REPLAYED = 2, 3
-
-
-def plain_walks(schedule: str, ranks: int, micro_batches: int, halved: bool) -> tuple[Order, Walk]:
-    return plain_walk(schedule, ranks, micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Pipelines:
         staged: Callable[[int], StagedModel],
         cluster: Cluster,
         request: Request,
-        walks: Walks = plain_walks,
+        walks: Walks = plain_walk,
     ) -> None:
         self._staged, self.cluster, self.request, self._walks = cache(staged), cluster, request, walks
         self._topology = cluster.hardware.topology
@@ -132,12 +132,12 @@ class Pipelines:
             seen: set[Placement] = set()
             for strategy in STRATEGIES:
                 layout = Layout(pipeline, schedule, strategy, compression, tensor)
-                placement = presets.strategy(strategy, self._within(layout)).placement
+                placement = self._plain_strategy(layout).placement
                 if placement in seen:  # on one node, or of one copy, it is what another name stands for
                     continue
                 seen.add(placement)
                 for (size, count), checkpointing in product(self.request.shares(self.copies(layout)), again):
-                    if self._runs(layout, count):
+                    if not asked_of_micro_batches(schedule, pipeline, count):
                         yield layout, Batching(size, count, checkpointing)
 
     def _bound(self, layout: Layout, batching: Batching) -> float:
@@ -153,23 +153,14 @@ class Pipelines:
             return sum(each) + (batching.micro_steps - 1) * max(each)
         return batching.micro_steps * sum(each) / layout.pipeline
 
-    @staticmethod
-    def _runs(layout: Layout, micro_batches: int) -> bool:
-        """What PyTorch's schedules ask for."""
-        if layout.schedule == "1F1B":
-            return micro_batches >= layout.pipeline
-        return SCHEDULES[layout.schedule] == 1 or micro_batches % layout.pipeline == 0
-
     def check(self, layout: Layout, batching: Batching) -> None:
         """Refuse what no pipeline can run."""
         self.copies(layout)
         if layout.strategy not in STRATEGIES:
             raise PlanError(f"strategy {layout.strategy!r}: stages are planned with {', '.join(STRATEGIES)}.")
-        if not self._runs(layout, batching.micro_steps):
-            at_least = "at least" if layout.schedule == "1F1B" else "a multiple of"
+        if asked := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
             raise PlanError(
-                f"{layout.schedule} of {layout.pipeline} ranks: expected {at_least} {layout.pipeline} micro-batches, "
-                f"got {batching.micro_steps}."
+                f"{layout.schedule} of {layout.pipeline} ranks asks for {asked}; got {batching.micro_steps}."
             )
 
     def copies(self, layout: Layout) -> int:
@@ -185,6 +176,12 @@ class Pipelines:
                 f"{layout.tensor} tensor-parallel ranks do not divide a node's {topology.ranks_per_node}: their sums "
                 "would leave the node."
             )
+        of_a_stage = topology.world // layout.pipeline
+        if of_a_stage % topology.ranks_per_node and topology.ranks_per_node % of_a_stage:
+            raise PlanError(
+                f"{layout.pipeline} ranks of a pipeline: the {of_a_stage} ranks of a stage would lie unevenly on nodes "
+                f"of {topology.ranks_per_node}."
+            )
         return topology.world // together
 
     # One of them ----------------------------------------------------------------------------------------------------
@@ -192,13 +189,12 @@ class Pipelines:
     def price(self, layout: Layout, batching: Batching) -> PricedPipeline:
         """Of many micro-batches some are replayed: each further one adds as much."""
         few, many = (times * layout.pipeline for times in _REPLAYED)
-        timeline, stages = self.replay(layout, replace(batching, micro_steps=min(batching.micro_steps, many)))
-        found = timeline.summed_up()
+        found = self.replay(layout, replace(batching, micro_steps=min(batching.micro_steps, many))).summed_up()
         if batching.micro_steps > many:
-            shorter, _ = self.replay(layout, replace(batching, micro_steps=few))
-            found = found.with_more((batching.micro_steps - many) / (many - few), shorter.summed_up())
+            shorter = self.replay(layout, replace(batching, micro_steps=few)).summed_up()
+            found = found.with_more((batching.micro_steps - many) / (many - few), shorter)
         return PricedPipeline(
-            stages[0].strategy,
+            self._plain_strategy(layout),
             batching,
             found.seconds,
             found.computed,
@@ -212,20 +208,24 @@ class Pipelines:
             max(0.0, 1 - found.computed / found.seconds),
         )
 
-    def replay(self, layout: Layout, batching: Batching) -> tuple[PipelineTimeline, list[SimulatedStage]]:
+    def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:
         staged, compression = self._staged(layout.stages), _compression(layout)
         order, walk = self._walk(layout, batching)
         homes, stages = owners(order), self._stages(layout, batching, order)
-        tied = list(self._tied(layout, staged, stages, compression)) if homes[0] != homes[layout.stages - 1] else []
-        return PipelineReplay(stages, walk, self.cluster.hardware, compression, tied).run(), stages
+        tied = list(self._tied(layout, staged)) if homes[0] != homes[layout.stages - 1] else []
+        return PipelineReplay(stages, walk, self.cluster.hardware, compression, tied).run()
 
     def _stages(self, layout: Layout, batching: Batching, order: Order) -> list[SimulatedStage]:
         staged, homes = self._staged(layout.stages), owners(order)
         return [self._stage(layout, staged, index, homes[index], batching) for index in range(layout.stages)]
 
     def _walk(self, layout: Layout, batching: Batching) -> tuple[Order, Walk]:
-        whole = presets.strategy(layout.strategy, self._within(layout)).placement.params.size == 1
+        whole = self._plain_strategy(layout).placement.params.size == 1
         return self._walks(layout.schedule, layout.pipeline, batching.micro_steps, whole)
+
+    def _plain_strategy(self, layout: Layout) -> Strategy:
+        """Of all stages, before some of them get a codec."""
+        return presets.strategy(layout.strategy, self._within(layout))
 
     def _ranks(self, layout: Layout, place: int) -> tuple[int, ...]:
         each = self.copies(layout) * layout.tensor
@@ -237,8 +237,7 @@ class Pipelines:
         return Topology(len(set(nodes)), len(nodes) // len(set(nodes)))
 
     def _stage(self, layout: Layout, staged: StagedModel, index: int, home: int, batching: Batching) -> SimulatedStage:
-        made = presets.strategy(layout.strategy, self._within(layout))
-        strategy = _compression(layout).strategy_of(made, index, layout.stages)
+        strategy = _compression(layout).strategy_of(self._plain_strategy(layout), index, layout.stages)
         model = _share_of(staged.stages[index], layout.tensor)
         plans = [self._plan(strategy, unit.spec) for unit in model.units]
         compute, tokens = self._compute, batching.micro_batch * model.length
@@ -273,14 +272,10 @@ class Pipelines:
         seconds = replace(seconds, optimizer=optimizer)
         if layout.tensor == 1:
             return seconds
-        summed = (
-            2
-            * (layout.tensor - 1)
-            * (
-                tokens * width * item_bytes(self._compute) / layout.tensor / hardware.intra.rate
-                + hardware.intra.latency
-            )
-        )
+        # By a ring, while nothing else uses the links inside the node.
+        shape = MoveShape(Op.ALL_REDUCE, 1, Grid(1, layout.tensor), 1)
+        moved = TransferShape.of_move(shape, Wire(), tokens * width, self._compute)
+        summed = seconds_alone(loads_of(moved, hardware), hardware)
         sums = [2 * summed * unit.modules * (not unit.spec.kept) for unit in model.units]
         return replace(
             seconds,
@@ -288,38 +283,42 @@ class Pipelines:
             backward=[a + b for a, b in zip(seconds.backward, sums, strict=True)],
         )
 
-    def _tied(
-        self, layout: Layout, staged: StagedModel, stages: Sequence[SimulatedStage], compression: Compression
-    ) -> Iterator[tuple[Transfer, int]]:
+    def _tied(self, layout: Layout, staged: StagedModel) -> Iterator[tuple[Transfer, int]]:
         """What brings the gradients of tied embeddings together, and how many groups do it alike: fused, one sum over
         the ranks of both ends; else one at each end, and then between every two copies."""
         if not staged.tied:
             return
-        parts, within = stages[0].parts, self._within(layout)
-        spec = UnitSpec("", (BucketSpec((staged.tied // parts,)),), kept=True)
+        strategy, spec = self._tied_unit(layout, staged)
+        yield from (
+            (transfer, layout.tensor * (1 if _compression(layout).fused_embeddings else 2))
+            for transfer in derive_schedule(strategy, (spec,), 1, self.request.precision).transfers
+        )
+        if not _compression(layout).fused_embeddings:
+            # Of what was delivered, in its own dtype.
+            between = derive_schedule(presets.strategy("ddp", Topology(2, 1)), (spec,), 1, Precision())
+            copies = self.copies(layout) * layout.tensor
+            yield from ((transfer, copies) for transfer in between.transfers if transfer.kind is Kind.SYNC)
 
-        def sums(name: str, topology: Topology, precision: Precision) -> Sequence[Transfer]:
-            return derive_schedule(presets.strategy(name, topology), (spec,), 1, precision).transfers
-
-        if compression.fused_embeddings:
-            both = Topology(2 * within.nodes, within.ranks_per_node)
-            yield from ((transfer, parts) for transfer in sums("zero1", both, self.request.precision))
-            return
-        yield from ((transfer, 2 * parts) for transfer in sums("ddp", within, self.request.precision))
-        for transfer in sums("ddp", Topology(2, 1), Precision()):  # of what was delivered, in its own dtype
-            if transfer.kind is Kind.SYNC:
-                yield transfer, within.world * parts
+    def _tied_unit(self, layout: Layout, staged: StagedModel) -> tuple[Strategy, UnitSpec]:
+        """As `pipeline/embedding_sync.py` shards them: over both ends, or each end by itself."""
+        within = self._within(layout)
+        spec = UnitSpec("", (BucketSpec((staged.tied // layout.tensor,)),), kept=True)
+        if _compression(layout).fused_embeddings:
+            return presets.strategy("zero1", Topology(2 * within.nodes, within.ranks_per_node)), spec
+        return presets.strategy("ddp", within), spec
 
     def _memory(self, layout: Layout, batching: Batching) -> dict[str, int]:
         """Of the rank that needs most."""
-        replayed = min(batching.micro_steps, _REPLAYED[1] * layout.pipeline)
-        order, _ = self._walk(layout, replace(batching, micro_steps=replayed))
-        more = batching.micro_steps / replayed if layout.schedule == "GPipe" else 1.0
+        few, many = (min(batching.micro_steps, times * layout.pipeline) for times in _REPLAYED)
+        shorter, _ = self._walk(layout, replace(batching, micro_steps=few))
+        order, _ = self._walk(layout, replace(batching, micro_steps=many))
+        further = (batching.micro_steps - many) / max(1, many - few)
         stages, homes = self._stages(layout, batching, order), owners(order)
         by_rank: list[dict[str, int]] = []
         for rank, passes in order.items():
             own = [index for index, home in homes.items() if home == rank]
-            in_flight = more * most_in_flight(passes) / len(own)
+            most = most_in_flight(passes)
+            in_flight = (most + further * (most - most_in_flight(shorter[rank]))) / len(own)
             parts = [self._memory_of(index, stages[index], layout, batching, in_flight) for index in own]
             by_rank.append({name: sum(part.get(name, 0) for part in parts) for part in parts for name in part})
         return max(by_rank, key=lambda memory: sum(memory.values()))
@@ -338,8 +337,8 @@ class Pipelines:
             kept_elements = wire.low_rank.kept_elements(shape, wire.feedback != "none")
             found["compression"] = kept_elements * item_bytes(self._compute)
         if staged.tied and index in (0, layout.stages - 1):
-            each = item_bytes(self.request.own) * (2 + self.request.optimizer.states)
-            found["tied embeddings"] = staged.tied // layout.tensor * each
+            plans = [self._plan(*self._tied_unit(layout, staged))]
+            found["tied embeddings"] = sum(engine_bytes(plans, self.request.optimizer).values())
         return found
 
 

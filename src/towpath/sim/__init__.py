@@ -6,5 +6,6 @@ loads.py      what a transfer needs, phase by phase
 clock.py      threads that compute and wait, and what carries their transfers meanwhile
 engine.py     the queues of a rank, and what its thread waits for
 replay.py     one step, of ranks that all do the same
+messages.py   messages between the ranks of a pipeline
 pipeline.py   one step of a pipeline, whose ranks do not
 """

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from statistics import fmean
 
 from towpath.core.compression import Compression
@@ -25,9 +24,10 @@ from towpath.sim.engine import SimulatedEngine, started
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import Hardware
 from towpath.sim.loads import Load, TransferShape, coding_seconds, loads_of, message_load
+from towpath.sim.messages import InFlight, Links, called, kind_of
 from towpath.sim.place import place_of
 from towpath.sim.replay import Seconds
-from towpath.sim.timeline import Event, Timeline
+from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Topology
 
 
@@ -89,7 +89,7 @@ class PipelineReplay:
             capacities |= place.capacities(hardware)
         self._fluid = Fluid(capacities)
         self._timelines = {rank: Timeline() for rank in walk}
-        self._links = _Links(self._fluid, by_sockets=hardware.cores is not None)
+        self._links = Links(self._fluid, by_sockets=hardware.cores is not None)
         self._loss = _Moment()
         self._passes: dict[int, list[StagePass]] = defaultdict(list)
         for of in walk.values():
@@ -116,8 +116,7 @@ class PipelineReplay:
     def _engine(self, index: int, timeline: Timeline) -> SimulatedEngine:
         stage, place = self._stages[index], self._places[index]
         # Of its own ranks: as many on each of its nodes, and on each host.
-        nodes = max(1, len(stage.ranks) // place.ranks_on_node)
-        topology = Topology(nodes, min(len(stage.ranks), place.ranks_on_node))
+        topology = Topology(len(stage.ranks) // place.ranks_on_node, place.ranks_on_node)
         own = replace(self._hardware, topology=topology, ranks_sharing=place.ranks_on_host)
         name = f", stage {index}"
         return SimulatedEngine(stage.strategy, stage.plans, own, self._fluid, timeline, place, name, alike=stage.parts)
@@ -147,12 +146,12 @@ class PipelineReplay:
                             yield from engine.carry_out(action, stage.micro_step)
                 case Post(message, sends):
                     if sends:
-                        yield from self._code(rank, message, encodes=True)
+                        yield from self._code(message, encodes=True)
                     self._links.post(self._in_flight(message), sends)
                 case Await(message, sends):
                     yield from self._await(rank, message)
                     if not sends:
-                        yield from self._code(rank, message, encodes=False)
+                        yield from self._code(message, encodes=False)
         for i in own:
             for action in stages[i].boundary_ends():
                 yield from self._engines[i].carry_out(action, stages[i].micro_step)
@@ -173,128 +172,42 @@ class PipelineReplay:
 
     # Messages --------------------------------------------------------------------------------------------------------
 
-    def _in_flight(self, message: Message) -> _InFlight:
+    def _in_flight(self, message: Message) -> InFlight:
         found = self._links.of(message)
         if found is None:
-            source, target = message.source, message.target
-            timeline = self._timelines[self._owners[source]]
-            transfers = self._transfers(message)
-            places = self._places[source], self._places[target]
-            loads = deque(message_load(t, self._hardware, *places) for t in transfers)
+            ends = message.source, message.target
+            between = self._owners[message.source], self._owners[message.target]
+            timeline, transfers = self._timelines[between[0]], self._transfers(message)
+            loads = deque(message_load(t, self._hardware, *(self._places[i] for i in ends)) for t in transfers)
             timeline.inter_bytes += sum(t.inter_bytes for t in transfers)
             timeline.intra_bytes += sum(t.intra_bytes for t in transfers)
-            between = (self._owners[source], self._owners[target])
-            found = self._links.make(message, between, loads, timeline)
+            found = self._links.add(InFlight(message, between, transfers, loads, timeline))
         return found
 
     def _transfers(self, message: Message) -> list[Transfer]:
         source, target = self._stages[message.source], self._stages[message.target]
-        outputs = (target if message.backward else source).outputs
+        outputs = self._stages[message.output_of].outputs
         pairs = list(zip(source.ranks, target.ranks, strict=True))
         return list(message_transfers(message, pairs, outputs, self._hardware.topology, self._compression))
 
-    def _code(self, rank: int, message: Message, *, encodes: bool) -> Iterator[Flow]:
+    def _code(self, message: Message, *, encodes: bool) -> Iterator[Flow]:
         """On the thread that trains."""
-        seconds = sum(coding_seconds(t, self._hardware, encodes=encodes) for t in self._transfers(message))
+        transfers = self._in_flight(message).transfers
+        seconds = sum(coding_seconds(t, self._hardware, encodes=encodes) for t in transfers)
         stage = message.source if encodes else message.target
         yield from self._engines[stage].compute(seconds, "encode" if encodes else "decode")
 
-    def _await(self, rank: int, message: Message) -> Iterator[_InFlight]:
+    def _await(self, rank: int, message: Message) -> Iterator[InFlight]:
         found = self._in_flight(message)
         began = self._fluid.now
         yield found
         if self._fluid.now > began:
-            kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
-            self._timelines[rank].waited(kind, f"for {_called(message)}", began, self._fluid.now)
-
-
-def _called(message: Message) -> str:
-    what = "gradient" if message.backward else "output"
-    return f"{what} of stage {message.source}, micro-batch {message.micro_batch}"
+            self._timelines[rank].waited(kind_of(message), f"for {called(message)}", began, self._fluid.now)
 
 
 @dataclass(slots=True, eq=False)
 class _Moment:
     ended: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """`between`: from which rank of the pipeline to which. `posted`: ends that let it move; `behind`: what has to be
-    through before."""
-
-    message: Message
-    between: tuple[int, int]
-    loads: deque[Load]
-    timeline: Timeline
-    posted: int = 0
-    behind: _InFlight | None = None
-    began: float | None = None
-    ended: bool = False
-
-    @property
-    def may_move(self) -> bool:
-        return self.behind is None or self.behind.ended
-
-
-class _Links:
-    """Messages from one rank to another move one after the other, in the order in which they were sent.
-
-    `by_sockets`: as gloo does it, the receiver tells by the same connection that it is ready; so before a message
-    moves, what moves the other way at that time is through.
-    """
-
-    def __init__(self, fluid: Fluid, by_sockets: bool) -> None:
-        self._fluid, self._by_sockets = fluid, by_sockets
-        self._made: dict[Message, _InFlight] = {}
-        self._queues: dict[tuple[int, int], deque[_InFlight]] = defaultdict(deque)
-        self._moving: dict[Flow, _InFlight] = {}
-
-    def of(self, message: Message) -> _InFlight | None:
-        return self._made.get(message)
-
-    def make(self, message: Message, between: tuple[int, int], loads: deque[Load], timeline: Timeline) -> _InFlight:
-        self._made[message] = made = _InFlight(message, between, loads, timeline)
-        return made
-
-    def post(self, message: _InFlight, sends: bool) -> None:
-        message.posted += 1
-        if sends:
-            self._queues[message.between].append(message)
-        elif self._by_sockets:
-            source, target = message.between
-            back = self._queues[target, source]
-            moving = list(takewhile(lambda other: other.posted == 2 and other.may_move, back))
-            message.behind = moving[-1] if moving else None
-
-    def start_what_may(self) -> None:
-        moving = set(map(id, self._moving.values()))
-        for queue in self._queues.values():
-            while queue and queue[0].posted == 2 and queue[0].may_move and id(queue[0]) not in moving:
-                message = queue[0]
-                if message.began is None:
-                    message.began = self._fluid.now
-                if not message.loads:
-                    self._end(queue.popleft())
-                    continue
-                self._moving[started(self._fluid, message.loads.popleft())] = message
-                break
-
-    def ends(self, flow: Flow) -> bool:
-        message = self._moving.pop(flow, None)
-        if message is None:
-            return False
-        if not message.loads:
-            self._end(self._queues[message.between].popleft())
-        return True
-
-    def _end(self, message: _InFlight) -> None:
-        assert message.began is not None
-        message.ended = True
-        kind = Kind.ACTIVATION_GRADIENT if message.message.backward else Kind.ACTIVATION
-        name, unit = _called(message.message), f"stage {message.message.source}"
-        now, number = self._fluid.now, message.message.micro_batch
-        message.timeline.sent(Event("messages", name, message.began, now, kind, unit, number, True))
 
 
 @dataclass(slots=True, eq=False)

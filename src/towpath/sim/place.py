@@ -26,22 +26,9 @@ class Place:
         """A collective leaves its node and enters it alike."""
         if not self.name:
             return needs
-        found: dict[str, float] = {}
-        for resource, amount in needs.items():
-            for name in self._names(resource):
-                found[name] = amount
-        return found
-
-    def _names(self, resource: str) -> Sequence[str]:
-        match resource:
-            case _ if resource == CABLE:
-                return self.leaving, self.entering
-            case _ if resource == PROCESSOR:
-                return (self.processor,)
-            case _ if resource == INSIDE:
-                return (self.inside,)
-            case _:
-                return (f"{resource} of node {self.node}",)
+        names = {CABLE: (self.leaving, self.entering), PROCESSOR: (self.processor,), INSIDE: (self.inside,)}
+        names[SPINE] = (self.spine,)
+        return {name: amount for resource, amount in needs.items() for name in names[resource]}
 
     @property
     def leaving(self) -> str:
@@ -56,6 +43,10 @@ class Place:
         return f"{PROCESSOR} of host {self.host}"
 
     @property
+    def spine(self) -> str:
+        return f"{SPINE} of node {self.node}"
+
+    @property
     def inside(self) -> str:
         return f"{INSIDE}, {self.name}"
 
@@ -64,7 +55,7 @@ class Place:
         found = {self.leaving: whole[CABLE], self.entering: whole[CABLE]}
         found |= {self.inside: whole[INSIDE], self.processor: whole[PROCESSOR]}
         if SPINE in whole:
-            found[f"{SPINE} of node {self.node}"] = whole[SPINE]
+            found[self.spine] = whole[SPINE]
         return found
 
 
