@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -156,13 +157,11 @@ class ShardedModule(nn.Module):
 
     towpath_engine: Engine
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As it was, of ShardTensors; inside `full_parameters` of whole tensors."""
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As it was. PyTorch's functions for state dicts begin with it, and are refused where they cannot do it."""
         frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        if caller is not None and caller.f_code.co_name == "_get_model_state_dict":
-            _refuse_full_state_dict(self.towpath_engine, caller.f_locals.get("info"))
-        return super().state_dict(*args, **kwargs)
+        _refuse_state_dict(self.towpath_engine, frame.f_back if frame is not None else None)
+        return super().named_children()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
@@ -199,13 +198,24 @@ class ShardedModule(nn.Module):
             self.towpath_engine.wiring.groups.broadcast(buffer, rank)
 
 
-def _refuse_full_state_dict(engine: Engine, options: Any) -> None:
-    """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole."""
-    if getattr(options, "full_state_dict", False) and not engine.is_unsharded:
-        raise ShardError(
-            "get_model_state_dict(full_state_dict=True) does not gather ShardTensors. Let every rank call it inside "
-            "`with towpath.full_parameters(model):`; or save with towpath.checkpoint, and export with `towpath export`."
-        )
+def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
+    """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole.
+
+    `frame`: the caller's. None of PyTorch's hooks is told of the options.
+    """
+    while frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        call = frame.f_back.f_code.co_name if frame.f_back is not None else ""
+        if frame.f_code.co_name == "_verify_options" and getattr(
+            frame.f_locals.get("options"), "full_state_dict", False
+        ):
+            # Whole tensors can be copied into slices, and inside `full_parameters` the parameters are whole.
+            if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.is_unsharded):
+                return
+            raise ShardError(
+                f"PyTorch's own {call}(full_state_dict=True) knows DTensors only. Call towpath.checkpoint.{call} "
+                "instead, on every rank: it takes the same arguments."
+            )
+        frame = frame.f_back
 
 
 def _check_class(model: nn.Module) -> None:

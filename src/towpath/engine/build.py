@@ -36,7 +36,13 @@ from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.topology.groups import Groups
 
 
-def agree(groups: Groups, mine: Sequence[str], failure: TowpathError | None) -> None:
+def agree(
+    groups: Groups,
+    mine: Sequence[str],
+    failure: TowpathError | None,
+    call: str = "shard()",
+    advice: str = "Build the same model and pass the same strategy on every rank.",
+) -> None:
     """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
     mine_failed = str(failure) if failure is not None else None
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
@@ -45,11 +51,11 @@ def agree(groups: Groups, mine: Sequence[str], failure: TowpathError | None) -> 
         raise failure
     for rank, (_, error) in enumerate(answers):
         if error is not None:
-            raise MismatchError(f"shard() failed on rank {groups.members[rank]}: {error}")
+            raise MismatchError(f"{call} failed on rank {groups.members[rank]}: {error}")
     if len({d for d, _ in answers}) == 1:
         return
     lines: list[list[str]] = groups.gather_objects(list(mine))
-    raise MismatchError(_difference(lines))
+    raise MismatchError(f"{_difference(lines)} {advice}")
 
 
 def _difference(lines: list[list[str]]) -> str:
@@ -57,10 +63,7 @@ def _difference(lines: list[list[str]]) -> str:
     for i in range(max(len(lines[0]), len(lines[other]))):
         here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
         if here != there:
-            return (
-                f"the ranks were given different things: rank 0 has {here!r}, rank {other} has {there!r}. "
-                "Build the same model and pass the same strategy on every rank."
-            )
+            return f"the ranks were given different things: rank 0 has {here!r}, rank {other} has {there!r}."
     raise AssertionError("equal lists cannot differ")
 
 

@@ -105,7 +105,8 @@ def _local_of(func: Any, value: Any, where: Span) -> Any:
         raise ShardTensorError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced alike. "
             f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
-            "make a new one. To write a whole tensor into a parameter use copy_(); to read one use full_tensor()."
+            "make a new one; or its states were loaded whole: call towpath.checkpoint.set_optimizer_state_dict. To "
+            "write a whole tensor into a parameter use copy_(); to read one use full_tensor()."
         )
     if isinstance(value, torch.Tensor) and value.dim():
         return value.reshape(())  # it broadcasts over any shape, also over a 1-D slice

@@ -5,8 +5,9 @@ What operations make of it stands in `shard_operations.py`; `full_tensor()` gath
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -66,29 +67,7 @@ class ShardTensor(torch.Tensor):
         """
         if self.requires_grad and torch.is_grad_enabled():
             return cast(torch.Tensor, _FullTensor.apply(self))
-        return self._whole()
-
-    def _whole(self) -> torch.Tensor:
-        whole = self._assembled()
-        parallel = self.span.parallel
-        return whole if parallel is None else parallel.wrap(whole).full_tensor()
-
-    def _assembled(self) -> torch.Tensor:
-        """From the slices of the replica."""
-        where = self.span
-        local = self.local.detach()
-        if where.replica.group is None:
-            return local.clone().view(where.shape)
-        bounds = [where.bounds(slot) for slot in where.replica.slots]
-        longest = max(end - start for start, end in bounds)
-        padded = local.new_zeros(longest)
-        padded[: local.numel()].copy_(local)
-        gathered = local.new_empty(len(bounds) * longest)
-        all_gather_single(gathered, padded, where.replica.group)
-        whole = local.new_empty(where.shape.numel())
-        for (start, end), piece in zip(bounds, gathered.view(len(bounds), longest), strict=True):
-            whole[start:end].copy_(piece[: end - start])
-        return whole.view(where.shape)
+        return next(whole_tensors([[self]]))[0]
 
     @property
     def data(self) -> ShardTensor:
@@ -147,8 +126,10 @@ class ShardTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ShardTensorError(
-            "a ShardTensor cannot be pickled: it is one rank's slice. Save p.full_tensor(), or use "
-            "torch.distributed.checkpoint, which saves every slice once."
+            "a ShardTensor cannot be pickled: it is one rank's slice. For torch.save() let every rank call "
+            "towpath.checkpoint.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, "
+            "cpu_offload=True)), or get_optimizer_state_dict(model, optimizer, options=…), and rank 0 save what it "
+            "gets. Without gathering: towpath.checkpoint.save."
         )
 
     # What torch.distributed.checkpoint asks of a tensor class: this rank's slice, as boxes of its shape ---------------
@@ -191,13 +172,66 @@ class ShardTensor(torch.Tensor):
         return _operation(func)(func, args, kwargs or {})
 
 
+def whole_tensors(
+    batches: Sequence[Sequence[ShardTensor]], device: torch.device | None = None, wanted: bool = True
+) -> Iterator[list[torch.Tensor]]:
+    """The whole of each tensor, batch by batch, in one all-gather a batch; nothing where it is not `wanted`.
+
+    A batch is of one dtype and one replica, every rank of which must call this alike. The results are made on `device`
+    (their own unless given); beside them it takes, for all batches, as much memory as the largest of them is whole.
+    """
+    # Of each batch: [member of the replica, tensor] -> elements [start, end)
+    bounds = [[[part.span.bounds(slot) for part in batch] for slot in batch[0].span.replica.slots] for batch in batches]
+    longest = [max(sum(end - start for start, end in each) for each in members) for members in bounds]
+    shapes = [(len(members), length) for members, length in zip(bounds, longest, strict=True)]
+    needed = [prod(shape) * batch[0].itemsize for shape, batch in zip(shapes, batches, strict=True)]
+    memory = torch.empty(max(needed, default=0), dtype=torch.uint8, device=batches[0][0].device if batches else None)
+    for batch, members, shape, nbytes in zip(batches, bounds, shapes, needed, strict=True):
+        gathered = memory[:nbytes].view(batch[0].dtype).view(shape)
+        yield _gathered(batch, members, gathered, device, wanted)
+
+
+def _gathered(
+    batch: Sequence[ShardTensor],
+    members: Sequence[Sequence[tuple[int, int]]],
+    gathered: torch.Tensor,
+    device: torch.device | None,
+    wanted: bool,
+) -> list[torch.Tensor]:
+    replica = batch[0].span.replica
+    mine = replica.slots.index(batch[0].span.slot)
+    for place, part in zip(_divided(gathered[mine], members[mine]), batch, strict=True):
+        place.copy_(part.local.detach())
+    if replica.group is not None:
+        all_gather_single(gathered.view(-1), gathered[mine], replica.group)
+    parallel = any(part.span.parallel is not None for part in batch)
+    if not (wanted or parallel):
+        return []
+    wholes = [torch.empty(part.span.shape, dtype=part.dtype, device=device or part.device) for part in batch]
+    for row, each in zip(gathered, members, strict=True):
+        for whole, (start, end), piece in zip(wholes, each, _divided(row, each), strict=True):
+            whole.view(-1)[start:end].copy_(piece)
+    return [_over_the_mesh(part, whole) for part, whole in zip(batch, wholes, strict=True)] if parallel else wholes
+
+
+def _divided(row: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
+    lengths = [end - start for start, end in bounds]
+    return row[: sum(lengths)].split(lengths)
+
+
+def _over_the_mesh(part: ShardTensor, whole: torch.Tensor) -> torch.Tensor:
+    """`whole` is all that the replica has of it; on a tensor-parallel mesh that may be a part again."""
+    parallel = part.span.parallel
+    return whole if parallel is None else parallel.wrap(whole.to(part.device)).full_tensor().to(whole.device)
+
+
 class _FullTensor(torch.autograd.Function):
     """`full_tensor()` as a part of a graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
         ctx.span = tensor.span
-        return tensor._whole()  # pyright: ignore[reportPrivateUsage]
+        return next(whole_tensors([[tensor]]))[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:

@@ -28,6 +28,12 @@ class Named:
 
 
 def named(model: nn.Module) -> Named:
+    parameters, aliases = parameters_of(model)
+    return Named(parameters, dict(_buffers(model)), aliases)
+
+
+def parameters_of(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """By their first names; and the other names of tied ones."""
     first: dict[int, str] = {}
     parameters: dict[str, nn.Parameter] = {}
     aliases: dict[str, str] = {}
@@ -39,7 +45,7 @@ def named(model: nn.Module) -> Named:
             continue
         first[id(parameter)] = name
         parameters[name] = parameter
-    return Named(parameters, dict(_buffers(model)), aliases)
+    return parameters, aliases
 
 
 def _buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

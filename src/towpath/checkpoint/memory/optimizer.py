@@ -24,6 +24,7 @@ from towpath.checkpoint.memory.names import Named
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # also of a parameter that is a number itself
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new optimizer's own choice
 
 
@@ -35,7 +36,7 @@ def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor]
     states: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         options = {k: v for k, v in group.items() if k != "params"}
-        mine = [_name(names, p, number) for p in group["params"]]
+        mine = [name_of(names, p, number) for p in group["params"]]
         groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors.__setitem__)})
         for name, parameter in zip(mine, group["params"], strict=True):
             if parameter in optimizer.state:
@@ -59,7 +60,7 @@ def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"kind": kinds[0], "groups": groups, "states": states}
 
 
-def _name(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
+def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
             f"group {group} of the optimizer has one of shape {tuple(parameter.shape)} that is not the model's: "
@@ -69,17 +70,17 @@ def _name(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
 
 
 def _state(name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
-    like = [key for key, value in state.items() if _is_like(key, value, parameter)]
+    like = [key for key, value in state.items() if is_like(key, value, parameter)]
+    if isinstance(parameter, ShardTensor):  # then what is like it was made like it
+        like = [key for key in like if isinstance(state[key], ShardTensor)]
     tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
     rest = {key: value for key, value in state.items() if key not in like}
     return {"like": like, "rest": to_json(rest, f"optimizer.{name}", tensors.__setitem__)}
 
 
-def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """Whether it has one element for each of the parameter's. (`step` is a number, also for a scalar parameter.)"""
-    if isinstance(parameter, ShardTensor):
-        return isinstance(value, ShardTensor)
-    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    """Whether a state, as it is or whole, has one element for each of the parameter's."""
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _NUMBERS
 
 
 class Loading:

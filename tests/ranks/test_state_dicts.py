@@ -1,0 +1,351 @@
+"""State dicts as PyTorch's users expect them: of whole tensors, by name, on the ranks that ask for them, and back.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as pytorchs
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from towpath import ShardTensor, Topology, checkpoint
+from towpath.errors import CheckpointError, ShardError, ShardTensorError
+
+Worlds = Callable[[int], World]
+
+SHAPE = Topology(2, 1)
+WIDTH = 5
+
+FULL = StateDictOptions(full_state_dict=True)
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+class Net(nn.Module):
+    """Tied, frozen, a scalar, a buffer, and three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.fixed = nn.Parameter(torch.linspace(-1, 1, WIDTH), requires_grad=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = self.first(x) + self.fixed
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.last(x) * self.gain
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-2, momentum=0.9),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=1e-2),  # has a number of its own beside `step`
+}
+
+
+class Run:
+    """A model and its optimizer of two groups, sharded or, under no label, whole and fed with all ranks' batches."""
+
+    def __init__(self, label: str | None, optimizer: str = "adamw", seed: int = 3, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model: Any = Net().double()
+        self.label = label
+        if label is not None:
+            towpath.shard(self.model, strategy_of(label, SHAPE), topology=SHAPE, **options)
+        blocks = {"params": list(self.model.blocks.parameters()), "lr": 3e-2}
+        others = [self.model.first.weight, self.model.gain, self.model.fixed]
+        self.optimizer = OPTIMIZERS[optimizer]([{"params": others}, blocks])
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            batches = [_batch(rank, step) for rank in range(SHAPE.world)]
+            batch = torch.cat(batches) if self.label is None else batches[dist.get_rank()]
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 10 * step)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _same(found: Any, expected: Any, tolerance: float = 0.0) -> None:
+    """Structure, names in their order, dtypes and values."""
+    assert type(found) is type(expected) or isinstance(found, dict)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for key in expected:
+            _same(found[key], expected[key], tolerance)
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for pair in zip(found, expected, strict=True):
+            _same(*pair, tolerance)
+    elif isinstance(expected, Tensor):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert not found.numel() or (found - expected).abs().max() <= tolerance
+    else:
+        assert found == expected
+
+
+# --- what one gets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_they_are_what_pytorch_gives_for_the_whole_model(world: Worlds, optimizer: str) -> None:
+    world(2).run(_get_as_pytorch, optimizer)
+
+
+def _get_as_pytorch(optimizer: str) -> None:
+    plain, sharded = Run(None, optimizer), Run("zero3", optimizer)
+    for run in (plain, sharded):
+        run.train(range(3))
+    for flat in (False, True):
+        options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+        found, expected = (
+            given.get_optimizer_state_dict(run.model, run.optimizer, options=options)
+            for given, run in ((checkpoint, sharded), (pytorchs, plain))
+        )
+        if not flat:  # PyTorch's are in the order of the groups; by name it does not matter
+            found["state"], expected["state"] = (dict(sorted(each["state"].items())) for each in (found, expected))
+        _same(found, expected, 1e-12)
+    model, _ = checkpoint.get_state_dict(sharded.model, sharded.optimizer, options=FULL)
+    _same(model, pytorchs.get_model_state_dict(plain.model), 1e-12)
+    assert model["first.weight"] is model["last.weight"]
+    assert model["seen"].data_ptr() != sharded.model.seen.data_ptr()
+    trained = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    assert model.keys() - checkpoint.get_model_state_dict(sharded.model, options=trained).keys() == {"fixed"}
+
+
+@pytest.mark.parametrize("label", ["zero3", "mics:1x1", "zero++"])
+def test_rank_0_alone_gets_them_on_the_cpu_or_every_rank_does(world: Worlds, label: str) -> None:
+    """Also where codecs round what travels and bf16 computes: the values are the masters."""
+    world(2).run(_who_gets_what, label)
+
+
+def _who_gets_what(label: str) -> None:
+    run = Run(label, precision=towpath.Precision(params="bfloat16"))
+    run.train(range(1))
+    expected = {name: p.full_tensor().detach() for name, p in run.model.named_parameters()}
+    for options, has in ((FULL, True), (ON_RANK_0, dist.get_rank() == 0)):
+        found = checkpoint.get_model_state_dict(run.model, options=options)
+        assert bool(found) == has and all(torch.equal(found[name], value) for name, value in expected.items() if has)
+        assert not any(isinstance(value, ShardTensor) for value in found.values())
+        assert bool(checkpoint.get_optimizer_state_dict(run.model, run.optimizer, options=options)) == has
+    assert all(isinstance(checkpoint.get_model_state_dict(run.model)[name], ShardTensor) for name in expected)
+
+
+def test_getting_them_changes_nothing(world: Worlds) -> None:
+    """Not before the first step either, where PyTorch's own would step the optimizer."""
+    world(2).run(_get_and_go_on)
+
+
+def _get_and_go_on() -> None:
+    run, other = Run("zero3"), Run("zero3")
+    for step in range(3):
+        checkpoint.get_state_dict(run.model, run.optimizer, options=ON_RANK_0)
+        assert run.train(range(step, step + 1)) == other.train(range(step, step + 1))
+
+
+# --- and back ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("label", ["zero1", "zero3"])
+def test_training_goes_on_from_them_under_another_strategy_as_in_one_process(
+    world: Worlds, optimizer: str, label: str
+) -> None:
+    world(2).run(_go_on, optimizer, label)
+
+
+def _go_on(optimizer: str, label: str) -> None:
+    plain, sharded = Run(None, optimizer), Run("zero3", optimizer)
+    for run in (plain, sharded):
+        run.train(range(2))
+    model, state = checkpoint.get_state_dict(sharded.model, sharded.optimizer, options=ON_RANK_0)
+    flat = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    flattened = checkpoint.get_optimizer_state_dict(sharded.model, sharded.optimizer, options=flat)
+    resumed, again = (Run(label, optimizer, seed=4) for _ in range(2))
+    again.train(range(1))  # it has states of its own already
+    for run, states in ((resumed, state), (again, flattened)):
+        options = FROM_RANK_0 if states is state else FULL
+        checkpoint.set_model_state_dict(run.model, model, options=FROM_RANK_0)
+        checkpoint.set_optimizer_state_dict(run.model, run.optimizer, states, options=options)
+        assert [g["lr"] for g in run.optimizer.param_groups] == [1e-2, 3e-2]
+    losses = [run.train(range(2, 4)) for run in (sharded, resumed, again)]
+    assert losses[1] == losses[2] == pytest.approx(losses[0], abs=1e-12)
+    assert label != "zero3" or losses[0] == losses[1]
+    plain.train(range(2, 4))
+    found = checkpoint.get_model_state_dict(resumed.model, options=FULL)
+    _same(found, plain.model.state_dict() | {"seen": found["seen"]}, 1e-12)
+
+
+def test_they_load_into_a_whole_model_and_from_one(world: Worlds) -> None:
+    world(2).run(_to_and_from_whole)
+
+
+def _to_and_from_whole() -> None:
+    plain, sharded = Run(None), Run("paro-iig", seed=4)
+    plain.train(range(2))
+    model, state = pytorchs.get_state_dict(plain.model, plain.optimizer)
+    keys = checkpoint.set_state_dict(
+        sharded.model, sharded.optimizer, model_state_dict=model, optim_state_dict=state, options=FULL
+    )
+    assert keys.missing_keys == keys.unexpected_keys == []
+    back = Run(None, seed=5)
+    given = checkpoint.get_state_dict(sharded.model, sharded.optimizer, options=FULL)
+    checkpoint.set_state_dict(  # of a model without ShardTensors it is PyTorch's own
+        back.model, back.optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=FULL
+    )
+    assert plain.train(range(2, 4)) == back.train(range(2, 4))
+
+
+# --- what it takes ----------------------------------------------------------------------------------------------------
+
+
+def test_no_rank_holds_more_than_one_unit_beside_its_shards_and_the_dict(world: Worlds) -> None:
+    """Counted of every tensor that is made meanwhile."""
+    peaks = world(2).run(_peaks)
+    for rank, (unit, model, states, peak_of_model, peak_of_states) in enumerate(peaks):
+        assert peak_of_model <= unit + model * (rank == 0)
+        assert peak_of_states <= unit + states * (rank == 0)
+        assert peak_of_model > model * (rank == 0), "nothing was counted"
+
+
+def _peaks() -> tuple[int, ...]:
+    torch.manual_seed(3)
+    model: Any = nn.Sequential(nn.Linear(64, 32), nn.Sequential(*(nn.Linear(32, 32) for _ in range(8))))
+    towpath.shard(model, "zero3", topology=SHAPE, units=list(model[1]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    largest = max(sum(b.plan.numel for b in unit.buckets) for unit in model.towpath_engine.units) * 4
+    whole = sum(p.numel() for p in model.parameters()) * 4
+    steps = 4 * sum(1 for _ in model.parameters())
+    with _Counting() as of_model:
+        checkpoint.get_model_state_dict(model, options=ON_RANK_0)
+    with _Counting() as of_states:
+        checkpoint.get_optimizer_state_dict(model, optimizer, options=ON_RANK_0)
+    return largest, whole, 2 * whole + steps, of_model.peak, of_states.peak
+
+
+class _Counting(TorchDispatchMode):
+    """Bytes of the storages that operations make, while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, ShardTensor) and _storage(tensor) not in known:
+                self._count(tensor.untyped_storage())
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self.live:
+            return
+        self.live[key] = storage.nbytes()
+        self.peak = max(self.peak, sum(self.live.values()))
+        weakref.finalize(storage, self.live.pop, key, None)
+
+
+def _storage(tensor: Tensor) -> int:
+    return 0 if isinstance(tensor, ShardTensor) else tensor.untyped_storage()._cdata
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_pytorchs_own_name_ours_where_they_would_hand_out_slices(world: Worlds) -> None:
+    world(2).run(_call_pytorchs)
+
+
+def _call_pytorchs() -> None:
+    run = Run("zero3")
+    run.train(range(1))
+    state = checkpoint.get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
+    both = {"model_state_dict": {}, "optim_state_dict": state}
+    for model in (run.model, torch.compile(run.model, backend="eager")):
+        for options in (FULL, ON_RANK_0):
+            for call, arguments, more in (
+                ("get_model_state_dict", (), {}),
+                ("get_optimizer_state_dict", (run.optimizer,), {}),
+                ("get_state_dict", (run.optimizer,), {}),
+                ("set_optimizer_state_dict", (run.optimizer, state), {}),
+                ("set_state_dict", (run.optimizer,), both),
+            ):
+                with pytest.raises(ShardError, match=f"own {call}.full_state_dict=True.*towpath.checkpoint.{call} "):
+                    getattr(pytorchs, call)(model, *arguments, options=options, **more)
+    whole = checkpoint.get_model_state_dict(run.model, options=FULL)
+    pytorchs.set_model_state_dict(run.model, whole, options=FULL)  # whole tensors go into slices
+    with towpath.full_parameters(run.model):
+        _same(pytorchs.get_model_state_dict(run.model, options=FULL), whole)
+        with pytest.raises(CheckpointError, match=r"inside towpath.full_parameters\(\)"):
+            checkpoint.get_model_state_dict(run.model, options=FULL)
+    with pytest.raises(ShardTensorError, match=r"For torch.save.*get_optimizer_state_dict\(model, optimizer"):
+        torch.save(run.optimizer.state_dict(), io.BytesIO())
+    torch.save(state, io.BytesIO())
+    for sharded in (pytorchs.get_optimizer_state_dict(run.model, run.optimizer),):  # as they go to dcp.save
+        checkpoint.set_optimizer_state_dict(run.model, run.optimizer, sharded)
+    run.train(range(1, 2))
+
+
+def test_what_is_wrong_on_one_rank_is_an_error_on_every_rank(world: Worlds) -> None:
+    world(2).run(_fail_alike)
+
+
+def _fail_alike() -> None:
+    run, rank = Run("zero3"), dist.get_rank()
+    run.train(range(1))
+    model, state = checkpoint.get_state_dict(run.model, run.optimizer, options=ON_RANK_0)
+    with pytest.raises(ShardError, match=r"rank 1 has 'nothing more'.*set broadcast_from_rank0=True"):
+        checkpoint.set_model_state_dict(run.model, model, options=FULL)
+    with pytest.raises(ShardError, match=r"'state\.first.*rank 1 has 'nothing more'.*set broadcast_from_rank0=True"):
+        checkpoint.set_optimizer_state_dict(run.model, run.optimizer, state, options=FULL)
+    other = Run("zero3").optimizer
+    with pytest.raises((CheckpointError, ShardError), match=r"group 0 of the optimizer.*pass the optimizer of this"):
+        checkpoint.get_optimizer_state_dict(run.model, other if rank else run.optimizer, options=FULL)
+    model.pop("gain", None)
+    with pytest.raises(RuntimeError, match=r"Missing key.*gain"):
+        checkpoint.set_model_state_dict(run.model, model, options=FROM_RANK_0)
+    if rank == 0:
+        model["first.weight"] = torch.zeros(2, 2)
+    with pytest.raises(RuntimeError, match=r"size mismatch for first\.weight"):
+        checkpoint.set_model_state_dict(run.model, model, options=FROM_RANK_0)
+    if rank == 0:
+        del model["first.weight"]
+        del state["state"]["gain"]
+    loose = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    assert checkpoint.set_model_state_dict(run.model, model, options=loose).missing_keys == ["gain", "first.weight"]
+    with pytest.raises(RuntimeError, match="Missing optimizer state for parameter 'gain'"):
+        checkpoint.set_optimizer_state_dict(run.model, run.optimizer, state, options=FROM_RANK_0)
+    checkpoint.set_optimizer_state_dict(run.model, run.optimizer, state, options=loose)
+    run.train(range(1, 2))
