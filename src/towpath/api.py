@@ -21,7 +21,7 @@ from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank, check_values
 from towpath.engine.executor import Engine, engine_of
-from towpath.engine.full_parameters import reshard, unshard
+from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.module_classes import become
@@ -209,7 +209,7 @@ def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
             frame.f_locals.get("options"), "full_state_dict", False
         ):
             # Whole tensors can be copied into slices, and inside `full_parameters` the parameters are whole.
-            if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.is_unsharded):
+            if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.pinned == engine.units):
                 return
             raise ShardError(
                 f"PyTorch's own {call}(full_state_dict=True) knows DTensors only. Call towpath.checkpoint.{call} "
@@ -235,21 +235,21 @@ def _become_sharded(model: nn.Module, engine: Engine) -> None:
 
 
 @contextmanager
-def full_parameters(model: nn.Module, *, modifier_rank: int | None = None) -> Generator[None]:
+def full_parameters(
+    model: nn.Module, modules: Iterable[nn.Module] | None = None, *, modifier_rank: int | None = None
+) -> Generator[None]:
     """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept.
 
+    `modules`: those of the model whose parameters are wanted; the units in which these lie become whole, and no others.
     Ranks that wrote different values all raise an error that names the parameter. `modifier_rank`: the rank whose
-    values all take over instead.
+    values all take over instead. In a context inside another one, what was whole before stays so until that ends.
     """
     engine = engine_of(model)
-    if engine.is_unsharded:  # inside another such context, which ends it
-        yield
-        return
-    unshard(engine)
+    made = unshard(engine, None if modules is None else units_of(engine, model, modules))
     try:
         yield
     finally:
-        reshard(engine, modifier_rank)
+        reshard(engine, modifier_rank, made)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -376,6 +376,34 @@ def _save_by_pytorch(model: Any) -> None:
         pickle.dumps(model)
 
 
+def test_part_of_a_model_is_whole_and_written_while_the_rest_stays_sharded(world: Worlds) -> None:
+    world(2).run(_write_a_part)
+
+
+def _write_a_part() -> None:
+    twin, rank = Twin(Coder, _loss, "zero3", SHAPE, units=[Block]), dist.get_rank()
+    model, plain = twin.sharded, twin.plain
+    twin.train(1)
+    with towpath.full_parameters(model, [model.blocks[1].norm], modifier_rank=1):
+        assert not any(isinstance(p, ShardTensor) for p in model.blocks[1].parameters())
+        assert all(isinstance(p, ShardTensor) for p in (*model.blocks[0].parameters(), model.scale))
+        with torch.no_grad():
+            model.blocks[1].norm.weight.fill_(rank + 2.0)  # what rank 1 writes is taken over
+            plain.blocks[1].norm.weight.fill_(3.0)
+        with towpath.full_parameters(model):
+            assert not any(isinstance(p, ShardTensor) for p in model.parameters())
+        assert all(isinstance(p, ShardTensor) for p in (*model.blocks[0].parameters(), model.scale))
+        assert not isinstance(model.blocks[1].norm.weight, ShardTensor)
+    assert _rests(model)
+    twin.train(2)
+    twin.check_parameters()
+    stranger = Block() if rank else model.blocks[0]  # wrong on one rank is an error on all
+    for wrong, words in ((stranger, "got a Block that is none of them"), (model.blocks[rank], "the same modules on")):
+        with pytest.raises(ShardError, match=words), towpath.full_parameters(model, [wrong]):
+            pass
+    assert _rests(model)
+
+
 # --- parameters in the loss, and derivatives of derivatives ----------------------------------------------------------
 
 REGULARISERS: dict[str, Callable[[Tensor], Tensor]] = {

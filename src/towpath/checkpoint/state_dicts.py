@@ -214,7 +214,7 @@ def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], 
     """What `work` finds; or an error on every rank, where it failed on one or found other tensors there."""
     lines, found, failure = list[str](), StateDict(), None
     try:
-        if any(engine.is_unsharded for engine in engines):
+        if any(engine.pinned for engine in engines):
             raise CheckpointError(f"{call} inside towpath.full_parameters(): call it before or after.")
         found = work()
         leaves = trees.tree_flatten_with_path(found)[0] if compare else []

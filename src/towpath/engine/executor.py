@@ -73,9 +73,9 @@ class Engine:
         return self._writes.version
 
     @property
-    def is_unsharded(self) -> bool:
-        """Whether all units are held whole."""
-        return self.machine.is_pinned(self.root.index)
+    def pinned(self) -> list[Unit]:
+        """The units that are held whole."""
+        return [unit for unit in self.units if self.machine.is_pinned(unit.index)]
 
     # What the machine asks for --------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
-"""A whole model on every rank, for a while: `unshard()`, and what is kept of the user's writes at `reshard()`.
+"""A model, or some of its units, whole on every rank for a while: `unshard()`, and what `reshard()` keeps of the
+user's writes.
 
 Every rank writes to a copy of its own, and keeps of it the slices that it holds. What ranks wrote differently would be
 kept in parts, from each rank its own: so they compare, for every parameter, a checksum of before and one of after.
@@ -6,33 +7,58 @@ kept in parts, from each rank its own: so they compare, for every parameter, a c
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable, Sequence
 
+import torch
+from torch import nn
+
+from towpath.engine.build import agree
 from towpath.engine.executor import Engine
 from towpath.engine.unit import Unit
-from towpath.errors import StepError
+from towpath.errors import ShardError, StepError, TowpathError
 
 _ROW = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def unshard(engine: Engine) -> None:
-    """Make every unit whole, each in memory of its own, until `reshard`."""
+def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units in which the parameters of `modules` lie. Every rank must ask for the same."""
+    failure: TowpathError | None = None
+    names = {id(module): name for name, module in model.named_modules()}
+    modules = list(modules)
+    stranger = next((module for module in modules if id(module) not in names), None)
+    if stranger is not None:
+        failure = ShardError(
+            f"full_parameters(modules=): expected modules of the model, got a {type(stranger).__name__} that is none "
+            "of them. Take them from the model, as model.layers[0], say."
+        )
+    inside = {id(m) for module in modules for m in module.modules()}
+    found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.owners)]
+    asked = [repr(unit.name or "root") for unit in found]
+    agree(engine.wiring.groups, asked, failure, "full_parameters()", "Name the same modules on every rank.")
+    return found
+
+
+def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
+    """Make `units`, or all, whole, each in memory of its own, until `reshard`; which of them were not yet."""
     engine.begin()
     engine.carry_out(engine.machine.publish())
-    for unit in engine.units:
-        if not engine.machine.is_pinned(unit.index):
-            engine.carry_out(engine.machine.pin(unit.index))
-            for bucket in unit.buckets:
-                bucket.remember()
-            unit.checksums = checksums(unit)
+    made = [u for u in (engine.units if units is None else units) if not engine.machine.is_pinned(u.index)]
+    for unit in made:
+        engine.carry_out(engine.machine.pin(unit.index))
+        for bucket in unit.buckets:
+            bucket.remember()
+        unit.checksums = checksums(unit)
+    return made
 
 
-def reshard(engine: Engine, modifier_rank: int | None = None) -> None:
-    """Undo `unshard`, and take over what was written to the whole parameters meanwhile; by `modifier_rank` alone, if
-    one is named."""
+def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Unit] | None = None) -> None:
+    """Undo `unshard` of `units`, or of all, and take over what was written to the whole parameters meanwhile; by
+    `modifier_rank` alone, if one is named."""
+    pinned = [unit for unit in engine.pinned if units is None or unit in units]
+    if not pinned:
+        return
     engine.tell_before_rewrite()
-    pinned = [unit for unit in engine.units if engine.machine.is_pinned(unit.index)]
     # Where the optimizer has stepped meanwhile, what is whole is old.
     current = [unit for unit in pinned if engine.machine.is_whole(unit.index)]
     try:

@@ -74,7 +74,8 @@ class Parts:
 
     @property
     def is_unsharded(self) -> bool:
-        return any(engine.is_unsharded for engine in self.engines)
+        """Any part of it."""
+        return any(engine.pinned for engine in self.engines)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Of all keepers."""
