@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -198,6 +198,17 @@ class ShardedModule(nn.Module):
             self.towpath_engine.wiring.groups.broadcast(buffer, rank)
 
 
+class PretrainedModule(ShardedModule):
+    """What `shard` makes of a model that has `save_pretrained`."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As it was, with whole tensors: every rank must call it, and rank 0 writes. With `state_dict=`, as before."""
+        from towpath.checkpoint.pretrained import save_pretrained  # with all that checkpoints need
+
+        whole: Any = super()
+        return save_pretrained(self, whole.save_pretrained, *args, **kwargs)
+
+
 def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
     """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole.
 
@@ -230,7 +241,7 @@ def _check_class(model: nn.Module) -> None:
 
 
 def _become_sharded(model: nn.Module, engine: Engine) -> None:
-    become(model, ShardedModule)
+    become(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
 
 

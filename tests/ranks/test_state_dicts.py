@@ -229,9 +229,10 @@ def _to_and_from_whole() -> None:
 def test_no_rank_holds_more_than_one_unit_beside_its_shards_and_the_dict(world: Worlds) -> None:
     """Counted of every tensor that is made meanwhile."""
     peaks = world(2).run(_peaks)
+    told = 1024  # what the ranks tell one another at the beginning, of which gloo lets go when it likes
     for rank, (unit, model, states, peak_of_model, peak_of_states) in enumerate(peaks):
-        assert peak_of_model <= unit + model * (rank == 0)
-        assert peak_of_states <= unit + states * (rank == 0)
+        assert peak_of_model <= unit + told + model * (rank == 0)
+        assert peak_of_states <= unit + told + states * (rank == 0)
         assert peak_of_model > model * (rank == 0), "nothing was counted"
 
 

@@ -212,6 +212,7 @@ def _nested(flat: StateDict) -> StateDict:
 
 def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], compare: bool = True) -> StateDict:
     """What `work` finds; or an error on every rank, where it failed on one or found other tensors there."""
+    engines[0].wiring.record.peers.come_together(f"{call}()")
     lines, found, failure = list[str](), StateDict(), None
     try:
         if any(engine.pinned for engine in engines):

@@ -13,7 +13,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import final
 
@@ -47,6 +47,8 @@ class Activity:
         self._under_way: dict[int, str] = {}  # by thread: a queue runs one transfer after the other
         self._last = ""
         self._failure = ""
+        self.meeting: tuple[int, str] | None = None  # a call that waits for every rank, and how many came before it
+        self.meetings = 0  # so far, with that one
 
     def computes(self, work: str, unit: str | None) -> None:
         self.progress += 1
@@ -66,10 +68,19 @@ class Activity:
         self.progress += 1
         self._failure = what
 
+    def meets(self, what: str) -> None:
+        self.progress += 1
+        self.meeting = (self.meetings, what)
+        self.meetings += 1
+
+    def met(self) -> None:
+        self.progress += 1
+        self.meeting = None
+
     @property
     def waits(self) -> bool:
-        """Whether a transfer is under way."""
-        return bool(self._under_way)
+        """Whether a transfer is under way, or a call that every rank must make."""
+        return bool(self._under_way) or self.meeting is not None
 
     def silent_seconds(self) -> float:
         """Since when nothing has begun or ended. To be asked now and then, by one thread."""
@@ -82,6 +93,8 @@ class Activity:
         parts = [f"step {self.step}"]
         parts += [self._failure] if self._failure else [self._computing]
         under_way = sorted(self._under_way.copy().values())
+        if self.meeting is not None:
+            parts.append(f"waits for every rank to call {self.meeting[1]}")
         parts.append(f"waits for {', '.join(under_way)}" if under_way else "in no transfer")
         if self._last:
             parts.append(f"the last one that ended was {self._last}")
@@ -141,24 +154,60 @@ class Peers:
         """What this rank is doing, now that it makes no progress; an old note is taken back when it does."""
         journal = self.journal
         page = journal.page().to_json() if journal is not None else None
-        self.noticeboard.post(json.dumps([self.activity.describe(), page]) if silent else "")
+        note = [self.activity.describe(), page, self.activity.meeting]
+        self.noticeboard.post(json.dumps(note) if silent else "")
+
+    def come_together(self, call: str) -> None:
+        """Return when every rank has made this call; raise where one does not, or waits for a transfer meanwhile."""
+        if self.world == 1:
+            return
+        self.activity.meets(call)
+        event, patience = f"call {self.activity.meetings}", self.patience_seconds
+        try:
+            came = self.noticeboard.meet(event, call, patience, self.raise_if_diverged)
+        finally:
+            self.activity.met()
+        other = next((rank for rank, theirs in came.items() if theirs != call), None)
+        if other is not None:
+            raise StepError(
+                f"rank {self.rank}: this rank called {call}, and rank {other} {came[other]} meanwhile. Let every "
+                "rank make the same calls in the same order."
+            )
+        missing = [rank for rank in range(self.world) if rank not in came]
+        if missing:
+            raise StepError(
+                f"rank {self.rank}: every rank must call {call}; rank {', '.join(map(str, missing))} did not in "
+                f"{patience:.0f} s. What they last said of themselves:{self.describe(missing)}"
+            )
 
     def look_for_divergence(self) -> None:
         """Whether peers that stand still, too, have submitted other transfers than this rank: nobody's will end."""
         journal = self.journal
         if journal is None:
             return
-        mine = journal.page()
+        mine, meeting = journal.page(), self.activity.meeting
         for scope in journal.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
             for rank, note in self._read([*members[place + 1 :], *members[:place]][:_FEW]).items():
                 if note is None or note.page is None:
                     continue
-                first, second = sorted([(self.rank, mine), (rank, note.page)], key=itemgetter(0))
+                # Who waits for every rank in a call submits nothing before all have come there.
+                theirs = (
+                    note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
+                )
+                pages = [(self.rank, _ended(mine, meeting)), (rank, _ended(note.page, theirs))]
+                first, second = sorted(pages, key=itemgetter(0))
                 found = difference(scope, first, second)
-                if found is not None and journal.page() == mine:
+                if found is not None and (journal.page(), self.activity.meeting) == (mine, meeting):
                     self.diverged = told_to(self.rank, found)
+                    for who, other, call in ((self.rank, rank, meeting), (rank, self.rank, theirs)):
+                        if call is not None:
+                            self.diverged = (
+                                f"rank {self.rank}: rank {who} is in {call[1]}, which every rank must call, while rank "
+                                f"{other} waits for a transfer that rank {who} is to take part in: {found}. Call it on "
+                                "every rank, at the same place."
+                            )
                     return
 
     def _read(self, ranks: Sequence[int]) -> dict[int, _Note | None]:
@@ -170,11 +219,16 @@ class Peers:
 class _Note:
     doing: str
     page: Page | None
+    meeting: tuple[int, str] | None
 
     @staticmethod
     def parsed(text: str) -> _Note:
-        doing, page = json.loads(text)
-        return _Note(doing, None if page is None else Page.from_json(page))
+        doing, page, meeting = json.loads(text)
+        return _Note(doing, None if page is None else Page.from_json(page), None if meeting is None else tuple(meeting))
+
+
+def _ended(page: Page, meeting: tuple[int, str] | None) -> Page:
+    return page if meeting is None else replace(page, ended=True)
 
 
 def _report(reference: weakref.ref[Peers]) -> None:

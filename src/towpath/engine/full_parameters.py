@@ -23,6 +23,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
     """The units in which the parameters of `modules` lie. Every rank must ask for the same."""
+    engine.wiring.record.peers.come_together("full_parameters()")
     failure: TowpathError | None = None
     names = {id(module): name for name, module in model.named_modules()}
     modules = list(modules)

@@ -97,9 +97,9 @@ class ShardTensor(torch.Tensor):
     def untyped_storage(self) -> NoReturn:
         raise ShardTensorError(
             f"{self.span.name!r} has no memory of its shape: rank {self.span.replica.rank} holds a slice of it, "
-            "to_local(). To save the model (save_pretrained, safetensors) let all ranks enter "
-            "`with towpath.full_parameters(model):` and rank 0 save there. Without gathering: towpath.checkpoint, then "
-            "`towpath export`."
+            "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and rank 0 save what it gets. Without "
+            "gathering: towpath.checkpoint, then `towpath export`."
         )
 
     def storage(self) -> NoReturn:

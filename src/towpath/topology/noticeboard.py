@@ -39,8 +39,13 @@ class Noticeboard:
         found = self._read({rank: self._key("note", rank) for rank in ranks})
         return {rank: found.get(rank) for rank in ranks}
 
-    def meet(self, event: str, word: str, patience_seconds: float) -> dict[int, str]:
-        """Come to `event` with a word for the others, and wait for them: the words of those that came in time."""
+    def meet(
+        self, event: str, word: str, patience_seconds: float, still_waits: Callable[[], None] = lambda: None
+    ) -> dict[int, str]:
+        """Come to `event` with a word for the others, and wait for them: the words of those that came in time.
+
+        `still_waits` is called again and again meanwhile, and may raise.
+        """
         until, pause = time.monotonic() + patience_seconds, _FIRST_PAUSE_SECONDS
         self._within_reach(lambda store: store.set(self._key(event, self.rank), word), None)
         came: dict[int, str] = {self.rank: word}
@@ -48,6 +53,7 @@ class Noticeboard:
             came |= self._read({rank: self._key(event, rank) for rank in range(self.world) if rank not in came})
             if len(came) == self.world or time.monotonic() > until:
                 return came
+            still_waits()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
