@@ -22,6 +22,7 @@ from towpath.core.units import units_from_numels
 from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank, check_values
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.full_parameters import reshard, units_of, unshard
+from towpath.engine.hooks import register_known_methods
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.module_classes import become
@@ -243,6 +244,7 @@ def _check_class(model: nn.Module) -> None:
 def _become_sharded(model: nn.Module, engine: Engine) -> None:
     become(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
+    register_known_methods(model)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
+from towpath.engine.hooks import KNOWN_METHODS
 from towpath.errors import ShardError, ShardTensorError, StepError, TowpathError
 
 Worlds = Callable[[int], World]
@@ -113,7 +114,7 @@ def test_registered_methods_train_exactly_nest_and_release_what_they_gathered(wo
 
 def _train_by_methods(label: str) -> None:
     twin = Twin(Coder, _loss_by_methods, label, SHAPE)
-    for method in ("encode", "decode", "reconstruct", "fail", "fit", "encode"):
+    for method in ("reconstruct", "fail", "fit", "encode"):  # `encode` and `decode` are so already
         towpath.register_forward_method(twin.sharded, method)
     assert twin.sharded.encode.__doc__ == Coder.encode.__doc__
     twin.train(steps=2, micro_steps=2)
@@ -141,6 +142,30 @@ def _check_backward_inside(twin: Any) -> None:
     assert abs(found - expected) < 1e-10
     twin.check_gradients()
     assert _rests(twin.sharded)
+
+
+class Streaming(Coder):
+    """What shard() is not to take for an entry, though it knows the names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training_step = nn.Linear(WIDTH, WIDTH)
+
+    def generate(self, x: Tensor) -> Iterator[Tensor]:
+        yield x
+
+    async def predict_step(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_known_methods_are_entries_from_the_beginning_where_they_can_be(world: Worlds) -> None:
+    world(2).run(_known_methods)
+
+
+def _known_methods() -> None:
+    model: Any = towpath.shard(Streaming(), "zero3", topology=SHAPE)
+    assert vars(model).keys() & set(KNOWN_METHODS) == {"encode", "decode"}
+    assert isinstance(model.training_step, nn.Linear) and next(model.generate(torch.ones(1))) == 1
 
 
 def test_what_cannot_be_an_entry_is_refused_with_what_can(world: Worlds) -> None:

@@ -115,14 +115,42 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         close = difflib.get_close_matches(method, known, n=3, cutoff=0.5)
         meant = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
         raise ShardError(f"register_forward_method: {kind} has no method {method!r}.{meant}")
-    plain = inspect.unwrap(found)
-    if inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain):
+    if _goes_on(found):
         raise ShardError(
             f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
             "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
         )
     if not isinstance(found, _Method):
         object.__setattr__(module, method, _Method(module, found))
+
+
+# Entry points that libraries know: of Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
+KNOWN_METHODS = (
+    "generate",
+    "encode",
+    "decode",
+    "get_text_features",
+    "get_image_features",
+    "get_audio_features",
+    "training_step",
+    "validation_step",
+    "test_step",
+    "predict_step",
+)
+
+
+def register_known_methods(model: nn.Module) -> None:
+    """Those that a sharded model has, but for what cannot be one: a generator, or a module of that name."""
+    for method in KNOWN_METHODS:
+        found = getattr(model, method, None)
+        if inspect.ismethod(found) and not _goes_on(found):
+            register_forward_method(model, method)
+
+
+def _goes_on(method: Callable[..., Any]) -> bool:
+    """After its call has returned."""
+    plain = inspect.unwrap(method)
+    return inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
 
 
 @final
