@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import version
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from towpath.planner.workload import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -43,6 +46,7 @@ def shard(
     units: UnitChoice | None = None,
     precision: Precision | None = None,
     group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
     values: Values | None = None,
     workload: Workload | None = None,
 ) -> Model:
@@ -55,6 +59,8 @@ def shard(
     together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
     `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
     the values of rank 0's parameters and buffers are everyone's afterwards.
+    `mesh`: the same as a DeviceMesh, in place of `group`. One of two dims, (replicate, shard), says the topology as
+    well: a row is a node, so that "mics" shards over the second dim, as FSDP2 does.
     `values`: where the parameters' values come from instead. `values(name, start, end)` gives the elements [start, end)
     of the parameter `name` in row-major order, 1-D and of any floating dtype; for a name it does not know it raises
     KeyError. Each rank asks for what it holds and nothing else: none ever holds a whole unit. A tied parameter is asked
@@ -62,6 +68,8 @@ def shard(
     rank, all ranks raise; the model, by then without values, must be built anew.
     """
     check_process_group()
+    if mesh is not None:
+        group, topology = _of_mesh(mesh, group, topology)
     groups = Groups(group)
     precision = precision or Precision()
     lines: list[str] = []
@@ -96,6 +104,29 @@ def shard(
     engine = build(model, BuildOptions(resolved, precision, values), layouts, groups)
     _become_sharded(model, engine)
     return model
+
+
+def _of_mesh(
+    mesh: DeviceMesh, group: dist.ProcessGroup | None, topology: Topology | None
+) -> tuple[dist.ProcessGroup | None, Topology | None]:
+    """The process group of a mesh, and the topology that it says."""
+    if group is not None:
+        raise ShardError("shard() got mesh= and group=, which say the same: pass one of them.")
+    if mesh.ndim == 1:
+        return mesh.get_group(), topology
+    if mesh.ndim != 2:
+        raise ShardError(
+            f"mesh: expected one dim, or two, (replicate, shard); got {mesh.ndim}. Pass the data-parallel ones, as "
+            'mesh["replicate", "shard"].'
+        )
+    said = Topology(*mesh.shape)
+    if topology is not None and topology != said:
+        raise TopologyError(f"the mesh has {said} ranks (replicate × shard), but topology={topology} was passed.")
+    ranks = mesh.mesh.flatten().tolist()
+    whole = None if ranks == list(range(dist.get_world_size())) else mesh._flatten().get_group()  # pyright: ignore
+    if whole is not None and dist.get_process_group_ranks(whole) != ranks:
+        raise ShardError(f"mesh: its ranks must rise from row to row; got {mesh.mesh.tolist()}.")
+    return whole, said
 
 
 def _planned(
