@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as pytorchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -221,6 +223,29 @@ def _to_and_from_whole() -> None:
         back.model, back.optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=FULL
     )
     assert plain.train(range(2, 4)) == back.train(range(2, 4))
+
+
+def test_a_tensor_parallel_model_gives_whole_tensors_too(world: Worlds) -> None:
+    found = world(4).run(_get_tensor_parallel)
+    assert found == [True, False, False, False]
+
+
+def _get_tensor_parallel() -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.LayerNorm(6))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    towpath.shard(model, "zero3", mesh=mesh["data"], topology=SHAPE)
+    optimizer = torch.optim.AdamW(model.parameters())
+    _same(checkpoint.get_model_state_dict(model, options=FULL), expected)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    states = checkpoint.get_state_dict(model, optimizer, options=FULL)
+    both = {"model_state_dict": {n: value + 1 for n, value in states[0].items()}, "optim_state_dict": states[1]}
+    checkpoint.set_state_dict(model, optimizer, **both, options=FULL)
+    _same(checkpoint.get_state_dict(model, optimizer, options=FULL), tuple(both.values()))
+    return bool(checkpoint.get_model_state_dict(model, options=ON_RANK_0))
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------
