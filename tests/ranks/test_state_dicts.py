@@ -356,6 +356,13 @@ def _fail_alike() -> None:
         checkpoint.set_model_state_dict(run.model, model, options=FULL)
     with pytest.raises(ShardError, match=r"'state\.first.*rank 1 has 'nothing more'.*set broadcast_from_rank0=True"):
         checkpoint.set_optimizer_state_dict(run.model, run.optimizer, state, options=FULL)
+    with pytest.raises(ShardError if rank else CheckpointError, match="got ShardTensors with full_state_dict=True"):
+        sharded = checkpoint.get_model_state_dict(run.model)
+        checkpoint.set_model_state_dict(run.model, {} if rank else sharded, options=FROM_RANK_0)
+    run.model.blocks._fqn_modifiers = dict
+    with pytest.raises(CheckpointError, match=r"blocks has _fqn_modifiers\(\), which renames parameters"):
+        checkpoint.get_optimizer_state_dict(run.model, run.optimizer, options=FULL)
+    del run.model.blocks._fqn_modifiers
     other = Run("zero3").optimizer
     with pytest.raises((CheckpointError, ShardError), match=r"group 0 of the optimizer.*pass the optimizer of this"):
         checkpoint.get_optimizer_state_dict(run.model, other if rank else run.optimizer, options=FULL)

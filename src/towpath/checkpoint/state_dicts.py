@@ -72,7 +72,7 @@ def get_optimizer_state_dict(
     def collect() -> StateDict:
         if submodules:
             raise CheckpointError("submodules= has no meaning for optimizers: take what you need out of the result.")
-        names = {id(p): name for name, p in parameters_of(model)[0].items()}
+        names = {id(p): name for name, p in _parameters(model, options).items()}
         found: StateDict = {"state": {}, "param_groups": []}
         for optimizer in _listed(optimizers):
             _add_by_name(optimizer, names, found)
@@ -134,7 +134,7 @@ def set_optimizer_state_dict(
     optimizers, parameters = _listed(optimizers), dict[str, nn.Parameter]()
 
     def check() -> StateDict:
-        parameters.update(parameters_of(model)[0])
+        parameters.update(_parameters(model, options))
         names = {id(p): name for name, p in parameters.items()}
         for optimizer in optimizers:
             _add_by_name(optimizer, names, {"state": {}, "param_groups": []})  # all its parameters are the model's
@@ -177,6 +177,16 @@ def _engines(model: nn.Module) -> list[Engine]:
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _parameters(model: nn.Module, options: StateDictOptions) -> dict[str, nn.Parameter]:
+    renaming = [name for name, m in model.named_modules() if hasattr(m, options.dsd_fqn_modifiers)]
+    if renaming:
+        raise CheckpointError(
+            f"{renaming[0] or 'the model'} has {options.dsd_fqn_modifiers}(), which renames parameters; the states of "
+            "optimizers go by the names that they have. Save them with full_state_dict=False, or rename them yourself."
+        )
+    return parameters_of(model)[0]
 
 
 def _add_by_name(optimizer: Optimizer, names: dict[int, str], found: StateDict) -> None:
@@ -293,7 +303,16 @@ def _given(
 ) -> StateDict:
     """The dict that was passed, here or on rank 0, with what `take` makes of its tensors, one after the other."""
     groups, device = engines[0].wiring.groups, engines[0].wiring.device
-    given = _alike(call, engines, check, compare=not options.broadcast_from_rank0)
+
+    def checked() -> StateDict:
+        tree = check()
+        if any(isinstance(leaf, ShardTensor) for leaf in trees.tree_leaves(tree)):
+            raise CheckpointError(
+                f"{call}: got ShardTensors with full_state_dict=True. Leave it out, as it was when the dict was made."
+            )
+        return tree
+
+    given = _alike(call, engines, checked, compare=not options.broadcast_from_rank0)
     at_rank_0 = iter(())
     if options.broadcast_from_rank0:
         at_rank_0 = iter([leaf for leaf in trees.tree_leaves(given) if _travels(leaf)])
