@@ -168,12 +168,16 @@ def _resolve(strategy: str | Strategy, topology: Topology | None, world: int) ->
         assert topology is not None
         _check_world(topology, world)
         return presets.strategy(strategy, topology)
+    _check_topology(strategy, topology)
+    _check_world(strategy.topology, world)
+    return strategy
+
+
+def _check_topology(strategy: Strategy, topology: Topology | None) -> None:
     if topology is not None and topology != strategy.topology:
         raise TopologyError(
             f"the strategy was made for {strategy.topology} (nodes × ranks), but topology={topology} was passed."
         )
-    _check_world(strategy.topology, world)
-    return strategy
 
 
 def _check_world(topology: Topology, world: int) -> None:
@@ -302,15 +306,27 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def schedule(
-    strategy: Strategy,
+    strategy: str | Strategy,
     model_or_numels: nn.Module | Sequence[int] | Mapping[str, int],
     micro_steps: int = 1,
     precision: Precision | None = None,
     units: UnitChoice | None = None,
+    *,
+    topology: Topology | None = None,
 ) -> Schedule:
-    """The transfers of one optimizer step, with bytes sent per link class, computed without communication."""
-    if not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise StrategyError(f"schedule: expected a Strategy, as towpath.strategy() makes it; got {strategy!r}.")
+    """The transfers of one optimizer step, with bytes sent per link class, computed without communication.
+
+    `topology`: of a preset that is given by its name; else that of a sharded model, or the one that is detected.
+    """
+    if isinstance(strategy, str):
+        if topology is None and isinstance(model_or_numels, ShardedModule):
+            topology = model_or_numels.towpath_engine.strategy.topology
+        strategy = presets.strategy(strategy, topology)
+    elif not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise StrategyError(
+            f"schedule: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
+        )
+    _check_topology(strategy, topology)
     if isinstance(model_or_numels, ShardedModule):
         specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
         precision = precision or model_or_numels.towpath_engine.precision

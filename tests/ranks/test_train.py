@@ -446,6 +446,10 @@ REFUSED: dict[str, tuple[dict[str, dict[str, Any]], str]] = {
     "length": ({"train": {"length": 1_000_000}}, "one sequence of train.length = 1000000 needs 1000001"),
     "batch": ({"train": {"batch": 6}}, "train.batch = 6 sequences cannot be shared out: 4 ranks"),
     "no weights": ({"model": {"weights": "nowhere"}}, "no safetensors at nowhere"),
+    "no weights and no data": (
+        {"model": {"weights": "nowhere"}, "data": {"tokens": "", "text": "nowhere.txt"}},
+        "no safetensors at nowhere",
+    ),
     "no model": ({"model": {"hf": "nowhere"}}, "expected a config.json"),
     "strategy": ({"strategy": {"name": "mics", "group": [3, 1]}}, "3"),
     "cluster": ({"strategy": {"nodes": 3, "ranks_per_node": 1}}, "3"),
@@ -461,7 +465,7 @@ def test_what_cannot_begin_is_one_line_on_every_rank(
     sections, words = REFUSED[case]
     (tmp_path / "empty.txt").write_text("")
     if text := sections.get("data", {}).get("text"):
-        sections = {"data": {"tokens": "", "text": [text.replace("{tmp}", str(tmp_path))]}}
+        sections = sections | {"data": {"tokens": "", "text": [text.replace("{tmp}", str(tmp_path))]}}
     for kind, told in world(4).run(_failed, config(**sections)):
         assert kind != "TrainError" and words in told
         assert "\n" not in told

@@ -7,7 +7,7 @@ import pytest
 import towpath
 from towpath.core.strategy import Kind
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.errors import StrategyError
+from towpath.errors import StrategyError, TopologyError
 
 ELEMENTS = 3 * 2**20  # divisible by every cut used here: no padding
 BYTES = 4 * ELEMENTS
@@ -159,3 +159,13 @@ def test_a_schedule_prints_a_line_for_each_kind_of_transfer_and_a_total() -> Non
         "total",
     ]
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_preset_s_name_is_a_strategy_on_the_topology_that_is_passed() -> None:
+    four = towpath.Topology(2, 2)
+    made = towpath.strategy("zero3", four)
+    assert str(towpath.schedule("zero3", MODEL, topology=four)) == str(towpath.schedule(made, MODEL))
+    with pytest.raises(TopologyError, match=r"was made for 2 × 2 .*, but topology=4 × 2 was"):
+        towpath.schedule(made, MODEL, topology=towpath.Topology(4, 2))
+    with pytest.raises(StrategyError, match=r"expected a preset.s name, or a Strategy as .* makes it; got 3"):
+        towpath.schedule(3, MODEL)  # pyright: ignore[reportArgumentType]

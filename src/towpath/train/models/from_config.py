@@ -52,6 +52,12 @@ class Built:
         return 6.0 * self.matrices + 12.0 * self.attended * length
 
 
+def check_files(config: ModelConfig) -> None:
+    """Refuse files of weights that are not there or not sound: `build` comes after the data, which takes longer."""
+    if config.weights:
+        Safetensors(config.weights)
+
+
 def build(config: ModelConfig, vocabulary: int) -> Built:
     """For a tokenizer of `vocabulary` tokens."""
     if config.hf:
