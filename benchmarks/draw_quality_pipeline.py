@@ -14,7 +14,7 @@ from typing import Any
 
 from draw_quality import plot
 from harness import results
-from quality_pipeline import COMPRESSIONS
+from quality_pipeline import COMPRESSIONS, SETTING
 
 # By which share of the baseline's perplexity each may be worse, beyond the spread of the control; what is naive is to
 # be worse by so many spreads.
@@ -63,7 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality_pipeline.svg")
     options = parser.parse_args()
-    runs = list(results.last(results.read(results.file_of("quality_pipeline"))).values())
+    read = results.read(results.file_of("quality_pipeline"))
+    runs = list(results.last([run for run in read if run.get("setting") == SETTING]).values())
+    print(f"{len(runs)} runs of the setting that benchmarks/quality_pipeline.py has now, of {len(read)} in all")
     rows = judged(runs)
     spread = spread_of(rows)
     for row in rows:

@@ -97,8 +97,8 @@ def model(seed: int) -> torch.nn.Module:
     return gpt.GPT(width=320, depth=8, heads=5, context=LENGTH)
 
 
-def windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    rows = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()]).long()
+def windows(text: Tensor, starts: Tensor, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
     return rows[:, :-1], rows[:, 1:]
 
 
