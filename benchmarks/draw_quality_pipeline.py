@@ -66,6 +66,8 @@ def main() -> None:
     read = results.read(results.file_of("quality_pipeline"))
     runs = list(results.last([run for run in read if run.get("setting") == SETTING]).values())
     print(f"{len(runs)} runs of the setting that benchmarks/quality_pipeline.py has now, of {len(read)} in all")
+    if not runs:
+        raise SystemExit("None to draw: run benchmarks/quality_pipeline.py first.")
     rows = judged(runs)
     spread = spread_of(rows)
     for row in rows:

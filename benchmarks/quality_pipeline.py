@@ -44,7 +44,7 @@ SIZES = Sizes(
 )
 PEAK = 4e-3
 WARM_UP = 52  # steps before stages' gradients are encoded: 13 % of 400, the paper's 30 of 230 thousand
-# Of one run; what another one found says nothing of this one.
+# Stands in every result: only runs of one setting are compared (draw_quality_pipeline.py).
 SETTING = {"sizes": asdict(SIZES), "peak": PEAK, "warm_up": WARM_UP}
 EVERY, BATCHES, BATCHES_AT_THE_END = 40, 4, 32  # steps between validations; batches of each copy
 QUICK_STEPS = 2

@@ -24,10 +24,11 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
     """
     engine = engine_of(model)
     groups, signature = engine.wiring.groups, inspect.signature(save)
-    if engine.pinned == engine.units or signature.bind(*args, **kwargs).arguments.get(
-        "state_dict", kwargs.get("state_dict")
-    ):
+    given = signature.bind(*args, **kwargs).arguments.get("state_dict", kwargs.get("state_dict"))
+    if engine.pinned == engine.units or given:
         return save(*args, **kwargs)
+    if given is not None:  # an empty one, as get_model_state_dict gives all ranks but rank 0
+        return None
     writes, made = groups.rank == 0, []
     if "state_dict" in signature.parameters or hasattr(model, "peft_config"):  # PEFT takes it without naming it
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -25,9 +25,8 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     """The units in which the parameters of `modules` lie. Every rank must ask for the same."""
     engine.wiring.record.peers.come_together("full_parameters()")
     failure: TowpathError | None = None
-    names = {id(module): name for name, module in model.named_modules()}
-    modules = list(modules)
-    stranger = next((module for module in modules if id(module) not in names), None)
+    known, modules = set(model.modules()), list(modules)
+    stranger = next((module for module in modules if module not in known), None)
     if stranger is not None:
         failure = ShardError(
             f"full_parameters(modules=): expected modules of the model, got a {type(stranger).__name__} that is none "

@@ -20,7 +20,7 @@ from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.windows import Tokens, open_tokens
 from towpath.train.job import Job, joined
 from towpath.train.loop import Training, adamw
-from towpath.train.models.from_config import Built, build, check_files, checkpoint_blocks, compile_blocks
+from towpath.train.models.from_config import Built, build, check_weights, checkpoint_blocks, compile_blocks
 from towpath.train.observe.bar import progress_bar
 from towpath.train.observe.watch import Watch, check_log
 from towpath.train.passes import OneModel, Passes
@@ -57,7 +57,7 @@ def begin(config: Config, job: Job) -> Training:
     """The model, sharded, and its data: or the same ConfigError on every rank."""
     torch.set_num_threads(config.train.threads or _share_of_cores(job))
     with job.alike():
-        check_files(config.model)
+        check_weights(config.model)
         strategy = None
         copies = copies_of(config.parallel, job.world)
         if not config.strategy.auto:

@@ -52,8 +52,8 @@ class Built:
         return 6.0 * self.matrices + 12.0 * self.attended * length
 
 
-def check_files(config: ModelConfig) -> None:
-    """Refuse files of weights that are not there or not sound: `build` comes after the data, which takes longer."""
+def check_weights(config: ModelConfig) -> None:
+    """Refuse weights whose files are missing or damaged, before the data is read; `build` needs its vocabulary."""
     if config.weights:
         Safetensors(config.weights)
 
