@@ -1,0 +1,197 @@
+"""Hugging Face Accelerate: an `Accelerator` whose `prepare` shards the model.
+
+    accelerator = Accelerator(strategy="mics")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+All else is as with `accelerate.Accelerator`, launched by `torchrun` or `accelerate launch`: `accumulate`,
+`clip_grad_norm_`, `save_state` and `load_state` (under another strategy, on another number of ranks),
+`get_state_dict`, `save_model`. Several models may be prepared; each optimizer steps one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.optim import Optimizer
+
+from towpath.checkpoint.state_dicts import get_model_state_dict
+from towpath.core.strategy import Strategy
+from towpath.errors import CheckpointError, ShardError
+from towpath.integrations.saved_states import FOLDER, load_from, save_into
+from towpath.integrations.sharding import Replaced, Sharding, is_sharded, need_process_group, not_installed
+
+try:
+    import accelerate
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:
+    raise not_installed(error, "accelerate") from None
+
+_KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class Accelerator(accelerate.Accelerator):
+    """`strategy`: a preset's name, a `towpath.Strategy`, or a `Sharding`. The rest goes to `accelerate.Accelerator`.
+
+    With `mixed_precision="bf16"` or "fp16" the weights travel and compute in it, and gradients travel in float32, as
+    under FSDP; `Sharding(…, precision=…)` says otherwise.
+    """
+
+    def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._begin(Sharding.of(strategy))
+
+    @classmethod
+    def adopt(cls, accelerator: accelerate.Accelerator, strategy: str | Strategy | Sharding) -> Accelerator:
+        """Make one of these of an Accelerator that a framework made, before it has prepared anything."""
+        accelerator.__class__ = cls
+        assert isinstance(accelerator, Accelerator)
+        accelerator._begin(Sharding.of(strategy))
+        return accelerator
+
+    def _begin(self, sharding: Sharding) -> None:
+        self.sharding = sharding
+        self._replaced: list[Replaced] = []
+        self._is_saving = False
+        if self.distributed_type not in _KNOWN:
+            raise ShardError(
+                f"Accelerate is set up for {self.distributed_type.value}, which shards the model itself. Take its "
+                "plugin and its ACCELERATE_USE_… out of the configuration: launch as for DistributedDataParallel."
+            )
+        if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
+            raise ShardError(
+                "parallelism_config= is not known here: shard over the data-parallel ranks with "
+                "Sharding(…, mesh=mesh[…]), or call towpath.shard() yourself."
+            )
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
+            raise ShardError(f'mixed_precision={self.mixed_precision!r}: expected "no", "bf16" or "fp16".')
+
+    # prepare ------------------------------------------------------------------------------------------------------
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As it was, but that the model is sharded in place of being wrapped; in `evaluation_mode` it is neither."""
+        if not evaluation_mode and not is_sharded(model):
+            if getattr(model, "_is_accelerate_prepared", False):
+                raise ShardError("the model was prepared for evaluation: build it anew to train it.")
+            need_process_group()
+            if self.device_placement if device_placement is None else device_placement:
+                model.to(self.device)
+            self._replaced.append(self.sharding.apply(model, self.mixed_precision))
+            for optimizer in self._optimizers:
+                self._replaced[-1].tell(_plain(optimizer))
+        placement = False if is_sharded(model) else device_placement
+        return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        for replaced in self._replaced:
+            replaced.tell(_plain(optimizer))
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        if even_batches is False:
+            raise ShardError(
+                "join_uneven_inputs(even_batches=False) knows DistributedDataParallel only: write "
+                "`for batch in model.join(loader)`, or leave even_batches as it is."
+            )
+        return super().join_uneven_inputs([], even_batches)
+
+    # states -------------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Whole tensors, in the CPU's memory of rank 0; the others get an empty dict. Every rank must call it."""
+        plain = self._bare(model)
+        if not is_sharded(plain):
+            return super().get_state_dict(model, unwrap)
+        if self._is_saving:  # save_state: they go into a checkpoint of ours
+            return {}
+        return get_model_state_dict(plain, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """As it was, with sharded models and their optimizers in a checkpoint of Towpath's, in the folder `towpath`."""
+        pairs, others = self._pairs(), self._unsharded()
+
+        def save(_: Any, weights: list[Any], folder: str) -> None:
+            weights[:] = [found for found, model in zip(weights, models, strict=False) if not is_sharded(model)]
+            for number, (model, optimizer) in enumerate(pairs):
+                save_into(Path(folder, FOLDER, str(number)), model, optimizer)
+
+        models = [self._bare(model) for model in self._models]
+        hook = self.register_save_state_pre_hook(save)  # the last: those of users find as many weights as models
+        with _taking_away(hook), self._optimizers_hidden(others):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """What `save_state` saved, under this strategy and on these ranks, whatever it was saved by."""
+        pairs, others = self._pairs(), self._unsharded()
+
+        def load(models: list[Any], folder: str) -> None:
+            models[:] = [model for model in models if not is_sharded(self._bare(model))]
+            for number, (model, optimizer) in enumerate(pairs):
+                load_from(Path(folder, FOLDER, str(number)), model, optimizer)
+
+        hook = self.register_load_state_pre_hook(load)
+        with _taking_away(hook), self._optimizers_hidden(others):
+            super().load_state(input_dir, load_kwargs, **kwargs)
+
+    def _pairs(self) -> list[tuple[nn.Module, Optimizer | None]]:
+        """The sharded models, each with its optimizer."""
+        models = [self._bare(model) for model in self._models]
+        owner = {id(p): number for number, model in enumerate(models) for p in model.parameters()}
+        found: dict[int, list[Optimizer]] = {n: [] for n, model in enumerate(models) if is_sharded(model)}
+        for optimizer in map(_plain, self._optimizers):
+            numbers = {owner[id(p)] for p in _parameters(optimizer) if id(p) in owner} & found.keys()
+            if len(numbers) > 1:
+                raise CheckpointError(
+                    "an optimizer steps parameters of several sharded models, which cannot be saved: make one for each."
+                )
+            for number in numbers:
+                found[number].append(optimizer)
+        crowded = [type(models[n]).__name__ for n, optimizers in found.items() if len(optimizers) > 1]
+        if crowded:
+            raise CheckpointError(f"{crowded[0]} has several optimizers, which cannot be saved: give one its groups.")
+        return [(models[n], optimizers[0] if optimizers else None) for n, optimizers in found.items()]
+
+    def _unsharded(self) -> list[Any]:
+        """The optimizers of models that are not sharded."""
+        sharded = {id(optimizer) for _, optimizer in self._pairs()}
+        return [optimizer for optimizer in self._optimizers if id(_plain(optimizer)) not in sharded]
+
+    def _bare(self, model: nn.Module) -> nn.Module:
+        return self.unwrap_model(model, keep_torch_compile=False)
+
+    @contextmanager
+    def _optimizers_hidden(self, shown: list[Any]) -> Generator[None]:
+        """Accelerate would save and load the states of all of them itself."""
+        everyone, self._optimizers, self._is_saving = self._optimizers, shown, True
+        try:
+            yield
+        finally:
+            self._optimizers, self._is_saving = everyone, False
+
+
+def _plain(optimizer: Any) -> Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@contextmanager
+def _taking_away(hook: Any) -> Generator[None]:
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,97 @@
+"""What all frameworks need of us: to shard a model that an optimizer already has the parameters of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from towpath.api import ShardedModule, shard
+from towpath.core.precision import Precision
+from towpath.core.strategy import Strategy
+from towpath.engine.layout import UnitChoice
+from towpath.errors import ShardError
+from towpath.planner.workload import Workload
+from towpath.topology.cluster import Topology
+
+# What frameworks call mixed precision. Gradients are reduced as they would be by FSDP: in float32.
+_MIXED: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What `towpath.shard()` is to be called with. `precision`: by default what the framework's own setting says."""
+
+    strategy: str | Strategy
+    topology: Topology | None = None
+    units: UnitChoice | None = None
+    precision: Precision | None = None
+    mesh: DeviceMesh | None = None
+    workload: Workload | None = None
+
+    @staticmethod
+    def of(strategy: str | Strategy | Sharding) -> Sharding:
+        return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
+
+    def apply(self, model: nn.Module, mixed: str = "no") -> Replaced:
+        """Shard `model` in place. `mixed`: the framework's mixed precision, "no", "bf16" or "fp16"."""
+        precision = self.precision
+        if precision is None and mixed != "no":
+            if mixed not in _MIXED:
+                raise ShardError(
+                    f'mixed precision {mixed!r}: expected "no", "bf16" or "fp16". What else there is to say takes '
+                    "Sharding(…, precision=towpath.Precision(…))."
+                )
+            precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        shard(
+            model,
+            self.strategy,
+            topology=self.topology,
+            units=self.units,
+            precision=precision,
+            mesh=self.mesh,
+            workload=self.workload,
+        )
+        after = dict(model.named_parameters(remove_duplicate=False))
+        return Replaced(before, after)
+
+
+class Replaced:
+    """By which parameters of a sharded model those from before were replaced."""
+
+    def __init__(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
+        self._by: Any = WeakIdKeyDictionary()
+        for name, parameter in before.items():
+            self._by[parameter] = after[name]
+
+    def tell(self, optimizer: Optimizer) -> None:
+        """`optimizer`, if it was made before the model was sharded, steps its parameters as they are now."""
+        for group in optimizer.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                replacement = self._by.get(parameter)
+                if replacement is not None:
+                    optimizer.state.pop(parameter, None)  # an empty one: `shard` refuses what has stepped
+                    group["params"][number] = replacement
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, ShardedModule)
+
+
+def need_process_group() -> None:
+    """One process that nothing has launched is a group of its own, so that a script can be tried by itself."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def not_installed(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    return ModuleNotFoundError(f"{error.name} is not installed: pip install 'towpath[{extra}]'.", name=error.name)

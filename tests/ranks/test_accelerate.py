@@ -1,0 +1,285 @@
+"""Accelerate's own package on real ranks: what its users do with DistributedDataParallel they do with a strategy.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import towpath
+from tests.ranks.launched import launched
+from tests.ranks.server import World
+from towpath.errors import CheckpointError, ShardError, StrategyError
+
+Worlds = Callable[[int], World]
+
+STEPS, ACCUMULATED, WIDTH = 10, 2, 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+class Run:
+    """A script as Accelerate's users write it. Under no strategy it is wrapped in DistributedDataParallel."""
+
+    def __init__(self, strategy: str | None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        import accelerate
+
+        from towpath.integrations.accelerate import Accelerator
+
+        options = {"cpu": True, "gradient_accumulation_steps": ACCUMULATED, **options}
+        self.accelerator: Any
+        if strategy is None:
+            self.accelerator = accelerate.Accelerator(**options)
+        else:
+            self.accelerator = Accelerator(strategy=strategy, **options)
+        torch.manual_seed(0)
+        model = Net().to(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
+        rows = torch.randn(160, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+        loader = DataLoader(TensorDataset(rows), batch_size=2, shuffle=True)
+        prepared = self.accelerator.prepare(loader, optimizer, model, scheduler)  # in an order that nobody promised
+        self.loader, self.optimizer, self.model, self.scheduler = prepared
+        self.norms: list[float] = []
+
+    def train(self, first: int, last: int) -> None:
+        """Steps [first, last) of one epoch."""
+        begun = self.accelerator.skip_first_batches(self.loader, first * ACCUMULATED)
+        for number, (x,) in enumerate(begun, start=first * ACCUMULATED):
+            if number == last * ACCUMULATED:
+                return
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(self.model(x).float().square().mean())
+                if self.accelerator.sync_gradients:
+                    self.norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.1)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+
+    def values(self) -> dict[str, Tensor]:
+        """On rank 0."""
+        return {k.removeprefix("module."): v for k, v in self.accelerator.get_state_dict(self.model).items()}
+
+
+def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(one) == list(other)
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "paro-nig"])
+def test_ten_steps_are_those_of_ddp(world: Worlds, strategy: str) -> None:
+    """With an optimizer and a schedule made before `prepare`, accumulation and clipping."""
+    differences = world(2).run(_trained_beside_ddp, strategy)
+    assert max(differences) <= 1e-9
+
+
+def _trained_beside_ddp(strategy: str) -> float:
+    with launched() as rank:
+        plain, ours = Run(None), Run(strategy)
+        for run in (plain, ours):
+            torch.manual_seed(7)
+            run.train(0, STEPS)
+        assert len(ours.norms) == STEPS
+        assert ours.norms == pytest.approx(plain.norms, rel=1e-9)
+        found, expected = ours.values(), plain.values()
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_mixed_precision_sends_and_computes_in_bf16_and_steps_fp32_masters(world: Worlds) -> None:
+    world(2).run(_mixed)
+
+
+def _mixed() -> None:
+    with launched():
+        run = Run("zero3", torch.float32, mixed_precision="bf16")
+        computed: list[torch.dtype] = []
+        run.model.blocks[0].register_forward_hook(lambda m, _, out: computed.append(m.weight.dtype))
+        run.train(0, 2)
+        assert set(computed) == {torch.bfloat16}
+        assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+        assert run.model.towpath_engine.precision == towpath.Precision(params="bfloat16", reduce="float32")
+
+
+def test_a_model_prepared_before_its_optimizer_is_stepped_by_it(world: Worlds) -> None:
+    world(2).run(_one_by_one)
+
+
+def _one_by_one() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(strategy="zero3", cpu=True)
+        model: Any = Net()
+        made = torch.optim.SGD(model.parameters(), lr=1.0)
+        prepared = accelerator.prepare(model)
+        assert prepared is model
+        optimizer = accelerator.prepare(made)
+        before = model.head.weight.full_tensor()
+        accelerator.backward(model(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+        assert not torch.equal(before, model.head.weight.full_tensor())
+
+
+def test_a_teacher_is_left_whole(world: Worlds) -> None:
+    world(2).run(_evaluated)
+
+
+def _evaluated() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(strategy="zero3", cpu=True)
+        teacher = accelerator.prepare_model(Net(), evaluation_mode=True)
+        assert type(teacher) is Net
+        with pytest.raises(ShardError, match="prepared for evaluation"):
+            accelerator.prepare(teacher)
+
+
+# --- saving and resuming ----------------------------------------------------------------------------------------------
+
+
+def test_it_goes_on_under_another_strategy_and_on_other_ranks(world: Worlds, tmp_path: Path) -> None:
+    """Three runs: whole; cut off after four steps; resumed. Rows come in the order that the saved sampler had."""
+    world(2).run(_saved, tmp_path)
+    assert max(world(2).run(_resumed, tmp_path, "paro-iig")) <= 1e-9
+    assert (tmp_path / "state" / "towpath" / "0").is_dir()
+    assert not (tmp_path / "state" / "model.safetensors").exists()  # nothing of it is written twice
+    world(4).run(_loaded, tmp_path)
+
+
+def _saved(folder: Path) -> None:
+    with launched() as rank:
+        run = Run("zero3")
+        torch.manual_seed(7)
+        run.train(0, 4)
+        hooked: list[int] = []
+        run.accelerator.register_save_state_pre_hook(lambda models, weights, _: hooked.append(len(weights)))
+        run.accelerator.save_state(str(folder / "state"))
+        assert hooked == [1]
+        run.accelerator.save_model(run.model, str(folder / "model"))
+        if rank == 0:
+            torch.save(run.values(), folder / "at four.pt")
+        else:
+            assert run.values() == {}
+
+
+def _resumed(folder: Path, strategy: str) -> float:
+    with launched() as rank:
+        plain = Run(None)
+        torch.manual_seed(7)
+        plain.train(0, 7)
+        run = Run(strategy)
+        run.accelerator.load_state(str(folder / "state"))
+        run.accelerator.save_state(str(folder / "state"))  # over the one before
+        run = Run("zero2")
+        run.accelerator.load_state(str(folder / "state"))
+        torch.manual_seed(7)
+        run.train(4, 7)
+        assert run.scheduler.get_last_lr() == plain.scheduler.get_last_lr()
+        assert run.norms == pytest.approx(plain.norms[4:], rel=1e-9)
+        found, expected = run.values(), plain.values()
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def _loaded(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    with launched() as rank:
+        run = Run("mics")
+        run.accelerator.load_state(str(folder / "state"))
+        found = run.values()
+        if rank == 0:
+            expected = torch.load(folder / "at four.pt")
+            assert _differences(found, expected) == 0.0
+            assert (
+                _differences(
+                    dict(sorted(load_file(folder / "model" / "model.safetensors").items())),
+                    dict(sorted(expected.items())),
+                )
+                == 0.0
+            )
+
+
+def test_each_of_several_models_is_saved_with_its_optimizer(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_two_models, tmp_path)
+
+
+def _two_models(folder: Path) -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(strategy="zero3", cpu=True)
+        models: list[Any] = [Net(), Net()]
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in models]
+        *_, first, second = accelerator.prepare(*models, *reversed(optimizers))
+        for model, optimizer in zip(models, (second, first), strict=True):
+            accelerator.backward(model(torch.ones(2, WIDTH)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = [m.head.weight.full_tensor().clone() for m in models]
+        accelerator.save_state(str(folder))
+        for model in models:
+            with towpath.full_parameters(model), torch.no_grad():
+                model.head.weight.zero_()
+        accelerator.load_state(str(folder))
+        for model, value in zip(models, saved, strict=True):
+            assert torch.equal(model.head.weight.full_tensor(), value)
+        accelerator.prepare(torch.optim.SGD(models[0].parameters(), lr=0.1))
+        with pytest.raises(CheckpointError, match="several optimizers"):
+            accelerator.save_state(str(folder))
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def test_what_it_cannot_do_it_says_before_anything_is_trained(world: Worlds) -> None:
+    world(2).run(_refused)
+
+
+def _refused() -> None:
+    import accelerate
+
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched():
+        stock = accelerate.Accelerator(cpu=True)
+        stock.state.distributed_type = accelerate.DistributedType.FSDP
+        with pytest.raises(ShardError, match="FSDP, which shards the model itself"):
+            Accelerator.adopt(stock, "zero3")
+    with launched():
+        accelerator = Accelerator(strategy="no such", cpu=True)
+        with pytest.raises(StrategyError, match="no such"):
+            accelerator.prepare(Net())
+    with launched():
+        accelerator = Accelerator(strategy="zero3", cpu=True)
+        model: Any = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        with pytest.raises(ShardError, match="AdamW has already stepped"):
+            accelerator.prepare(model, optimizer)
+        with pytest.raises(ShardError, match=r"model.join\(loader\)"):
+            accelerator.join_uneven_inputs([model], even_batches=False)
+    dist.barrier()

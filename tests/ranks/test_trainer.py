@@ -1,0 +1,317 @@
+"""Hugging Face's Trainer on real ranks, with a strategy: trained, cut off, resumed, exported, with PEFT and without.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks.launched import launched
+from tests.ranks.server import World
+from towpath.errors import ShardError
+
+Worlds = Callable[[int], World]
+
+VOCABULARY, LENGTH, STEPS = 32, 8, 10
+
+
+def _model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=LENGTH,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def _rows(count: int = 96) -> list[dict[str, Tensor]]:
+    ids = torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def _trainer(strategy: Any, folder: Path, model: Any = None, steps: int = STEPS, **arguments: Any) -> Any:
+    """Ours, or, without a strategy, the one that wraps the model in DistributedDataParallel."""
+    import transformers
+
+    from towpath.integrations.transformers import Trainer
+
+    args = transformers.TrainingArguments(
+        **{
+            "output_dir": str(folder),
+            "use_cpu": True,
+            "max_steps": steps,
+            "per_device_train_batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "learning_rate": 1e-2,
+            "warmup_steps": 2,
+            "max_grad_norm": 0.5,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "optim": "adamw_torch",
+            **arguments,
+        }
+    )
+    kind, options = (transformers.Trainer, {}) if strategy is None else (Trainer, {"strategy": strategy})
+    trainer = kind(_model() if model is None else model, args, train_dataset=_rows(), eval_dataset=_rows(8), **options)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def _logged(trainer: Any) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in trainer.state.log_history if "grad_norm" in line]
+
+
+def _whole(trainer: Any) -> dict[str, Tensor]:
+    found = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {name.removeprefix("module."): value.clone() for name, value in found.items()}
+
+
+def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert list(one) == list(other)
+    return max((float((one[name] - other[name]).abs().max()) for name in one), default=0.0)
+
+
+# --- training, saving, resuming ---------------------------------------------------------------------------------------
+
+
+def test_ten_steps_are_those_of_ddp(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_trained_beside_ddp, tmp_path)) <= 1e-9
+
+
+def _trained_beside_ddp(folder: Path) -> float:
+    with launched() as rank:
+        plain, ours = _trainer(None, folder), _trainer("paro-nig", folder)
+        for trainer in (plain, ours):
+            trainer.train()
+        assert ours.model is ours.model_wrapped
+        for found, expected in zip(_logged(ours), _logged(plain), strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)  # the log rounds
+        assert len(_logged(ours)) == STEPS
+        assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+        found, expected = _whole(ours), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_a_run_that_ended_goes_on_under_another_strategy_and_its_checkpoints_are_pretrained_models(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(_cut_off, tmp_path / "run")
+    names = {path.name for path in (tmp_path / "run" / "checkpoint-6").iterdir()}
+    assert {"model.safetensors", "config.json", "towpath", "scheduler.pt", "trainer_state.json"} <= names
+    assert "optimizer.pt" not in names
+    assert max(world(2).run(_resumed, tmp_path / "run", "zero3")) <= 1e-9
+
+
+def _cut_off(folder: Path) -> None:
+    import transformers
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            if state.global_step == 7:
+                raise KeyboardInterrupt
+
+    with launched():
+        trainer = _trainer("mics", folder, save_strategy="steps", save_steps=3)
+        trainer.add_callback(Stop())
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+
+
+def _resumed(folder: Path, strategy: str) -> float:
+    from transformers import LlamaForCausalLM
+
+    with launched() as rank:
+        plain = _trainer(None, folder / "plain")
+        plain.train()
+        ours = _trainer(strategy, folder, save_strategy="steps", save_steps=5)
+        ours.train(resume_from_checkpoint=True)
+        for found, expected in zip(_logged(ours)[-4:], _logged(plain)[-4:], strict=True):
+            assert found == pytest.approx(expected, rel=1e-5)
+        exported = LlamaForCausalLM.from_pretrained(folder / "checkpoint-10", dtype=torch.float64)
+        found, expected = _whole(ours), _whole(plain)
+        if rank != 0:
+            return 0.0
+        assert _differences(found, {k: v for k, v in exported.state_dict().items() if k in found}) == 0.0
+        return _differences(found, expected)
+
+
+def test_it_resumes_what_a_trainer_without_us_has_saved(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_migrated, tmp_path)) <= 1e-9
+
+
+def _migrated(folder: Path) -> float:
+    with launched() as rank:
+        plain = _trainer(None, folder, save_strategy="steps", save_steps=6)
+        plain.train()
+        ours = _trainer("hpz", folder)
+        ours.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+        found, expected = _whole(ours), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_the_best_model_is_loaded_at_the_end(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_best, tmp_path)
+
+
+def _best(folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    with launched() as rank:
+        options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+        trainer = _trainer(
+            "zero3", folder, steps=4, load_best_model_at_end=True, greater_is_better=True, save_total_limit=1, **options
+        )
+        trainer.train()  # the loss falls: the best by the greatest is the first
+        assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+        found = _whole(trainer)
+        if rank == 0:
+            expected = load_file(folder / "checkpoint-2" / "model.safetensors")
+            assert _differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == 0.0
+
+
+# --- PEFT -------------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_trained_saved_loaded_and_merged(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_adapted, tmp_path)) <= 1e-9
+
+
+def _lora() -> Any:
+    import peft
+
+    torch.manual_seed(3)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, init_lora_weights=False)
+    return peft.get_peft_model(_model(), config)
+
+
+def _adapted(folder: Path) -> float:
+    import peft
+
+    import towpath
+
+    with launched() as rank:
+        plain, ours = (
+            _trainer(None, folder, _lora()),
+            _trainer("zero3", folder / "ours", _lora(), save_strategy="steps", save_steps=10),
+        )
+        for trainer in (plain, ours):
+            trainer.train()
+        found, expected = _whole(ours), _whole(plain)
+        difference = _differences(found, expected) if rank == 0 else 0.0
+        saved = folder / "ours" / "checkpoint-10"
+        assert json.loads((saved / "adapter_config.json").read_text())["r"] == 2
+        assert not (saved / "model.safetensors").exists()
+        loaded = peft.PeftModel.from_pretrained(_model(), saved)
+        ids = _rows(1)[0]["input_ids"][None]
+        plain.model.eval(), loaded.eval(), ours.model.eval()
+        with torch.no_grad():
+            logits = plain.model(ids).logits
+            assert (loaded(ids).logits - logits).abs().max() <= 1e-9
+            with towpath.full_parameters(ours.model):
+                ours.model.merge_adapter()
+            assert (ours.model(ids).logits - logits).abs().max() <= 1e-9
+            merged = loaded.merge_and_unload()
+            assert (merged(ids).logits - logits).abs().max() <= 1e-9
+        return difference
+
+
+# --- generating, and what cannot be -----------------------------------------------------------------------------------
+
+
+def test_seq2seq_generates_on_all_ranks_until_the_last_is_through(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_generates, tmp_path)
+
+
+def _generates(folder: Path) -> None:
+    import transformers
+
+    from towpath.integrations.transformers import Seq2SeqTrainer
+
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_kv=8,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    with launched():
+        args = transformers.Seq2SeqTrainingArguments(
+            output_dir=str(folder),
+            use_cpu=True,
+            max_steps=2,
+            per_device_train_batch_size=2,
+            report_to="none",
+            save_strategy="no",
+            disable_tqdm=True,
+            predict_with_generate=True,
+            generation_max_length=12,
+        )
+        predicted: list[Any] = []
+        for kind, options in ((transformers.Seq2SeqTrainer, {}), (Seq2SeqTrainer, {"strategy": "zero3"})):
+            torch.manual_seed(0)
+            model = transformers.T5ForConditionalGeneration(config).double()
+            trainer = kind(model, args, train_dataset=_rows(8), eval_dataset=_rows(6), **options)
+            trainer.remove_callback(transformers.PrinterCallback)
+            trainer.train()
+            together: list[bool] = []
+            generate = model.generate
+
+            def noted(
+                *args: Any, synced_gpus: bool, generate: Any = generate, together: Any = together, **kwargs: Any
+            ) -> Any:
+                together.append(synced_gpus)
+                return generate(*args, synced_gpus=synced_gpus, **kwargs)
+
+            model.generate = noted
+            predicted.append(trainer.predict(trainer.eval_dataset).predictions)
+            assert together == [bool(options)]
+        assert (predicted[0] == predicted[1]).all()
+
+
+def test_a_trainer_of_someone_else_is_sharded_by_inheriting(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_inherited, tmp_path)
+
+
+def _inherited(folder: Path) -> None:
+    import transformers
+
+    from towpath.integrations.transformers import ShardedTrainer
+
+    class Theirs(transformers.Trainer):
+        def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(model, inputs, **kwargs)
+
+    class Ours(ShardedTrainer, Theirs):
+        pass
+
+    with launched():
+        args = transformers.TrainingArguments(
+            output_dir=str(folder), use_cpu=True, max_steps=1, report_to="none", save_strategy="no", disable_tqdm=True
+        )
+        trainer = Ours(_model(), args, strategy="mics", train_dataset=_rows(16))
+        trainer.train()
+        assert trainer.model.towpath_engine.strategy.name == "mics"
+        args.fsdp = ["full_shard"]
+        with pytest.raises(ShardError, match="leave them out"):
+            Ours(_model(), args, strategy="mics")
