@@ -1,0 +1,203 @@
+"""The pages for people who come from elsewhere: each of their programs runs, and no key of theirs is left out.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.launched import launched
+from tests.ranks.server import World
+from towpath import checkpoint
+
+Worlds = Callable[[int], World]
+
+DOCS = Path(__file__).parents[2] / "docs"
+PROGRAM = re.compile(r"^```python ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+WIDTH = 4
+
+
+def _programs(page: str) -> dict[str, str]:
+    """Of each name, its pieces one after the other."""
+    found: dict[str, str] = {}
+    for name, text in PROGRAM.findall((DOCS / page).read_text()):
+        found[name] = found.get(name, "") + text
+    return found
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def _loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def _plain(_: Path) -> dict[str, Any]:
+    """What a loop of PyTorch's has around it."""
+    import contextlib
+
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    return {
+        "model": model,
+        "batches": [torch.ones(2, 3, WIDTH)] * 2,
+        "loss_of": _loss_of,
+        "contextlib": contextlib,
+        "torch": torch,
+        "checkpoint": checkpoint,
+        "step": 2,
+        "optimizer": optimizer,
+        "loader": torch.utils.data.DataLoader(torch.ones(8, WIDTH), batch_size=2),
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "print": lambda *_: None,
+    }
+
+
+def _for_trainer(folder: Path) -> dict[str, Any]:
+    import transformers
+
+    from tests.ranks import test_trainer
+
+    args = transformers.TrainingArguments(
+        output_dir=str(folder), use_cpu=True, max_steps=2, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    return {
+        "model": test_trainer._model(),
+        "model_again": test_trainer._model(),
+        "rows": test_trainer._rows(16),
+        "args": args,
+        "TheirTrainer": transformers.Trainer,
+    }
+
+
+def _for_lightning(_: Path) -> dict[str, Any]:
+    import lightning.pytorch as pl
+
+    from tests.ranks import test_lightning
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return {
+        "lightning": SimpleNamespace(Trainer=pl.Trainer),
+        "options": {"accelerator": "cpu", "devices": 2, "enable_checkpointing": False, **quiet},
+        "module": test_lightning._module(),
+        "module_again": test_lightning._module(),
+        "loader": test_lightning._rows(),
+        "Block": nn.Linear,
+    }
+
+
+def _for_peft(_: Path) -> dict[str, Any]:
+    from tests.ranks import test_trainer
+
+    def train(model: Any) -> None:
+        ids = test_trainer._rows(1)[0]["input_ids"][None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        torch.optim.AdamW(model.parameters()).step()
+
+    return {"peft_model": test_trainer._lora(), "train": train}
+
+
+def _for_data(folder: Path) -> dict[str, Any]:
+    from tests.ranks import test_stateful_loader
+
+    around = _plain(folder)
+    towpath.shard(around["model"], "zero3")
+    around["optimizer"] = torch.optim.AdamW(around["model"].parameters())
+    return {**around, "stateful_loader": test_stateful_loader._loader()}
+
+
+AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "accelerate": _plain,
+    "trainer": _for_trainer,
+    "lightning": _for_lightning,
+    "peft": _for_peft,
+    "data": _for_data,
+    "": _plain,
+}
+PAGES = ["integrations.md", "from-fsdp2.md", "from-deepspeed.md", "from-accelerate.md"]
+
+
+@pytest.mark.parametrize(
+    ("page", "name"), [(page, name) for page in PAGES for name in _programs(page) if name != "unchecked"]
+)
+def test_the_programs_of_a_page_run(world: Worlds, tmp_path: Path, page: str, name: str) -> None:
+    world(2).run(_run, page, name, tmp_path)
+
+
+def _run(page: str, name: str, folder: Path) -> None:
+    with launched():
+        torch.manual_seed(0)
+        around = {"towpath": towpath, "folder": folder, **AROUND[name](folder)}
+        exec(compile(_programs(page)[name], page, "exec"), around)
+
+
+# --- every key of theirs ----------------------------------------------------------------------------------------------
+
+
+def _keys(page: str) -> set[str]:
+    return set(re.findall(r"`(\w+)(?:=[^`]*|\([^`]*\))?`", (DOCS / page).read_text()))
+
+
+def test_from_fsdp2_maps_every_argument_and_every_method() -> None:
+    from torch.distributed import fsdp
+
+    theirs = {*inspect.signature(fsdp.fully_shard).parameters, "register_fsdp_forward_method", "share_comm_ctx"}
+    theirs |= {name for name in dir(fsdp.FSDPModule) if not name.startswith("_")}
+    for policy in (fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy):
+        theirs |= {field.name for field in dataclasses.fields(policy)}
+    assert theirs - _keys("from-fsdp2.md") == set()
+
+
+def test_from_accelerate_maps_every_field_of_its_plugin_and_every_argument() -> None:
+    import accelerate
+
+    plugin = {field.name for field in dataclasses.fields(accelerate.FullyShardedDataParallelPlugin)}
+    arguments = {*inspect.signature(accelerate.Accelerator).parameters}
+    assert (plugin | arguments) - _keys("from-accelerate.md") == set()
+
+
+# Of DeepSpeedZeroConfig, DeepSpeed 0.18; by the names that stand in a configuration.
+ZERO = re.findall(
+    r"\w+",
+    """
+    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
+    allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow
+    sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size
+    stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
+    stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
+    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size
+    ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size zero_quantized_weights
+    zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
+    mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+    """,
+)
+
+
+def test_from_deepspeed_maps_every_key_of_zero_optimization() -> None:
+    assert set(ZERO) - _keys("from-deepspeed.md") == set()
