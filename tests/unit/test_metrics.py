@@ -114,6 +114,7 @@ def test_weights_and_biases_offline_needs_no_network_and_leaves_nothing_running(
     writer = WeightsAndBiases("towpath-tests", tmp_path / "run", {"train": {"steps": 2}}, offline=True)
     writer.write(row_of(1))
     writer.write(EvaluationRow(step=1, loss=0.5, seconds=0.1))
+    assert writer._run.name == "run"
     writer.close()
     assert threading.enumerate() == before and _children() == children
     runs = list((tmp_path / "run" / "wandb").glob("offline-run-*"))

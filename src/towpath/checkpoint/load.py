@@ -5,7 +5,6 @@ Rank 0 chooses and tells; what any rank finds wrong with the choice, every rank 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,9 @@ from towpath.checkpoint.disk.manifest import Manifest, read_manifest
 from towpath.checkpoint.disk.safe_open import DamagedError
 from towpath.checkpoint.memory.state import State
 from towpath.errors import CheckpointError, TowpathError
+from towpath.logs import logger
 
-_LOG = logging.getLogger("towpath.checkpoint")
+_LOG = logger("checkpoint")
 
 Found = TypeVar("Found")
 

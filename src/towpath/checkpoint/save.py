@@ -9,7 +9,6 @@ stays as it is.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -26,8 +25,9 @@ from towpath.checkpoint.disk import folders
 from towpath.checkpoint.memory.snapshot import Pool, Snapshot
 from towpath.checkpoint.memory.state import State
 from towpath.errors import CheckpointError
+from towpath.logs import logger
 
-_LOG = logging.getLogger("towpath.checkpoint")
+_LOG = logger("checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

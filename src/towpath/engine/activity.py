@@ -7,7 +7,6 @@ transfer that fails reads there what its peers were doing meanwhile; one that ta
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 import uuid
@@ -20,10 +19,11 @@ from typing import final
 from towpath.core.journal import Journal, Page, difference, told_to
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
+from towpath.logs import logger
 from towpath.topology.groups import Groups
 from towpath.topology.noticeboard import Noticeboard
 
-_LOG = logging.getLogger("towpath")
+_LOG = logger("engine")
 
 # How long a rank makes no progress before it says so to its peers, and before it logs what it waits for; or earlier
 # where the process group's own patience is short.
@@ -250,8 +250,8 @@ def _report(reference: weakref.ref[Peers]) -> None:
         if activity.waits and silent >= peers.warn_seconds and warned != progress:
             warned = progress
             _LOG.warning(
-                "rank %d has made no progress for %.0f s: %s. It gives up after %.0f s. Other ranks:%s",
-                *(peers.rank, silent, activity.describe(), peers.patience_seconds, peers.describe(range(peers.world))),
+                "no progress for %.0f s: %s. This rank gives up after %.0f s. Other ranks:%s",
+                *(silent, activity.describe(), peers.patience_seconds, peers.describe(range(peers.world))),
             )
         peers = None
         time.sleep(pause)

@@ -12,6 +12,7 @@ from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Collective, Members
 from towpath.collectives.workspace import Workspace
 from towpath.core.transfer import Transfer
+from towpath.engine.profiled import profiled
 from towpath.engine.record import Record
 from towpath.errors import StepError
 
@@ -30,7 +31,7 @@ class BoundTransfer:
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         began = self.record.begin([self.transfer])
-        with self._explained():
+        with self._explained(), profiled("", [self.transfer]):
             self.collective.run(region, shard, workspace)
         self.record.finished([self.transfer], began, workspace.micro_step)
 
@@ -66,7 +67,8 @@ class CoalescedTransfers:
         first, each = self.transfers[0], [bound.transfer for bound in self.transfers]
         began = first.record.begin(each)
         try:
-            self.collective.run(regions, shards, workspace)
+            with profiled("", each):
+                self.collective.run(regions, shards, workspace)
         except RuntimeError as error:
             raise StepError(first.failure(error)) from error
         first.record.finished(each, began, workspace.micro_step)

@@ -14,6 +14,7 @@ from towpath.core.schedule import UnitPlan, largest
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Needs
 from towpath.engine.bound_transfers import BoundTransfer
+from towpath.engine.profiled import profiled
 from towpath.engine.record import Record, Waits
 from towpath.engine.streams import Handle, Job, Stream, Streams, Work
 
@@ -56,7 +57,8 @@ class Queues:
             self._record.peers.journal = self._journal
         stream = self._streams[QUEUES[kind]]
         job = Job(self._workspace(kind, stream), work, begin)
-        return stream.submit(job, after, Waits(self._record, submitted))
+        with profiled("submit ", submitted):
+            return stream.submit(job, after, Waits(self._record, submitted))
 
     def _workspace(self, kind: Kind, stream: Stream) -> Workspace:
         way, trace = stream.next_way(), self._record.trace

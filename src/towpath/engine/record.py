@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
@@ -15,6 +16,7 @@ import torch
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.engine.activity import Peers
+from towpath.engine.profiled import profiled
 from towpath.engine.timing import Mark, Timer
 from towpath.engine.trace import Trace
 
@@ -273,6 +275,9 @@ class Waits:
 
     def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:
         self._record, self._transfers = record, transfers
+
+    def profiled(self) -> AbstractContextManager[object]:
+        return profiled("wait ", self._transfers)
 
     def mark(self) -> Mark:
         return self._record.timer.mark()

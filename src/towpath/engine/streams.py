@@ -17,6 +17,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, final
@@ -49,6 +50,10 @@ class Job:
 
 class Waiting(Protocol):
     """What a handle tells of somebody's waiting for its job."""
+
+    def profiled(self) -> AbstractContextManager[object]:
+        """A range for a profiler, around the waiting."""
+        ...
 
     def mark(self) -> Mark:
         """Now."""
@@ -218,17 +223,21 @@ class _ThreadHandle(Handle):
 
     def wait(self) -> None:
         after, self._after = self._after, ()  # let go: the jobs of a unit would else be linked for ever
-        if self._future.done() or self._waiting is None:
+        if self._waiting is None:
             self._future.result()
             return
-        for handle in after:  # first, so that its seconds are told to those whose they are
-            handle.wait()
-        began = self._waiting.mark()
-        try:
-            while not self._ended():
-                self._waiting.still_waits()
-        finally:
-            self._waiting.waited(began, self._waiting.mark())
+        with self._waiting.profiled():
+            if self._future.done():
+                self._future.result()
+                return
+            for handle in after:  # first, so that its seconds are told to those whose they are
+                handle.wait()
+            began = self._waiting.mark()
+            try:
+                while not self._ended():
+                    self._waiting.still_waits()
+            finally:
+                self._waiting.waited(began, self._waiting.mark())
 
     def _ended(self) -> bool:
         """Whether it has ended by now, or within a second."""
@@ -284,12 +293,16 @@ class _CudaHandle(Handle):
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self) -> None:
-        if self._waiting is None or self._event.query():  # it has come: there is no wait to be timed
+        if self._waiting is None:
             self.join()
             return
-        began = self._waiting.mark()
-        self.join()
-        self._waiting.waited(began, self._waiting.mark())
+        with self._waiting.profiled():
+            if self._event.query():  # it has come: there is no wait to be timed
+                self.join()
+                return
+            began = self._waiting.mark()
+            self.join()
+            self._waiting.waited(began, self._waiting.mark())
 
 
 def make_stream(name: str, device: torch.device, ways: int) -> Stream:

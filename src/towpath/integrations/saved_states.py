@@ -19,8 +19,10 @@ from towpath.checkpoint.disk.folders import step_of
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.engine.executor import engine_of
 from towpath.errors import CheckpointError
+from towpath.logs import logger
 
 FOLDER = "towpath"
+_LOG = logger("integrations")
 _FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
@@ -36,8 +38,11 @@ def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
 
 def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None) -> None:
     """What `save_into` left, under any strategy and on any number of ranks. Every rank must call it."""
-    if load(folder, State(model, optimizer)) is None:
+    loaded = load(folder, State(model, optimizer))
+    if loaded is None:
         raise CheckpointError(f"{folder}: no checkpoint of a sharded model. Expected what Towpath's integration saved.")
+    for note in loaded.notes if engine_of(model).wiring.groups.rank == 0 else ():
+        _LOG.warning("%s", note)
 
 
 def load_whole(

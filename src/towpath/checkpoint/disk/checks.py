@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,9 @@ from towpath.checkpoint.disk.crc import combine
 from towpath.checkpoint.disk.manifest import Manifest, read_manifest
 from towpath.checkpoint.disk.safe_open import DamagedError
 from towpath.checkpoint.disk.stored import StoredBox
+from towpath.logs import logger
 
-_LOG = logging.getLogger("towpath.checkpoint")
+_LOG = logger("checkpoint")
 
 Progress = Callable[[int], None]  # told how many bytes were read
 

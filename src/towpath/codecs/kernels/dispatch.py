@@ -5,7 +5,6 @@ The log says once which one, and what it costs if it is the slow one.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +17,9 @@ import torch
 
 from towpath.codecs.kernels import reference
 from towpath.core.formats import Codec
+from towpath.logs import logger
 
-_log = logging.getLogger("towpath")
+_log = logger("codecs")
 _choosing = Lock()  # of threads that ask at once, one logs
 
 # What the oracle costs where kernels could serve (benchmarks/results/kernels.jsonl), and the remedy.

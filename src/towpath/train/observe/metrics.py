@@ -151,7 +151,7 @@ class TensorBoard:
 
 @final
 class WeightsAndBiases:
-    """A run of `project`. Offline it is a folder below `folder`, which `wandb sync` sends when there is a network."""
+    """A run of `project`, named as its folder. Offline it is a folder below `folder`, which `wandb sync` sends when there is a network."""
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any], offline: bool) -> None:
         # Reports about itself, which it would send offline too, from a thread that stays.
@@ -163,7 +163,12 @@ class WeightsAndBiases:
         # Its own capture of the terminal and the live line would draw over each other.
         settings = self._wandb.Settings(console="off", silent=True, disable_git=True)
         self._run = self._wandb.init(
-            project=project, dir=str(folder), config=config, mode="offline" if offline else "online", settings=settings
+            project=project,
+            name=folder.resolve().name,
+            dir=str(folder),
+            config=config,
+            mode="offline" if offline else "online",
+            settings=settings,
         )
         # Rows of both kinds come in their own order: by the step they name, not by wandb's count of calls.
         for kind in ("train", "validation"):
