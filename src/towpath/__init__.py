@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from towpath.planner.workload import Workload
     from towpath.topology.cluster import Extent, Topology
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Extent",

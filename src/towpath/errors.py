@@ -19,6 +19,12 @@ Each message says what was got, what was expected and what to do. An `assert` is
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
 
 class TowpathError(Exception):
     """The root of every error Towpath raises on purpose."""
@@ -70,3 +76,21 @@ class PlanError(TowpathError):
 
 class LabError(TowpathError):
     """The laboratory could not be raised, or lost one of its nodes."""
+
+
+# Where the lab has set it, a rank that ends with one of these errors says so in one line: it is one of many.
+ERRORS = "TOWPATH_ERRORS"
+
+
+def _in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not issubclass(kind, TowpathError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    ours = str(Path(__file__).parent)
+    theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<"))]
+    where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
+    sys.stderr.write(f"towpath: rank {os.environ.get('RANK', '?')}: {where}{' '.join(str(error).split())}\n")
+
+
+if ERRORS in os.environ:
+    sys.excepthook = _in_one_line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -53,6 +54,20 @@ def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "exit code 5" in done.stderr
     assert "What each link carried" in done.stdout
+
+
+def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds_none(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch, towpath\n"
+        "torch.distributed.init_process_group('gloo')\n"
+        "towpath.shard(torch.nn.Linear(2, 2), 'zero33')\n"
+    )
+    done = towpath(*SHAPE, "--", str(script))
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("towpath: rank")]
+    assert lines and all(re.fullmatch(r"towpath: rank \d: train.py, line 3: .*zero33.*", line) for line in lines)
+    assert "Traceback" not in done.stderr and "elastic" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.commands import Commands
 from towpath.errors import CheckpointError
 from towpath.train.observe.bar import counting_bar
 from towpath.train.observe.progress import size
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
+app = Commands()
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A folder of checkpoints, or one of them.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]

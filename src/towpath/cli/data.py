@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.commands import Commands
 from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
@@ -20,7 +21,7 @@ from towpath.train.data.shards import Manifest
 from towpath.train.observe.bar import progress_bar
 from towpath.train.observe.progress import size
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
+app = Commands()
 
 _Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write what it says here, for machines.")]
 

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from towpath.cli.commands import Commands
 from towpath.cli.output import check_folder
 from towpath.errors import LabError
 from towpath.lab import Lab, Rate, Result
@@ -19,7 +20,7 @@ from towpath.lab.run import describe
 from towpath.topology.cluster import Topology
 from towpath.train.observe.progress import size
 
-app = typer.Typer(rich_markup_mode="markdown", no_args_is_help=False)
+app = Commands()
 
 
 @app.callback()

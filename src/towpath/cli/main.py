@@ -16,6 +16,7 @@ import typer
 
 import towpath
 from towpath.cli import checkpoint, data, export, lab
+from towpath.cli.commands import Commands
 from towpath.cli.demo import demo
 from towpath.cli.output import Output
 from towpath.cli.plan import explain, plan, simulate
@@ -31,11 +32,10 @@ _TERMINATED = 128 + signal.SIGTERM
 # typer keeps its click to itself; this is the class of everything click has to say about a command line.
 _CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
-app = typer.Typer(
+app = Commands(
     name="towpath",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command()(demo)

@@ -10,7 +10,7 @@ from multiprocessing import spawn
 from pathlib import Path
 from typing import Any, Literal
 
-from towpath.errors import LabError
+from towpath.errors import ERRORS, LabError
 from towpath.lab.counters import CABLE
 from towpath.lab.messages import Call, Command
 from towpath.lab.shaping import address
@@ -24,6 +24,7 @@ PORT = 29500
 _DEFAULTS = {
     # One thread a rank: a lab has more ranks than the machine has cores.
     "OMP_NUM_THREADS": "1",
+    ERRORS: "one line",
 }
 _NETWORK = {
     "GLOO_SOCKET_IFNAME": CABLE,
@@ -39,7 +40,7 @@ def torchrun(argv: Sequence[str], topology: Topology, env: Mapping[str, str] | N
     return [
         Command(
             node,
-            (sys.executable, "-m", "torch.distributed.run", *shape, "--node-rank", str(node), *master, *argv),
+            (sys.executable, "-m", "towpath.lab.torchrun", *shape, "--node-rank", str(node), *master, *argv),
             _environment(env),
             str(Path.cwd()),
         )

@@ -151,7 +151,7 @@ class TensorBoard:
 
 @final
 class WeightsAndBiases:
-    """A run of `project`, named as its folder. Offline it is a folder below `folder`, which `wandb sync` sends when there is a network."""
+    """A run of `project`, named as its folder. Offline it is a folder below that, for `wandb sync`."""
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any], offline: bool) -> None:
         # Reports about itself, which it would send offline too, from a thread that stays.

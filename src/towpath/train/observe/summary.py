@@ -84,7 +84,7 @@ def _transfers_table(done: Stats, steps: int) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="")
     table.add_column("transfer", no_wrap=True)
     table.add_column("by", overflow="fold")
-    for heading in ("calls", "in nodes", "between", "a step", "in flight", "exposed"):
+    for heading in ("calls", "in nodes", "a step", "between", "a step", "in flight", "exposed"):
         table.add_column(heading, justify="right", no_wrap=True)
     for (kind, way), mine in _by_way(done.transfers).items():
         table.add_row(kind, way, *_sums(mine, steps))
@@ -103,12 +103,13 @@ def _by_way(transfers: tuple[TransferStats, ...]) -> dict[tuple[str, str], list[
 
 
 def _sums(transfers: list[TransferStats], steps: int) -> list[str]:
-    inter_bytes = sum(t.inter_bytes for t in transfers)
+    inside, between = sum(t.intra_bytes for t in transfers), sum(t.inter_bytes for t in transfers)
     return [
         str(sum(t.calls for t in transfers)),
-        size(sum(t.intra_bytes for t in transfers)),
-        size(inter_bytes),
-        size(inter_bytes / steps) if steps else "",
+        size(inside),
+        size(inside / steps) if steps else "",
+        size(between),
+        size(between / steps) if steps else "",
         f"{sum(t.seconds_in_flight for t in transfers):.2f} s",
         f"{sum(t.seconds_exposed for t in transfers):.2f} s",
     ]

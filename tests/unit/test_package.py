@@ -1,0 +1,91 @@
+"""What `python -m build` makes is what people install: the sdist builds the wheel, and the wheel works by itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+import towpath
+
+ROOT = Path(__file__).parents[2]
+
+# What a user's program says of types; pyright judges it in strict mode.
+TYPED = """
+from typing import assert_type
+
+import torch
+from torch import nn
+
+import towpath
+from towpath.checkpoint import State
+
+topology = towpath.Topology(2, 2)
+strategy = towpath.strategy("mics", topology)
+assert_type(strategy, towpath.Strategy)
+model = towpath.shard(nn.Linear(2, 2), strategy, precision=towpath.Precision(params=torch.bfloat16))
+assert_type(model, nn.Linear)
+assert_type(towpath.schedule(strategy, [10, 10]), towpath.Schedule)
+with towpath.full_parameters(model, modifier_rank=0):
+    pass
+State(model, torch.optim.AdamW(model.parameters()))
+"""
+
+
+def _version() -> str:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_the_package_says_the_version_that_it_has_and_the_changelog_tells_of_it() -> None:
+    assert towpath.__version__ == _version()
+    assert f"\n## {_version()}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.compiles
+def test_sdist_and_wheel_are_built_and_the_wheel_works_in_a_fresh_environment(tmp_path: Path) -> None:
+    """Its dependencies are those installed here: torch alone would take minutes."""
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path / "dist"), str(ROOT))
+    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with tarfile.open(sdist) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "src/towpath/py.typed", "examples/gpt.toml"} <= names
+    assert not {name for name in names if name.startswith("benchmarks/results")}
+    python = _environment(tmp_path / "fresh", wheel)
+    program = "import towpath, sys; print(towpath.__version__, towpath.__file__)"
+    version, file = _run(python, "-c", program).split()
+    assert version == _version() and Path(file).is_relative_to(tmp_path)
+    native = "from towpath.codecs.kernels import native; print(native.LEVELS)"
+    assert "baseline" in _run(python, "-c", native)
+    planned = _run(
+        python, "-m", "towpath", "plan", "llama-7b", "--cluster", "ethernet-10g", "--batch", "64", "--length", "2048"
+    )
+    assert "6.74 billion parameters" in planned
+    (tmp_path / "program.py").write_text(TYPED)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    _run(
+        *(sys.executable, "-m", "pyright", "--pythonpath", python, "--project", str(tmp_path)),
+        str(tmp_path / "program.py"),
+    )
+
+
+def _environment(folder: Path, wheel: Path) -> str:
+    """Its interpreter. Of the environment that runs the tests it sees all but the package itself."""
+    venv.create(folder, with_pip=False)
+    python = str(folder / "bin" / "python")
+    here = _run(sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    there = _run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    _run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", there, str(wheel))
+    Path(there, "dependencies.pth").write_text(here + "\n")
+    return python
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
