@@ -1,6 +1,6 @@
 """What Optimus-CC's compression costs in quality: a small GPT in four stages, trained with each part of it.
 
-    python benchmarks/quality_pipeline.py [RUN …] [--steps 400] [--seeds 3] [--quick] [--resume]
+    python benchmarks/quality_pipeline.py [RUN …] [--steps 400] [--seeds 5] [--quick] [--resume]
     python benchmarks/draw_quality_pipeline.py
 
 Eight ranks, four stages of two data-parallel ranks, read the bytes of the Python standard library's sources; the last
@@ -88,7 +88,7 @@ class Run:
         return {"checks": checks, "steps": steps, "setting": SETTING, **asdict(found)}
 
 
-RUNS = [Run(variant, seed) for seed in range(3) for variant in COMPRESSIONS]
+RUNS = [Run(variant, seed) for seed in range(5) for variant in COMPRESSIONS]
 
 
 def train(rank: int, world: int, variant: str, seed: int, steps: int) -> Result:
@@ -148,7 +148,7 @@ def validation(pipeline: Pipeline, text: Tensor, copy: int, count: int) -> float
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--seeds", type=int, default=3, help="at most 3")
+    parser.add_argument("--seeds", type=int, default=5, help="at most 5")
 
 
 SUITE = Suite("quality_pipeline", __doc__ or "", RUNS, options=add_options, chosen=of_seeds)
