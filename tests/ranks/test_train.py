@@ -319,6 +319,51 @@ def test_skipped_steps_are_counted_and_the_training_goes_on(world: Worlds, confi
     assert all(math.isfinite(row["loss"]) for row in rows_of(mine)[3:])
 
 
+@in_turn(["zero3", "paro-nig"], 2)
+def test_fp16_scales_the_loss_down_until_no_gradient_overflows(
+    world: Worlds, config: Callable[..., Config], label: str
+) -> None:
+    """From a scale that overflows, every rank leaves out the same steps; then the losses are those of fp32, rounded."""
+    names = {"strategy": {"name": label, "nodes": 2, "ranks_per_node": 1}}
+    train_ = {"precision": "fp16", "loss_scale": 2.0**22, "steps": 14}
+    found = world(2).run(_losses_and_scale, config(train=train_, **names))
+    assert found[0] == found[1]
+    skipped, losses, scale, after = found[0]
+    left_out = skipped.count(True)
+    assert skipped[0] and not any(skipped[-4:]) and scale == 2.0 ** (22 - left_out)
+    assert after == scale  # of another Training that has loaded its state
+    plain = world(2).run(_losses_and_scale, config(train={"precision": "fp32", "steps": 14}, **names))[0]
+    assert plain[2] == 1.0
+    assert losses[0] == pytest.approx(plain[1][0], rel=1e-3), losses
+    assert losses[-1] < losses[0] - 0.2
+
+
+def _losses_and_scale(config: Config) -> tuple[list[bool], list[float], float, float]:
+    with joined() as job:
+        training = begin(config, job)
+        steps = [training.step() for _ in range(config.train.steps)]
+        again = begin(config, job)
+        again.load_state_dict(training.state_dict())
+        return [s.skipped for s in steps], [s.loss for s in steps], training.scale.value, again.scale.value
+
+
+def test_fp16_that_overflows_whatever_the_scale_ends_on_every_rank(
+    world: Worlds, config: Callable[..., Config]
+) -> None:
+    mine = config(train={"precision": "fp16", "loss_scale": 1.0}, strategy={"nodes": 2, "ranks_per_node": 1})
+    for told in world(2).run(_overflowing, mine):
+        assert "step 1: gradients in fp16 overflow whatever the loss is scaled by" in told and "bf16" in told
+
+
+def _overflowing(config: Config) -> str:
+    with joined() as job:
+        training = begin(config, job)
+        training.scale.scaled = lambda loss: loss * 1e30  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(TrainError) as stopped:
+            training.step()
+        return str(stopped.value)
+
+
 def test_too_many_skipped_steps_end_it_on_every_rank(world: Worlds, config: Callable[..., Config]) -> None:
     mine = config(train={"not_finite": "skip", "steps": 30})
     for kind, told in world(4).run(_failed, mine, "_poisoned_train", set(range(4, 30))):

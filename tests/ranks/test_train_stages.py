@@ -59,6 +59,18 @@ def test_a_run_goes_on_in_stages_as_without(
     assert held_out[0] == pytest.approx(held_out[1], abs=ROUNDED)
 
 
+def test_fp16_scales_the_loss_of_stages_and_says_it_as_it_is(world: Worlds, config: Callable[..., Config]) -> None:
+    runs: list[Config] = []
+    for precision in ("fp32", "fp16"):
+        made = config(train={"precision": precision, "steps": 3}, parallel={"pipeline": 2}, strategy=NO_NODES)
+        runs.append(_with(made, log={"folder": f"{made.log.folder} {precision}"}))
+        world(2).run(_train, runs[-1])
+    for key, rounding in (("loss", 1e-3), ("gradient_norm", 2e-2)):  # of fp16
+        found, expected = ([row[key] for row in rows_of(run)] for run in reversed(runs))
+        assert found == pytest.approx(expected, rel=rounding), key
+    assert not any(row["skipped"] for row in rows_of(runs[1]))
+
+
 def _some_steps(config: Config, until: int) -> None:
     """As `train` does, but for the end."""
     import contextlib

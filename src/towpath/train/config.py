@@ -9,6 +9,7 @@ Config. Whatever can be judged without data, model or ranks is judged here.
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -96,7 +97,9 @@ class TrainConfig:
     eps: float = _key(1e-8, "AdamW's")
     clip: float = _key(1.0, "the largest global norm of the gradient; 0: as it is")
     seed: int = _key(0, "of new weights, the order of the data, and dropout")
-    precision: str = _key("fp32", "of what travels and computes, fp32 or bf16; the masters are fp32")
+    precision: str = _key("fp32", "what travels and computes: fp32, bf16, fp16; masters are fp32")
+    tf32: bool = _key(False, "fp32: products of matrices in TF32, where a GPU has it")
+    loss_scale: float = _key(65536.0, "fp16: of the loss, at first; a power of two")
     reduce: str = _key("", "what gradients travel in; empty: as precision")
     accumulate: str = _key("fp32", "what they are summed in over micro-steps")
     checkpointing: bool = _key(False, "keep a block's input only; recompute the rest in backward")
@@ -117,6 +120,8 @@ class TrainConfig:
         if not all(0 <= beta < 1 for beta in self.betas):
             _refuse(self, "betas", self.betas, "two numbers from 0 up to, not including, 1")
         _one_of(self, "precision", *DTYPES)
+        if math.frexp(self.loss_scale)[0] != 0.5:
+            _refuse(self, "loss_scale", self.loss_scale, "a power of two")
         _one_of(self, "reduce", "", *DTYPES)
         _one_of(self, "accumulate", *DTYPES)
         _one_of(self, "not_finite", "stop", "skip")
@@ -132,7 +137,7 @@ class TrainConfig:
         return self.batch // at_once
 
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

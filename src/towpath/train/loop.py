@@ -21,6 +21,7 @@ from towpath.errors import TrainError
 from towpath.train.config import TrainConfig
 from towpath.train.data.windows import Windows
 from towpath.train.job import Job
+from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built
 from towpath.train.passes import Passes
 
@@ -73,6 +74,7 @@ class Training:
     job: Job
     built: Built
     passes: Passes
+    scale: LossScale
     optimizer: torch.optim.Optimizer
     windows: Windows
     held_out: Windows | None
@@ -102,13 +104,15 @@ class Training:
         return self.built.flops_per_token(length) * length * self.config.batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.done, "samples": self.samples, "skipped": self.skipped, "order": self.order}
+        counts = {"steps": self.done, "samples": self.samples, "skipped": self.skipped}
+        return {**counts, "order": self.order, "loss_scale": self.scale.state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         counts = [state_dict[key] for key in ("steps", "samples", "skipped")]
         if any(type(count) is not int or count < 0 for count in counts):
             raise ValueError(f"steps, samples and skipped are {counts}; expected counts")
         self.done, self.samples, self.skipped = counts
+        self.scale.restore(state_dict.get("loss_scale", self.scale.state()))
         before = state_dict.get("order", self.order)
         self.reordered = tuple(what for what, value in self.order.items() if before.get(what) != value)
 
@@ -120,6 +124,7 @@ class Training:
             group["lr"] = rate
         loss = self.passes.step(self._samples, self.micro_steps, self._on)
         with self._on("optimizer"):
+            self.scale.unscale(self.model.parameters())
             norm = self.passes.clip(self.config.clip)
         loss, gradient_norm, finite = self._agree(loss, norm, stop)
         if finite:
@@ -128,7 +133,15 @@ class Training:
         self.optimizer.zero_grad()
         self.done += 1
         self.samples += self.config.batch
-        self._guard(finite, loss, gradient_norm)
+        overflowed = self.scale.active and math.isfinite(loss) and not finite
+        self.scale.update(overflowed)
+        if not overflowed:
+            self._guard(finite, loss, gradient_norm)
+        elif self.scale.value < 1:
+            raise TrainError(
+                f"step {self.done}: gradients in fp16 overflow whatever the loss is scaled by. Set "
+                "train.precision=bf16, or lower train.learning_rate."
+            )
         return Step(
             number=self.done,
             loss=loss,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from towpath.observing import Interval, Stats, Sums, Trace, intervals_of_ranks, running_trace, stats, sums, tracing
 from towpath.pipeline import Pipeline
 from towpath.topology.groups import Groups
+from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import next_token_loss
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
@@ -35,7 +36,10 @@ class Passes(Protocol):
     def together(self, micro_steps: int) -> int: ...
 
     def step(self, batch: Callable[[int], Batch], micro_steps: int, on: Clock) -> Tensor:
-        """Gradients of the micro-steps 0 to `micro_steps`; their mean loss. `on(clock)`: whose seconds it takes."""
+        """Gradients of the micro-steps 0 to `micro_steps`, scaled as the loss; the mean loss, which is not.
+
+        `on(clock)`: whose seconds it takes.
+        """
         ...
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor: ...
@@ -68,6 +72,7 @@ class OneModel:
     model: Any
     groups: Groups
     device: torch.device
+    scale: LossScale
 
     @property
     def shares(self) -> int:
@@ -87,7 +92,7 @@ class OneModel:
                 inputs, targets = batch(micro_step)
             with on("passes"), nullcontext() if micro_step == micro_steps - 1 else self.model.no_sync():
                 loss = next_token_loss(self.model, inputs, targets) / micro_steps
-                loss.backward()
+                self.scale.scaled(loss).backward()
             total += loss.detach()
         return total
 
@@ -121,12 +126,14 @@ class OneModel:
 
 @dataclass
 class Stages:
-    """A pipeline; each of its copies computes a share of the samples. `groups`: of the whole job."""
+    """A pipeline; each of its copies computes a share of the samples. `groups`: of the whole job. Its loss is scaled by
+    `scale`."""
 
     model: Pipeline
     groups: Groups
     shares: int
     share: int
+    scale: LossScale
 
     def together(self, micro_steps: int) -> int:
         return micro_steps
@@ -136,10 +143,10 @@ class Stages:
             pairs = [batch(micro_step) for micro_step in range(micro_steps)]
             inputs, targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
         with on("passes"):
-            return self.model.step(inputs, target=targets)
+            return self.scale.unscaled(self.model.step(inputs, target=targets))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return self.model.evaluate(inputs, target=targets)
+        return self.scale.unscaled(self.model.evaluate(inputs, target=targets))
 
     def clip(self, most: float) -> Tensor:
         return self.model.clip_grad_norm_(most if most > 0 else float("inf"))

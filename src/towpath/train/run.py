@@ -20,6 +20,7 @@ from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.windows import Tokens, open_tokens
 from towpath.train.job import Job, joined
 from towpath.train.loop import Training, adamw
+from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built, build, check_weights, checkpoint_blocks, compile_blocks
 from towpath.train.observe.bar import progress_bar
 from towpath.train.observe.watch import Watch, check_log
@@ -56,6 +57,7 @@ def _evaluates(config: TrainConfig, done: int) -> bool:
 def begin(config: Config, job: Job) -> Training:
     """The model, sharded, and its data: or the same ConfigError on every rank."""
     torch.set_num_threads(config.train.threads or _share_of_cores(job))
+    torch.set_float32_matmul_precision("high" if config.train.tf32 else "highest")
     with job.alike():
         check_weights(config.model)
         strategy = None
@@ -77,11 +79,12 @@ def begin(config: Config, job: Job) -> Training:
     torch.manual_seed(config.train.seed)
     values = _none_yet(built.model) if goes_on(config, job) else built.values
     passes: Passes
+    scale = LossScale(config.train.loss_scale, config.train.precision == "fp16")
     if config.parallel.pipeline > 1:
-        passes = pipelined(config, job, built, strategy, precision_of(config.train), values)
+        passes = pipelined(config, job, built, strategy, precision_of(config.train), values, scale)
     else:
         model = shard(built.model, strategy, precision=precision_of(config.train), values=values)
-        passes = OneModel(model, job.groups, job.device)
+        passes = OneModel(model, job.groups, job.device, scale)
     _seed_all(config.train.seed + 1 + job.rank)  # of dropout and the like: another one on every rank
     passes.model.train()
     return Training(
@@ -90,6 +93,7 @@ def begin(config: Config, job: Job) -> Training:
         job=job,
         built=built,
         passes=passes,
+        scale=scale,
         optimizer=adamw(passes.model.parameters(), config.train),
         windows=tokens.train,
         held_out=tokens.held_out,

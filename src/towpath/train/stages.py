@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from towpath.api import Values
@@ -14,6 +15,7 @@ from towpath.errors import ConfigError, ShardError
 from towpath.pipeline import Pipeline, split
 from towpath.train.config import Config, ParallelConfig
 from towpath.train.job import Job
+from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built, loss_of_logits
 from towpath.train.passes import Stages
 
@@ -29,7 +31,13 @@ def copies_of(parallel: ParallelConfig, world: int) -> int:
 
 
 def pipelined(
-    config: Config, job: Job, built: Built, strategy: Strategy, precision: Precision, values: Values | None
+    config: Config,
+    job: Job,
+    built: Built,
+    strategy: Strategy,
+    precision: Precision,
+    values: Values | None,
+    scale: LossScale,
 ) -> Stages:
     """Stage s is on the ranks from s × copies on. Every rank must call it."""
     parallel, train = config.parallel, config.train
@@ -45,13 +53,17 @@ def pipelined(
             raise ConfigError(f"parallel.pipeline = {parallel.pipeline}: {error}") from None
     mesh = init_device_mesh(job.device.type, (parallel.pipeline, copies), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(train.seed + mesh.get_local_rank("pp"))  # new weights: other ones in every stage
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return scale.scaled(loss_of_logits(logits, targets))
+
     made = Pipeline(
         stages,
         strategy,
         mesh=mesh,
         schedule=parallel.schedule,
         micro_batches=train.micro_steps(copies),
-        loss=loss_of_logits,
+        loss=loss,
         example=example,
         precision=precision,
         compression=parallel.make(),
@@ -59,4 +71,4 @@ def pipelined(
     )
     per_rank = parallel.stages // parallel.pipeline
     job.say(f"{parallel.stages} stages, {per_rank} on each rank, by {parallel.schedule}; {copies} ranks hold each")
-    return Stages(made, job.groups, copies, mesh.get_local_rank("dp"))
+    return Stages(made, job.groups, copies, mesh.get_local_rank("dp"), scale)
