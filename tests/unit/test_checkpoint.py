@@ -316,6 +316,55 @@ def test_transformers_gives_the_same_logits_after_an_export(tmp_path: Path, tied
     assert differing(content(fresh), content(sharded)) == []
 
 
+def test_a_model_leaves_in_another_dtype_with_its_tokenizer(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    model: Any = MODELS["llama"].make(torch.float32)
+    checkpoint.save(tmp_path / "run", 1, State(model, config={**model.config.to_dict(), "dtype": "float32"}))
+    (tmp_path / "tokenizer").mkdir()
+    made = PreTrainedTokenizerFast(tokenizer_object=_tokenizer(), eos_token="a")
+    made.save_pretrained(tmp_path / "tokenizer")
+    written = checkpoint.export(
+        tmp_path / "run" / "step-000001",
+        tmp_path / "hf",
+        dtype=torch.bfloat16,
+        tokenizer=tmp_path / "tokenizer",
+        max_shard_bytes=4000,
+    )
+    assert all(path.is_file() for path in written)
+    assert max(p.stat().st_size for p in written if p.suffix == ".safetensors") < 8000  # and their headers
+    again: Any = LlamaForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert again.config.dtype == torch.bfloat16
+    for name, value in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value.bfloat16()), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("b a")["input_ids"] == [1, 0]
+    # And as a state dict.
+    [path, *_] = checkpoint.export(tmp_path / "run" / "step-000001", tmp_path / "pt", format="torch", dtype="float16")
+    assert {value.dtype for value in torch.load(path).values()} == {torch.float16}
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    made = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+def test_what_a_dtype_cannot_hold_does_not_leave_in_it(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.bias.fill_(1e6)
+    checkpoint.save(tmp_path / "run", 1, State(model))
+    step = tmp_path / "run" / "step-000001"
+    with pytest.raises(CheckpointError, match=r"bias has values that torch.float16 cannot hold"):
+        checkpoint.export(step, tmp_path / "out", dtype="float16")
+    with pytest.raises(CheckpointError, match="expected float64, float32, bfloat16 or float16; got int8"):
+        checkpoint.export(step, tmp_path / "new", dtype="int8")
+    with pytest.raises(CheckpointError, match=r"tokenizer: .* is not there"):
+        checkpoint.export(step, tmp_path / "new", tokenizer=tmp_path / "none.json")
+
+
 def test_a_plain_state_dict_leaves_too(tmp_path: Path) -> None:
     run = _saved(tmp_path / "run")
     [path] = checkpoint.export(tmp_path / "run" / "step-000002", tmp_path / "out", format="torch")

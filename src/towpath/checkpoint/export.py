@@ -29,6 +29,15 @@ from towpath.checkpoint.disk.whole_tensors import whole_tensor
 from towpath.errors import CheckpointError
 
 _PREFIX = "model."
+_FLOATING = ("F64", "F32", "BF16", "F16")
+# What Transformers keeps beside a tokenizer.json.
+_WITH_TOKENIZERS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 
 Progress = Callable[[int], None]  # told how many bytes were done
 
@@ -40,13 +49,17 @@ def export(
     format: str = "safetensors",
     max_shard_bytes: int = 5_000_000_000,
     config: Mapping[str, Any] | None = None,
+    dtype: str | torch.dtype | None = None,
+    tokenizer: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write the model of a checkpoint into a new or empty folder; what was written.
 
     `format`: 'safetensors', as `from_pretrained` reads it (with config.json, if the checkpoint holds the model's
     configuration or `config` is given), or 'torch', a state dict for `torch.load(..., weights_only=True)`.
-    Of tied parameters only the first name is written, as Hugging Face does it.
+    Of tied parameters only the first name is written, as Hugging Face does it. `dtype`: of floating-point tensors, in
+    place of the masters' own. `tokenizer`: a tokenizer.json, or a folder with one, which is copied beside the model
+    together with what describes it.
     """
     source, target = Path(checkpoint), Path(folder)
     if format not in ("safetensors", "torch"):
@@ -65,17 +78,48 @@ def export(
         )
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
-    reading = _Source(source, tensors, progress or _silent)
+    reading = _Source(source, tensors, progress or _silent, _wanted(dtype))
+    tokenizer_files = [] if tokenizer is None else _tokenizer_files(Path(tokenizer))
     with files.writing(target):
         target.mkdir(parents=True, exist_ok=True)
         if format == "torch":
-            return [_export_torch(reading, manifest, target)]
+            return [_export_torch(reading, manifest, target), *_copied(tokenizer_files, target)]
         written = _export_safetensors(reading, target, max_shard_bytes)
         config = config if config is not None else manifest.values.get("config")
         if config is not None:
+            told = dict(config)
+            for key in ("dtype", "torch_dtype") if dtype is not None else ():  # as Transformers calls it, and did
+                if key in told:
+                    told[key] = str(dtype).removeprefix("torch.")
             written.append(target / "config.json")
-            written[-1].write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        return written
+            written[-1].write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
+        return [*written, *_copied(tokenizer_files, target)]
+
+
+def _wanted(dtype: str | torch.dtype | None) -> str | None:
+    """As safetensors call it."""
+    if dtype is None:
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    name = files.DTYPES.get(found) if isinstance(found, torch.dtype) else None
+    if name not in _FLOATING:
+        raise CheckpointError(f"dtype: expected float64, float32, bfloat16 or float16; got {dtype}.")
+    return name
+
+
+def _tokenizer_files(source: Path) -> list[Path]:
+    folder = source if source.is_dir() else source.parent
+    first = folder / "tokenizer.json" if source.is_dir() else source
+    if not first.is_file():
+        raise CheckpointError(f"tokenizer: {first} is not there; expected a tokenizer.json, or a folder with one.")
+    return [first, *(folder / name for name in _WITH_TOKENIZERS if (folder / name).is_file())]
+
+
+def _copied(found: list[Path], target: Path) -> list[Path]:
+    copies = [target / (path.name if number else "tokenizer.json") for number, path in enumerate(found)]
+    for path, copy in zip(found, copies, strict=True):
+        shutil.copyfile(path, copy)
+    return copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,22 +127,36 @@ class _Source:
     folder: Path
     tensors: Mapping[str, Stored]
     progress: Progress
+    dtype: str | None  # of floating-point tensors, unless their own
+
+    def entry(self, name: str) -> files.Entry:
+        """As which it is written."""
+        stored = self.tensors[name]
+        casts = self.dtype is not None and stored.dtype in _FLOATING
+        return files.Entry(name, self.dtype if casts and self.dtype is not None else stored.dtype, stored.shape)
 
     def read(self, name: str, into: torch.Tensor | None = None) -> torch.Tensor:
-        tensor = whole_tensor(self.folder, name, self.tensors[name], into)
-        self.progress(self.tensors[name].bytes)
+        stored, dtype = self.tensors[name], files.TORCH_DTYPES[self.entry(name).dtype]
+        casts = dtype != files.TORCH_DTYPES[stored.dtype]
+        tensor = whole_tensor(self.folder, name, stored, None if casts else into)
+        if casts:
+            cast_ = tensor.to(dtype)
+            if not torch.equal(cast_.isfinite(), tensor.isfinite()):
+                raise CheckpointError(f"{name} has values that {dtype} cannot hold. Export bfloat16 or float32.")
+            tensor = cast_ if into is None else into.copy_(cast_)
+        self.progress(stored.bytes)
         return tensor
 
 
 def _export_safetensors(source: _Source, target: Path, max_shard_bytes: int) -> list[Path]:
-    parts = _parts(source.tensors, max_shard_bytes)
+    parts = _parts({name: source.entry(name).bytes for name in source.tensors}, max_shard_bytes)
     names = (
         ["model.safetensors"]
         if len(parts) == 1
         else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     )
     for name, part in zip(names, parts, strict=True):
-        entries = files.in_order(files.Entry(n, source.tensors[n].dtype, source.tensors[n].shape) for n in part)
+        entries = files.in_order(source.entry(n) for n in part)
         writer = files.FileWriter(target / name, entries, {"format": "pt"})
         try:
             for entry in entries:
@@ -108,7 +166,7 @@ def _export_safetensors(source: _Source, target: Path, max_shard_bytes: int) -> 
             writer.abandon()
     written = [target / name for name in names]
     if len(parts) > 1:
-        total = sum(t.bytes for t in source.tensors.values())
+        total = sum(source.entry(name).bytes for name in source.tensors)
         homes = {n: name for name, part in zip(names, parts, strict=True) for n in part}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
         written.append(target / INDEX)
@@ -116,15 +174,15 @@ def _export_safetensors(source: _Source, target: Path, max_shard_bytes: int) -> 
     return written
 
 
-def _parts(tensors: Mapping[str, Stored], max_bytes: int) -> list[list[str]]:
+def _parts(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     parts: list[list[str]] = [[]]
     filled = 0
-    for name, stored in tensors.items():
-        if parts[-1] and filled + stored.bytes > max_bytes:
+    for name, count in sizes.items():
+        if parts[-1] and filled + count > max_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(name)
-        filled += stored.bytes
+        filled += count
     return parts
 
 
@@ -135,7 +193,7 @@ def _export_torch(source: _Source, manifest: Manifest, target: Path) -> Path:
     try:
         state: dict[str, torch.Tensor] = {}
         for number, (name, stored) in enumerate(source.tensors.items()):
-            dtype, count = files.TORCH_DTYPES[stored.dtype], prod(stored.shape)
+            dtype, count = files.TORCH_DTYPES[source.entry(name).dtype], prod(stored.shape)
             if count:
                 mapped = torch.from_file(str(scratch / str(number)), shared=True, size=count, dtype=dtype)
                 state[name] = source.read(name, mapped.view(stored.shape))

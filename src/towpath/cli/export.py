@@ -26,13 +26,19 @@ def export(
     format: Annotated[str, typer.Option(help="safetensors (Hugging Face), or torch (one state dict).")] = "safetensors",
     max_shard_gb: Annotated[float, typer.Option(min=0.001, help="The largest file, in 10^9 bytes.")] = 5.0,
     config: Config = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16; else as the masters are.")
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, or a folder with one, to copy beside it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face safetensors, or as a plain PyTorch state dict.
 
     Starts no ranks, whatever strategy and however many ranks wrote it; holds one tensor in memory at a time.
 
-    Example: `towpath export runs/a exported/`
+    Example: `towpath export runs/a exported/ --dtype bfloat16 --tokenizer tokenizer.json`
 
     Exit code: 0; 2 if the checkpoint or the folder will not do.
     """
@@ -51,6 +57,8 @@ def export(
             format=format,
             max_shard_bytes=int(max_shard_gb * 1e9),
             config=_config(config),
+            dtype=dtype,
+            tokenizer=tokenizer,
             progress=progress,
         )
     _tell(written, manifest.step, as_json)
