@@ -65,7 +65,7 @@ class DataConfig:
     text: tuple[str, ...] = _key((), "text files, folders or globs")
     tokens: str = _key("", "a folder that `towpath data prepare` made")
     dataset: str = _key("", "a folder with a Hugging Face dataset on disk")
-    column: str = _key("text", "of a dataset, of .jsonl: where the text is; empty: JSON as it is")
+    column: str = _key("text", "where text is: dataset, .parquet, .jsonl; empty: JSON as it is")
     tokenizer: str = _key("bytes", "'bytes', or a tokenizer.json")
     held_out: float = _key(0.05, "the share at the end that only evaluation reads")
 

@@ -17,9 +17,9 @@ from typing import BinaryIO, NamedTuple
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.data import json_lines
+from towpath.train.data import json_lines, parquet
 from towpath.train.data.dataset import Rows
-from towpath.train.data.text_pieces import PIECE_BYTES, Corpus, Read, Text
+from towpath.train.data.text_pieces import PIECE_BYTES, Corpus, Piece, Read, Text
 
 # How far after its place a cut looks for a line's end, and how much of a file tells whether it is text.
 _REACH_BYTES = 1 << 18
@@ -29,8 +29,8 @@ _BEGINNING_BYTES = 1 << 13
 _SUFFIXES = """
 .adoc .asm .bash .bib .c .cc .cfg .cl .clj .cmake .cpp .cs .css .csv .cu .cuh .cxx .d .dart .el .erl .ex .exs .f .f90
 .go .gradle .h .hh .hpp .hs .htm .html .ini .ipynb .java .jl .js .json .jsonl .jsx .kt .lisp .lua .m .markdown .md .ml
-.mli .ndjson .nim .org .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .rst .s .scala .scm .sh .sql .srt .swift .tcl .tex
-.text .toml .ts .tsv .tsx .txt .v .vhd .vim .wiki .xml .yaml .yml .zig
+.mli .ndjson .nim .org .parquet .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .rst .s .scala .scm .sh .sql .srt .swift .tcl
+.tex .text .toml .ts .tsv .tsx .txt .v .vhd .vim .wiki .xml .yaml .yml .zig
 """
 SUFFIXES = frozenset(_SUFFIXES.split())
 
@@ -55,15 +55,19 @@ class File:
     size_bytes: int
     changed_ns: int
     checked: bool  # left out if it turns out to be binary; a file that is named is taken as it is
-    column: str = ""  # which field of JSON lines is the text; empty: all that is in the file
+    column: str = ""  # which field of JSON lines, or column of Parquet, is the text; empty: all that is in the file
 
     @property
     def json_lines(self) -> bool:
         return bool(self.column) and Path(self.path).suffix.lower() in json_lines.SUFFIXES
 
+    @property
+    def parquet(self) -> bool:
+        return Path(self.path).suffix.lower() == parquet.SUFFIX
+
     def identity(self) -> tuple[object, ...]:
         told = (os.path.realpath(self.path), self.size_bytes, self.changed_ns, self.checked)
-        return (*told, self.column) if self.json_lines else told
+        return (*told, self.column) if self.json_lines or self.parquet else told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +116,16 @@ class Files:
     def identity(self) -> list[object]:
         return [file.identity() for file in self.files]
 
-    def pieces(self) -> Iterator[FilePiece]:
+    def pieces(self) -> Iterator[Piece]:
         gathered: list[Part] = []
         size = 0
         for file in self.files:
+            if file.parquet:
+                if gathered:
+                    yield FilePiece(tuple(gathered))
+                    gathered, size = [], 0
+                yield from parquet.row_groups(file.path, file.column, file.size_bytes)
+                continue
             for start in range(0, file.size_bytes, PIECE_BYTES):
                 part = Part(file=file, start=start, stop=min(start + PIECE_BYTES, file.size_bytes))
                 gathered.append(part)
