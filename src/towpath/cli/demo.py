@@ -31,7 +31,7 @@ def demo(
     plots, which a browser opens without a network.
     """
     from towpath.train import demo as story
-    from towpath.train.observe.report import HEADINGS, cells, write_report
+    from towpath.train.observe.report import HEADINGS, rows_of, write_report
 
     check_folder("--output", output)
     names = strategies or list(story.STRATEGIES)
@@ -47,11 +47,11 @@ def demo(
         for number, config in enumerate(configurations, 1):
             console.print(f"  {number}/{len(names)} {config.strategy.name} …", style="dim")
             outcomes.append(launch(story.trained, config, reason is None)[0])
-    table = Table(*HEADINGS, title="One optimizer step of each")
+    table = Table(*HEADINGS, title="One optimizer step of each", title_justify="left", box=None, padding=(0, 1))
     for column in table.columns[1:]:
         column.justify = "right"
-    for outcome in outcomes:
-        table.add_row(*cells(outcome))
+    for row in rows_of(outcomes):
+        table.add_row(*row)
     console.print(table)
     console.print(
         "MB: what left one node over its cable, as the kernel counted it and as towpath.schedule() foretold it. "

@@ -29,8 +29,8 @@ _BEGINNING_BYTES = 1 << 13
 _SUFFIXES = """
 .adoc .asm .bash .bib .c .cc .cfg .cl .clj .cmake .cpp .cs .css .csv .cu .cuh .cxx .d .dart .el .erl .ex .exs .f .f90
 .go .gradle .h .hh .hpp .hs .htm .html .ini .ipynb .java .jl .js .json .jsonl .jsx .kt .lisp .lua .m .markdown .md .ml
-.mli .ndjson .nim .org .parquet .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .rst .s .scala .scm .sh .sql .srt .swift .tcl
-.tex .text .toml .ts .tsv .tsx .txt .v .vhd .vim .wiki .xml .yaml .yml .zig
+.mli .ndjson .nim .org .parquet .php .pl .pm .proto .py .pyi .pyx .r .rb .rs .rst .s .scala .scm .sh .sql .srt .swift
+.tcl .tex .text .toml .ts .tsv .tsx .txt .v .vhd .vim .wiki .xml .yaml .yml .zig
 """
 SUFFIXES = frozenset(_SUFFIXES.split())
 

@@ -23,7 +23,7 @@ def write_report(path: Path, title: str, about: str, outcomes: Sequence[Outcome]
                 wide=True,
             )
         )
-    write_page(path, title, about, table_html(HEADINGS, [cells(outcome) for outcome in outcomes]), figures)
+    write_page(path, title, about, table_html(HEADINGS, rows_of(outcomes)), figures)
 
 
 def write_page(path: Path, title: str, about: str, table: str, figures: Sequence[str]) -> None:
@@ -42,17 +42,33 @@ def figure_html(title: str, about: str, drawn: str, wide: bool = False) -> str:
 def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f"<div class=scrolls><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
-HEADINGS = ("strategy", "step", "exposed", "MB between nodes", "as scheduled", "MB a rank", "loss", "held-out loss")
+HEADINGS = (
+    "strategy",
+    "step",
+    "× faster",
+    "exposed",
+    "MB between nodes",
+    "as scheduled",
+    "MB a rank",
+    "loss",
+    "held-out loss",
+)
 
 
-def cells(outcome: Outcome) -> list[str]:
-    """The row of a table under HEADINGS, here and in the terminal."""
+def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
+    """Of a table under HEADINGS, here and in the terminal. How much faster: than the slowest."""
+    slowest = max(outcome.step_seconds for outcome in outcomes)
+    return [_cells(outcome, slowest) for outcome in outcomes]
+
+
+def _cells(outcome: Outcome, slowest: float) -> list[str]:
     return [
         outcome.strategy,
         f"{outcome.step_seconds:.2f} s",
+        f"{slowest / outcome.step_seconds:.2f}",
         f"{outcome.exposed_seconds / outcome.step_seconds:.0%}",
         "not counted" if outcome.cable_bytes is None else f"{outcome.cable_bytes / 1e6:.2f}",
         f"{outcome.scheduled_bytes / 1e6:.2f}",
@@ -79,9 +95,14 @@ table { border-collapse: collapse; width: 100%; background: #fff; border-radius:
 th, td { padding: 7px 12px; text-align: right; border-top: 1px solid #eceef1; }
 th { border: 0; font-weight: 600; font-size: 12.5px; color: #59636e; }
 th:first-child, td:first-child { text-align: left; font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(460px, 1fr)); gap: 16px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 16px; }
 figure { margin: 0; background: #fff; padding: 14px 16px 6px; border-radius: 8px; box-shadow: 0 1px 2px #0002; }
 figure.wide { grid-column: 1 / -1; } svg { width: 100%; height: auto; }
+/* On a narrow screen a table, or a wide figure, is moved sideways; the page is not. */
+.scrolls, figure.wide { overflow-x: auto; } figure { min-width: 0; } th, td { white-space: nowrap; }
+@media (max-width: 600px) {
+  main { padding: 16px 10px 40px; } figure { padding: 10px 6px 4px; } figure.wide svg { width: 760px; }
+}
 </style>
 </head>
 <body><main>
