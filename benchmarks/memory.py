@@ -1,12 +1,16 @@
-"""How much memory a rank needs to start: a GPT of a billion fp32 parameters over four ranks under `zero3`.
+"""How much memory a rank needs to start, and to hand out its state: a GPT of a billion fp32 parameters over four ranks
+under `zero3`.
 
     python benchmarks/memory.py [CASE …] [--folder /tmp] [--quick] [--resume]
 
 A case builds the model on the meta device and shards it: `loaded` from a safetensors file (4 GB, made in `--folder`
 and removed), `drawn` with new weights, unit by unit. A thread in each rank reads RssAnon every two milliseconds; what
 counts is its peak above the level after the imports, and after a tiny model, which has torch import what it imports
-late. It may be 0.3 of the model (a quarter is the rank's share) and the largest unit. Every run is added to
-benchmarks/results/memory.jsonl.
+late. It may be 0.3 of the model (a quarter is the rank's share) and the largest unit.
+
+`state dict`: the peak of a sharded model's rank in `get_model_state_dict(full_state_dict=True, cpu_offload=True)`. It may
+be the rank's quarter, the engine's buffers as scheduled and the largest unit, and on rank 0 the dict itself. What the
+call adds on any other rank may be the largest unit. Every run is added to benchmarks/results/memory.jsonl.
 """
 
 from __future__ import annotations
@@ -15,19 +19,22 @@ import argparse
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from harness.figures import Check
 from harness.suite import Settings, Suite
 from internals import unit_elements
 from towpath import lab
+from towpath.checkpoint import get_model_state_dict
 from towpath.train.config import ModelConfig
 from towpath.train.models import from_config
 
@@ -38,6 +45,8 @@ QUICK_MODEL = ModelConfig(width=256, depth=4, heads=4, kv_heads=4)
 VOCABULARY = 32_000
 SHARE = 0.3
 EVERY_SECONDS = 0.002
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,31 @@ class Case:
         }
 
 
-CASES = [Case("loaded", True), Case("drawn", False)]
+@dataclass(frozen=True, slots=True)
+class StateDictCase:
+    name: str = "state dict"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        model = QUICK_MODEL if settings.quick else MODEL
+        with lab.Lab(SHAPE, inter=None) as cluster:
+            ranks = cluster.call(hand_out, model, timeout_seconds=1800)
+        first = ranks[0]
+        held = first["model_bytes"] // SHAPE.world + first["buffer_bytes"] + first["unit_bytes"]
+        others = ranks[1:]
+        return {
+            "checks": [
+                Check("peak bytes of rank 0", first["peak_bytes"], held + first["model_bytes"]),
+                Check("peak bytes of any other rank", max(rank["peak_bytes"] for rank in others), held),
+                Check("of it the call's own", max(rank["added_bytes"] for rank in others), first["unit_bytes"]),
+            ],
+            **{key: first[key] for key in ("parameters", "model_bytes", "unit_bytes", "buffer_bytes")},
+            "peak_bytes": [rank["peak_bytes"] for rank in ranks],
+            "added_bytes": [rank["added_bytes"] for rank in ranks],
+            "seconds": max(rank["seconds"] for rank in ranks),
+        }
+
+
+CASES = [Case("loaded", True), Case("drawn", False), StateDictCase()]
 
 
 def write(file: Path, model: ModelConfig) -> None:
@@ -92,7 +125,7 @@ def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """What every rank does."""
     torch.set_num_threads(1)
     towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
-    built, model, peak, kept = watched(lambda: build_and_shard(config))
+    (built, model), peak, kept = watched(lambda: build_and_shard(config))
     if built.values is not None:
         check(model, built.values)
     return {
@@ -101,6 +134,32 @@ def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
         "unit_bytes": 4 * max(unit_elements(model)),
         "peak_bytes": peak,
         "kept_bytes": kept,
+    }
+
+
+def hand_out(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
+    """What every rank does."""
+    torch.set_num_threads(1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    tiny = towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
+    get_model_state_dict(tiny, options=options)
+    level = rss_anon()
+    built = from_config.build(config, VOCABULARY)
+    model = towpath.shard(built.model, "zero3", topology=SHAPE, values=lambda _, start, end: torch.ones(end - start))
+    sharded, began = rss_anon(), time.perf_counter()
+    found, added, _ = watched(lambda: get_model_state_dict(model, options=options))
+    seconds = time.perf_counter() - began
+    whole = {name: value.shape for name, value in from_config.build(config, VOCABULARY).model.state_dict().items()}
+    assert {name: value.shape for name, value in found.items()} == (whole if rank == 0 else {})
+    assert all(bool((value == 1).all()) for value in found.values() if value.is_floating_point())
+    return {
+        "parameters": built.parameters,
+        "model_bytes": 4 * built.parameters,
+        "unit_bytes": 4 * max(unit_elements(model)),
+        "buffer_bytes": sum(towpath.schedule("zero3", model).buffer_bytes().values()),
+        "peak_bytes": sharded + added - level,
+        "added_bytes": added,
+        "seconds": seconds,
     }
 
 
@@ -114,7 +173,7 @@ def check(model: Any, values: Callable[[str, int, int], torch.Tensor]) -> None:
         assert torch.equal(parameter.to_local(), values(name, *parameter.span.bounds())), name
 
 
-def watched(work: Callable[[], tuple[from_config.Built, Any]]) -> tuple[from_config.Built, Any, int, int]:
+def watched(work: Callable[[], Made]) -> tuple[Made, int, int]:
     """What `work` made, the peak of RssAnon meanwhile and its level afterwards, both above the level before."""
     before = rss_anon()
     peak = before
@@ -128,12 +187,12 @@ def watched(work: Callable[[], tuple[from_config.Built, Any]]) -> tuple[from_con
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        built, model = work()
+        made = work()
     finally:
         over.set()
         sampler.join()
     after = rss_anon()
-    return built, model, max(peak, after) - before, after - before
+    return made, max(peak, after) - before, after - before
 
 
 def rss_anon() -> int:
