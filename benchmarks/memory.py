@@ -8,9 +8,9 @@ and removed), `drawn` with new weights, unit by unit. A thread in each rank read
 counts is its peak above the level after the imports, and after a tiny model, which has torch import what it imports
 late. It may be 0.3 of the model (a quarter is the rank's share) and the largest unit.
 
-`state dict`: the peak of a sharded model's rank in `get_model_state_dict(full_state_dict=True, cpu_offload=True)`. It may
-be the rank's quarter, the engine's buffers as scheduled and the largest unit, and on rank 0 the dict itself. What the
-call adds on any other rank may be the largest unit. Every run is added to benchmarks/results/memory.jsonl.
+`state dict`: the peak of a rank in `get_model_state_dict(full_state_dict=True, cpu_offload=True)`, its shard included.
+It may be the rank's quarter, the engine's buffers as scheduled and the largest unit, and on rank 0 the dict itself.
+What the call adds on any other rank may be the largest unit. Every run is added to benchmarks/results/memory.jsonl.
 """
 
 from __future__ import annotations
