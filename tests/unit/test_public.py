@@ -32,6 +32,16 @@ def test_importing_does_nothing() -> None:
     assert done.stdout == done.stderr == ""
 
 
+def test_no_framework_is_imported_but_by_the_module_for_it() -> None:
+    program = """
+import sys
+import towpath.integrations, towpath.api, towpath.checkpoint, towpath.pipeline, towpath.train.run
+theirs = {"accelerate", "transformers", "lightning", "peft", "datasets", "torchdata"} & set(sys.modules)
+assert not theirs, theirs
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_an_unknown_name_says_which_there_are() -> None:
     try:
         towpath.shardd  # noqa: B018
