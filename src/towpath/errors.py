@@ -19,6 +19,7 @@ Each message says what was got, what was expected and what to do. An `assert` is
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import traceback
@@ -90,6 +91,11 @@ def _in_one_line(kind: type[BaseException], error: BaseException, trace: Traceba
     theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<"))]
     where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
     sys.stderr.write(f"towpath: rank {os.environ.get('RANK', '?')}: {where}{' '.join(str(error).split())}\n")
+    # Where its peers are gone, gloo's threads would abort the process while it ends, and say so over several lines.
+    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 if ERRORS in os.environ:

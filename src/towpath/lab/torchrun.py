@@ -17,7 +17,7 @@ from towpath.lab.run import describe
 
 def main() -> None:
     # What it says of ranks that end is said below, or has been said by the rank.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.ERROR)
     try:
         run.main(sys.argv[1:])
     except ChildFailedError as error:
