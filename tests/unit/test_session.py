@@ -88,7 +88,7 @@ def test_processor_seconds_hold_those_of_living_grandchildren() -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1\n"
-        assert processor_seconds() - before >= 0.29  # in ticks of a hundredth
+        assert processor_seconds() - before > 0.25  # of 0.3; the kernel tells it in ticks of a hundredth
         process.communicate("\n")
 
 
