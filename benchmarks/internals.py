@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.core.actions import Compare, Deliver, Seal, Show
 from towpath.core.steady_step import Compute, steady_step
-from towpath.engine.bound_transfers import BoundTransfer
 
 
 def without_transfers(step: Callable[[], None]) -> None:

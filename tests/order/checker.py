@@ -31,9 +31,10 @@ import towpath.codecs.packing
 import towpath.collectives.encoded
 from towpath.codecs.kernels.dispatch import Kernels
 from towpath.collectives import messages
-from towpath.engine import streams
+from towpath.engine import queue
+from towpath.engine.queue import Streams
 from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.streams import Handle, Job, Stream, Streams, Waiting
+from towpath.engine.streams import Handle, Job, Stream, Waiting
 
 COMPUTATION = "computation"
 
@@ -353,7 +354,7 @@ def checking() -> Generator[Checker]:
         return patched(module, "kernels_for", lambda device: checker.native(original(device)))
 
     undo = [
-        patched(streams, "make_stream", lambda name, device, ways: LogicalStream(name, ways, checker)),
+        patched(queue, "make_stream", lambda name, device, ways: LogicalStream(name, ways, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
         native(towpath.codecs.packing),

@@ -6,7 +6,8 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
+from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Collective, Members
 from towpath.collectives.select import select
@@ -48,11 +50,24 @@ def _members(shape: Topology, local_major: bool = False, group: Any = None) -> M
     return Members(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
+def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Transfer:
+    payload = Range("block", "float", elements, dtype)
+    return Transfer(Kind.SYNC, payload, Move(op, 1, (members.group,)), Wire(route), shape)
+
+
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Collective:
-    transfer = Transfer(
-        Kind.SYNC, Range("block", "float", elements, dtype), Move(op, 1, (members.group,)), Wire(route), shape
-    )
+    transfer = _transfer(op, route, shape, elements, dtype, members)
     return select(transfer, members, "gloo", torch.device("cpu"))
+
+
+class Unobserved:
+    """Nobody sees transfers run."""
+
+    def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def describe_ranks(self, others: Sequence[int]) -> str:
+        return ""
 
 
 def _draws(seed: int, dtypes: tuple[str, ...]) -> Iterator[tuple[str, str, bool, bool, int, int]]:
@@ -198,7 +213,9 @@ def test_a_tensor_that_a_collective_was_not_made_for_is_refused_at_once(world: W
 
 def _misfit(shape: Topology) -> None:
     members = _members(shape)
-    collective = _collective(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
+    transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
+    collective = select(transfer, members, "gloo", torch.device("cpu"))
+    bound = BoundTransfer(transfer, Binding.of(transfer), members, collective, Unobserved())
     good = torch.zeros(240)
     for region, shard, words in (
         (torch.zeros(239), good[:60], "got a region of 239 elements of torch.float32, expected 240"),
@@ -207,7 +224,7 @@ def _misfit(shape: Topology) -> None:
         (torch.zeros(480)[::2], good[:60], "contiguous"),
     ):
         with pytest.raises(StepError, match=words):
-            collective.run(region, shard, workspace())
+            bound.run(region, shard, workspace())
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,8 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     counted = record(device)
     first, second = gather("a"), gather("b")
     for transfer in (first, second):
-        began = counted.begin([transfer])
-        device.end += 2.0
-        counted.finished([transfer], began, micro_step=0)
+        with counted.running([transfer], micro_step=0):
+            device.end += 2.0
     waits = Waits(counted, [second])
     began = waits.mark()
     device.end += 0.5
@@ -99,10 +98,11 @@ def test_only_what_holds_the_host_up_is_taken_off_its_seconds() -> None:
 def test_several_gathers_in_one_message_share_its_seconds() -> None:
     counted = record(HostTimer())
     both = [gather("a"), gather("b")]
-    counted.begin(both)
+    marks = iter([1.0, 3.0])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(HostTimer, "mark", lambda _: 3.0)
-        counted.finished(both, 1.0, micro_step=0)
+        patch.setattr(HostTimer, "mark", lambda _: next(marks))
+        with counted.running(both, micro_step=0):
+            pass
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 1.0), (1, 1.0)]
 
 

@@ -10,7 +10,8 @@ import torch
 
 from tests.workspace import workspace
 from towpath.collectives.workspace import Workspace
-from towpath.engine.streams import Job, Stream, Work, make_stream
+from towpath.engine.queue import make_stream
+from towpath.engine.streams import Job, Stream, Work
 
 DEADLINE_SECONDS = 60.0
 

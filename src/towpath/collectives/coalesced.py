@@ -11,7 +11,6 @@ import torch.distributed as dist
 from towpath.collectives.collective import Binding, Members
 from towpath.collectives.flat import all_gather_single
 from towpath.collectives.select import bind
-from towpath.collectives.verified import check_fit
 from towpath.collectives.workspace import Workspace
 from towpath.core.routes import Op, travelled
 from towpath.errors import StepError
@@ -42,7 +41,7 @@ class CoalescedAllGather:
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
         for binding, region, shard in zip(self._bindings, regions, shards, strict=True):
-            check_fit(binding, self._members, region, shard)
+            binding.check_fit(region, shard, self._members)
         if self._gather is None:
             group = self._members.process_group
             with dist.distributed_c10d._coalescing_manager(group):  # pyright: ignore[reportPrivateUsage]

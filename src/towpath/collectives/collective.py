@@ -14,6 +14,7 @@ from towpath.collectives.workspace import Workspace
 from towpath.core.formats import Codec
 from towpath.core.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
 from towpath.core.transfer import Transfer
+from towpath.errors import StepError
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,20 @@ class Binding:
     def own_slice(self, region: torch.Tensor, members: Members) -> torch.Tensor:
         start, end = self.bounds(members)
         return region[start:end]
+
+    def check_fit(self, region: torch.Tensor, shard: torch.Tensor, members: Members) -> None:
+        """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
+        wanted = [("region", region, self.elements)]
+        if self.op is not Op.ALL_REDUCE:
+            start, end = self.bounds(members)
+            wanted.append(("shard", shard, end - start))
+        for name, tensor, elements in wanted:
+            if tensor.numel() != elements or tensor.dtype != self.dtype or not tensor.is_contiguous():
+                raise StepError(
+                    f"rank {members.rank}: {self.label} by {self.route}: got a {name} of {tensor.numel()} elements of "
+                    f"{tensor.dtype}, expected {elements} of {self.dtype}, contiguous. A collective carries what it "
+                    "was made for; make another for other tensors."
+                )
 
 
 class Collective(ABC):

@@ -12,7 +12,6 @@ from towpath.collectives.encoded import EncodedAllGather, encoded_binding
 from towpath.collectives.flat import FlatAllGather, FlatAllReduce, FlatMaximum, FlatReduceScatter
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.collectives.reduce_then_gather import ReduceThenGather
-from towpath.collectives.verified import Verified
 from towpath.core.routes import Op, hops_of, travelled
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
@@ -21,13 +20,12 @@ _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.
 
 
 def select(transfer: Transfer, members: Members, backend: str, device: torch.device) -> Collective:
-    binding = Binding.of(transfer)
-    chosen = FlatMaximum(members) if transfer.kind is Kind.USAGE else bind(binding, members, backend, device)
-    return Verified(chosen, binding, members)
+    if transfer.kind is Kind.USAGE:
+        return FlatMaximum(members)
+    return bind(Binding.of(transfer), members, backend, device)
 
 
 def bind(binding: Binding, members: Members, backend: str, device: torch.device) -> Collective:
-    """The collective for a binding, without the check of its tensors that `Verified` adds."""
     op, route = binding.op, travelled(binding.route, members.grid)
     if op is Op.ALL_GATHER and binding.codec is not None:
         inner = bind(encoded_binding(binding.codec, binding, members), members, backend, device)

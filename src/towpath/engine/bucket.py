@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.collective import Collective
 from towpath.collectives.workspace import Workspace
 from towpath.core.routes import Op
@@ -26,7 +27,6 @@ from towpath.core.schedule import BucketPlan
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transitions import Cut
-from towpath.engine.bound_transfers import BoundTransfer
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace

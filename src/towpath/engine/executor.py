@@ -16,10 +16,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from towpath.collectives.workspace import Workspace
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
 from towpath.core.precision import Precision
-from towpath.core.schedule import plan_unit, usage_transfers
+from towpath.core.schedule import plan_unit
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Pass, WriteMark
 from towpath.core.strategy import Kind, Strategy
@@ -30,6 +29,7 @@ from towpath.engine.record import eager, on_host
 from towpath.engine.shard_tensor import ShardTensor, in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
+from towpath.engine.usage import Usage
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError, StepError
 
@@ -59,8 +59,7 @@ class Engine:
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
         self._trained = [u for u in (*reversed(units[1:]), self.root) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
-        parameters = sum(len(b.used) for u in units for b in u.trainable)
-        self._usage = wiring.bind(usage_transfers(strategy, parameters))
+        self._usage = Usage(strategy, self._trained, wiring)
         wiring.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
@@ -109,7 +108,7 @@ class Engine:
             case Collect(index, slot):
                 self.units[index].collect(None if slot is None else self.gradients.of(slot))
             case Compare():
-                self._used = self._compare_with_others()
+                self._used = self._usage.compare()
             case Deliver():
                 self._deliver()
 
@@ -309,23 +308,6 @@ class Engine:
         self._failed = False
         self.machine.micro_step_ended()
         self.wiring.queues.micro_step = number_of_the_next
-
-    def _compare_with_others(self) -> list[bool]:
-        """Which parameters got a gradient on any rank; or an error, on every rank, if the ranks ran different units."""
-        mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.used]
-        if not self._usage:
-            return mine
-        journal = self.wiring.journal
-        compared = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
-
-        def compare(workspace: Workspace) -> None:
-            for transfer in self._usage:
-                transfer.run(compared, compared, workspace)
-
-        self.wiring.queues.submit(Kind.USAGE, self._usage, compare).wait()
-        combined = compared.tolist()
-        journal.check(bytes(combined[len(mine) :]), self.wiring.groups.gather_objects)
-        return [bool(used) for used in combined[: len(mine)]]
 
     def _deliver(self) -> None:
         used = self._used

@@ -14,12 +14,12 @@ import torch
 
 from towpath.codecs.low_rank import first_factor, orthonormal, with_unit_columns
 from towpath.codecs.packing import Draws
+from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.workspace import Workspace
 from towpath.core.formats import wide
 from towpath.core.low_rank import Factored, Matrix
 from towpath.core.schedule import BucketPlan
 from towpath.core.strategy import Kind
-from towpath.engine.bound_transfers import BoundTransfer
 
 
 class LowRankSync:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Concatenate, ParamSpec, Protocol, TypeVar, final
@@ -173,20 +173,30 @@ class Record:
             self.last_step, self._step = tuple(self._step), []
             self._add_known()
 
-    def begin(self, transfers: Sequence[Transfer]) -> Mark:
-        self.peers.activity.begins(transfers)
-        return self.timer.mark()
-
-    def finished(self, transfers: Sequence[Transfer], began: Mark, micro_step: int) -> None:
-        """These were one message."""
-        ended = self.timer.mark()
-        self.peers.activity.ends()
+    @contextmanager
+    def running(self, transfers: Sequence[Transfer], micro_step: int) -> Generator[None]:
+        """Around transfers that travel together: those that come to their end are counted, and timed."""
+        activity = self.peers.activity
+        activity.begins(transfers)
+        began = self.timer.mark()
+        try:
+            with profiled("", transfers):
+                yield
+            ended = self.timer.mark()
+        finally:
+            activity.ends()
         with self._lock:
             for transfer in transfers:
                 self._total(transfer).calls += 1
             self._note(_Span(transfers, began, ended, exposed=False))
         if self.trace is not None:
             self.trace.transferred(transfers, began, ended, micro_step)
+
+    def describe_ranks(self, others: Sequence[int]) -> str:
+        """What this rank is doing, and what `others` last said of themselves."""
+        peers = self.peers
+        said = peers.describe(others)
+        return f"This rank: {peers.activity.describe()}. What its peers last said of themselves:{said}"
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
         """The computation waited for these transfers."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members
 from towpath.collectives.select import select
@@ -14,10 +15,8 @@ from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.engine.activity import Peers
-from towpath.engine.bound_transfers import BoundTransfer, CoalescedTransfers
-from towpath.engine.queue import Queues
+from towpath.engine.queue import Queues, Streams
 from towpath.engine.record import Record
-from towpath.engine.streams import Streams
 from towpath.engine.timing import timer_for
 from towpath.topology.groups import Groups
 
@@ -51,7 +50,7 @@ class Wiring:
             between = self.groups.of(partition, f"{queue} between nodes")
         members = Members(within, between, group, group.ranks.index(self.rank), nodes)
         collective = select(transfer, members, self._backend, self.device)
-        return BoundTransfer(transfer, members, collective, self.record)
+        return BoundTransfer(transfer, Binding.of(transfer), members, collective, self.record)
 
     def coalesce(self, gathers: Sequence[BoundTransfer]) -> CoalescedTransfers:
         """Gathers that have the same members, in one message."""
