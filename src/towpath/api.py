@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.core import presets
+from towpath.core.frozen import decided, is_open
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
@@ -21,6 +22,7 @@ from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank, check_values
 from towpath.engine.executor import Engine, engine_of
+from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.hooks import register_known_methods
 from towpath.engine.initialise import Values
@@ -28,6 +30,7 @@ from towpath.engine.layout import UnitChoice, describe, lay_out
 from towpath.engine.module_classes import become
 from towpath.engine.uneven_data import Batch, joined
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
+from towpath.logs import logger
 from towpath.planner.workload import Workload
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Model = TypeVar("Model", bound=nn.Module)
+
+_LOG = logger("shard")
 
 
 def shard(
@@ -101,7 +106,13 @@ def shard(
         failure = error
         agree(groups, lines, failure)
         raise
-    engine = build(model, BuildOptions(resolved, precision, values), layouts, groups)
+    specs = [unit.spec for unit in layouts]
+    free = least_free_bytes(layouts, groups) if is_open(resolved, specs) else None
+    decision = decided(resolved, specs, precision, free)
+    if decision.why and groups.rank == 0:
+        _LOG.info(decision.why)
+    engine = build(model, BuildOptions(decision.strategy, precision, values), layouts, groups)
+    engine.free_bytes = free
     _become_sharded(model, engine)
     return model
 
@@ -313,9 +324,12 @@ def schedule(
     units: UnitChoice | None = None,
     *,
     topology: Topology | None = None,
+    memory: int | None = None,
 ) -> Schedule:
     """The transfers of one optimizer step, with bytes sent per link class, computed without communication.
 
+    `memory`: bytes that a rank has, by which it is decided where frozen parameters lie if the strategy leaves it open;
+    unless given it is enough, or, of a sharded model, what `shard()` has found.
     `topology`: of a preset that is given by its name; else that of a sharded model, or the one that is detected.
     """
     if isinstance(strategy, str):
@@ -330,8 +344,10 @@ def schedule(
     if isinstance(model_or_numels, ShardedModule):
         specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
         precision = precision or model_or_numels.towpath_engine.precision
+        memory = model_or_numels.towpath_engine.free_bytes if memory is None else memory
     elif isinstance(model_or_numels, nn.Module):
         specs = tuple(u.spec for u in lay_out(model_or_numels, units, precision))
     else:
         specs = units_from_numels(model_or_numels)
+    strategy = decided(strategy, specs, precision or Precision(), memory).strategy
     return derive_schedule(strategy, specs, micro_steps, precision)

@@ -254,7 +254,7 @@ def _kind(leaf: Any) -> str:
 def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> StateDict:
     """With whole tensors, one unit at a time; of one tensor under two names there is one."""
     device = torch.device("cpu") if options.cpu_offload else None
-    sharded = {id(leaf.local): leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, ShardTensor)}
+    sharded = {id(leaf.held): leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, ShardTensor)}
     wanted = not options.cpu_offload or _is_first(engine, sharded.values())
     counts, batches = Counter[int](), defaultdict[Any, list[ShardTensor]](list)
     for leaf in sharded.values():  # an optimizer has several states of one parameter: each kind is gathered by itself
@@ -262,11 +262,11 @@ def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> Sta
         batches[id(leaf.span.replica), leaf.span.unit, leaf.dtype, counts[id(leaf.span)]].append(leaf)
     wholes: dict[int, torch.Tensor] = {}
     for batch, found in zip(batches.values(), whole_tensors([*batches.values()], device, wanted), strict=True):
-        wholes.update(zip((id(leaf.local) for leaf in batch), found, strict=wanted))
+        wholes.update(zip((id(leaf.held) for leaf in batch), found, strict=wanted))
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, ShardTensor):
-            return wholes[id(leaf.local)]
+            return wholes[id(leaf.held)]
         if isinstance(leaf, torch.Tensor):  # a buffer, or a number of steps: what trains goes on writing to it
             return leaf.detach().to(device or leaf.device, copy=True)
         return leaf

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from towpath.codecs.packing import Draws
 from towpath.collectives.workspace import Workspace
 from towpath.core.formats import Codec
+from towpath.core.payload import Range
 from towpath.core.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -60,11 +61,13 @@ class Binding:
     label: str  # for messages to the user
     codec: Codec | None = None
     kept: tuple[int, ...] = ()  # by hop of a reduction: elements of what the codec rounds away that are kept
+    encoded: bool = False  # of a gather: what each member brings is encoded already, as it rests
 
     @staticmethod
     def of(transfer: Transfer) -> Binding:
         dtype, codec, kept = getattr(torch, transfer.dtype), transfer.wire.encoding, transfer.kept_elements
-        return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept)
+        encoded = isinstance(transfer.payload, Range) and transfer.payload.encoded
+        return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept, encoded)
 
     @property
     def tag(self) -> int:
@@ -93,15 +96,18 @@ class Binding:
 
     def check_fit(self, region: torch.Tensor, shard: torch.Tensor, members: Members) -> None:
         """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
-        wanted = [("region", region, self.elements)]
+        wanted = [("region", region, self.elements, self.dtype)]
         if self.op is not Op.ALL_REDUCE:
             start, end = self.bounds(members)
-            wanted.append(("shard", shard, end - start))
-        for name, tensor, elements in wanted:
-            if tensor.numel() != elements or tensor.dtype != self.dtype or not tensor.is_contiguous():
+            if self.encoded and self.codec is not None:
+                wanted.append(("shard", shard, self.codec.encoded_bytes(end - start), torch.uint8))
+            else:
+                wanted.append(("shard", shard, end - start, self.dtype))
+        for name, tensor, elements, dtype in wanted:
+            if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
                 raise StepError(
                     f"rank {members.rank}: {self.label} by {self.route}: got a {name} of {tensor.numel()} elements of "
-                    f"{tensor.dtype}, expected {elements} of {self.dtype}, contiguous. A collective carries what it "
+                    f"{tensor.dtype}, expected {elements} of {dtype}, contiguous. A collective carries what it "
                     "was made for; make another for other tensors."
                 )
 

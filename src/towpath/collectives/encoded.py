@@ -1,4 +1,5 @@
-"""A gather of encoded slices: each member encodes its own, and decodes all, its own too, so that all are alike."""
+"""A gather of encoded slices: each member encodes its own, unless it rests so already, and decodes all, its own too, so
+that all are alike."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class EncodedAllGather(Collective):
     def __init__(
         self, codec: Codec, binding: Binding, members: Members, inner: Collective, device: torch.device
     ) -> None:
-        self._codec, self._members, self._inner = codec, members, inner
+        self._codec, self._members, self._inner, self._rests = codec, members, inner, binding.encoded
         self._kernels = kernels_for(device)
         count = len(members.group.ranks)
         self._bytes = encoded_slice(codec, binding.elements, count)
@@ -33,7 +34,7 @@ class EncodedAllGather(Collective):
 
     @property
     def draws(self) -> tuple[Draws, ...]:
-        return (self._draws,)
+        return () if self._rests else (self._draws,)
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         messages = self._begun = self._encoded(shard, workspace)
@@ -41,7 +42,9 @@ class EncodedAllGather(Collective):
 
     def _encoded(self, shard: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         messages = workspace.take(self._bytes * len(self._bounds), torch.uint8)
-        if shard.numel():
+        if self._rests:
+            self._mine(messages)[: shard.numel()].copy_(shard)
+        elif shard.numel():
             place = self._mine(messages)[: self._codec.encoded_bytes(shard.numel())]
             watched(self._kernels, workspace.watch).encode(self._codec, shard, place, self._draws.next())
         return messages
@@ -62,4 +65,4 @@ class EncodedAllGather(Collective):
 def encoded_binding(codec: Codec, binding: Binding, members: Members) -> Binding:
     count = len(members.group.ranks)
     elements = count * encoded_slice(codec, binding.elements, count)
-    return replace(binding, elements=elements, dtype=torch.uint8, codec=None)
+    return replace(binding, elements=elements, dtype=torch.uint8, codec=None, encoded=False)

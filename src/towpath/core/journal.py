@@ -6,7 +6,8 @@ members must submit the same transfers, a digest of what they have submitted. It
 which all ranks combine by maximum anyway: every group has a slot of its own, with the digest and its complement. Where
 all members agree, each byte and its complement are 255 together; where two differ, they are more.
 
-    gathers              compared within a replica of the parameters (replicas may run different units)
+    gathers              compared within a replica of the parameters (replicas may run different units), trainable and
+                         frozen ones together
     reductions           within a replica of the gradients
     syncs, publishes     within a replica of the optimizer states
 """
@@ -50,7 +51,7 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
     """What the ranks of `strategy` compare: nothing where a replica is one rank."""
     placement, found, slot = strategy.placement, list[Scope](), 0
     for extent, kinds in (
-        (placement.params, (Kind.GATHER, Kind.BACKWARD_GATHER)),
+        (strategy.gathered_over, (Kind.GATHER, Kind.BACKWARD_GATHER)),
         (placement.grads, (Kind.REDUCE,)),
         (placement.optimizer, (Kind.SYNC, Kind.PUBLISH)),
     ):

@@ -10,7 +10,8 @@ from math import prod
 class Range:
     """Of a bucket's parameters, or of their gradients: as much as one group shares.
 
-    `factored`: the elements of the matrices of which it has factors, instead of what they are.
+    `factored`: the elements of the matrices of which it has factors, instead of what they are. `encoded`: each rank's
+    part rests in the wire's codec, and is sent as it rests.
     """
 
     unit: str
@@ -18,6 +19,7 @@ class Range:
     elements: int
     dtype: str
     factored: int = 0
+    encoded: bool = False
 
     def __str__(self) -> str:
         return f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"

@@ -93,6 +93,8 @@ _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 # The codecs of ZeRO++: of weights (qwZ, section 3.1), and of gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
 _CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_after", "gradients_until")
+# Taken as they are: fields of a Strategy.
+_FROZEN_OPTIONS = ("frozen", "frozen_codec")
 
 
 def strategies() -> tuple[str, ...]:
@@ -109,6 +111,8 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     it is 'none'). `gradients_after=`, `gradients_until=`: the optimizer steps, counted from 0, from and until which
     their codec serves. `route=` puts every transfer on one route, but for the encoded gradients of qgz and zero++ (by
     default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans nodes).
+    `frozen=`: an Extent over which one copy of the parameters that do not train is spread, or 'as-trained'; unless
+    given, each node has one where memory allows. `frozen_codec=`: in which these rest and travel ('int8', 'int4:64').
     `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics`, `hpz` and `zero++` take
     `group=Extent`, `lins` the four extents.
     """
@@ -116,6 +120,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     _check_known(name, placer, options)
     wires = {kind.value: options.pop(kind.value) for kind in WIRED if kind.value in options}
     route: str | None = options.pop("route", None)
+    frozen = {option: options.pop(option) for option in _FROZEN_OPTIONS if option in options}
     encoded = _encoded(name, route, options)
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **options), name)
@@ -128,7 +133,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
             chosen[kind.value] = replace(wire, route=taken if route or taken != "flat" else BEST_ROUTE)
         else:
             chosen[kind.value] = replace(wire, route=taken if taken in ALL_TO_ALL else "two-hop")
-    return replace(made, **(chosen | wires))
+    return replace(made, **(chosen | wires | frozen))
 
 
 def name_of(placement: Placement, topology: Topology) -> str:
@@ -148,7 +153,7 @@ def _placer(name: str) -> Callable[..., Placement]:
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
     extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [*extents, *_CODEC_OPTIONS, "route", *(kind.value for kind in WIRED)]
+    known = [*extents, *_CODEC_OPTIONS, "route", *_FROZEN_OPTIONS, *(kind.value for kind in WIRED)]
     if unknown := set(options) - set(known):
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."

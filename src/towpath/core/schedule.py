@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from towpath.core.formats import ENCODED, item_bytes, wide
+from towpath.core.formats import ENCODED, Codec, item_bytes, wide
 from towpath.core.journal import journal_bytes
 from towpath.core.low_rank import Factored
 from towpath.core.payload import Range
@@ -34,7 +34,8 @@ SMALL_GATHER_BYTES = 1 << 20
 class BucketPlan:
     """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in.
 
-    `factored`: how its gradients are synchronised in low rank, if they are.
+    `factored`: how its gradients are synchronised in low rank, if they are. `rests_in`: the codec that its P shard
+    rests in, if in any: whole weights are then decoded before each use, also where nothing has to be gathered.
     """
 
     spec: BucketSpec
@@ -49,10 +50,18 @@ class BucketPlan:
     backward_copy: Cut | None
     transfers: dict[Kind, tuple[Transfer, ...]]
     factored: Factored | None = None
+    rests_in: Codec | None = None
+
+    @property
+    def always_whole(self) -> bool:
+        """Whether every rank's shard is all of the weights, ready to compute with."""
+        return self.params.count == 1 and self.rests_in is None
 
     @property
     def has_master(self) -> bool:
         """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself."""
+        if self.rests_in is not None:
+            return False
         encoded = any(t.wire.encoding for t in self.transfers[Kind.PUBLISH])
         return encoded or self.compute_dtype != self.own_dtype
 
@@ -73,12 +82,19 @@ class BucketPlan:
             return before, terms / before
         return 1, 1.0 if kind is Kind.REDUCE else float(world)
 
+    @property
+    def shard_bytes(self) -> int:
+        """Of one rank's P shard, as it rests."""
+        elements = self.numel // self.params.count
+        return self.rests_in.encoded_bytes(elements) if self.rests_in else elements * item_bytes(self.compute_dtype)
+
     def memory_bytes(self) -> dict[str, int]:
         """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = self.numel // self.optimizer.count * own
         return {
-            "params": self.numel // self.params.count * compute,
+            "params": self.shard_bytes if self.spec.trainable else 0,
+            "frozen": 0 if self.spec.trainable else self.shard_bytes,
             "master": master if self.has_master else 0,
             "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
             "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,
@@ -105,16 +121,17 @@ class UnitPlan:
             yield from bucket.transfers[kind]
 
     def together(self, kind: Kind) -> tuple[int, ...]:
-        """The buckets whose gathers travel as one message: none, or at least two."""
+        """The buckets whose gathers travel as one message: none, or at least two. Of those that have the same members
+        and route; frozen ones may have others than those that train."""
         if kind not in (Kind.GATHER, Kind.BACKWARD_GATHER):
             return ()
-        small = [
-            index
-            for index, bucket in enumerate(self.buckets)
-            for t in bucket.transfers[kind]
-            if t.wire.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES
-        ]
-        return tuple(small) if len(small) > 1 else ()
+        alike: dict[tuple[Move, str], list[int]] = {}
+        for index, bucket in enumerate(self.buckets):
+            for t in bucket.transfers[kind]:
+                if t.wire.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES:
+                    alike.setdefault((t.move, t.wire.route), []).append(index)
+        most = max(alike.values(), key=len, default=[])
+        return tuple(most) if len(most) > 1 else ()
 
     def wire_needs(self, kind: Kind) -> Needs:
         """What one rank needs to send and receive in, beside the regions."""
@@ -141,7 +158,7 @@ class UnitPlan:
     @property
     def weight_needs(self) -> Needs:
         """What the unit's whole weights take up while they are gathered; nothing where they are always whole."""
-        return _sum_by_dtype((b.compute_dtype, b.numel) for b in self.buckets if b.transfers[Kind.GATHER])
+        return _sum_by_dtype((b.compute_dtype, b.numel) for b in self.buckets if b.transfers[Kind.GATHER] or b.rests_in)
 
     @property
     def gradient_needs(self) -> Needs:
@@ -171,12 +188,13 @@ def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitP
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One whose transfers are made: `spec` is laid out for the codecs of `strategy`."""
+    """One whose transfers are made: `spec` is laid out for the codecs of `strategy`. `encoded`: it rests so."""
 
     strategy: Strategy
     unit: UnitSpec
     spec: BucketSpec
     numel: int
+    encoded: bool = False
 
     def transfers(self, kind: Kind, moves: tuple[Move, ...], dtype: str, wire: Wire) -> tuple[Transfer, ...]:
         codec = wire.encoding
@@ -198,16 +216,21 @@ class _Bucket:
         )
 
     def _transfer(self, kind: Kind, move: Move, elements: int, dtype: str, wire: Wire, factored: int = 0) -> Transfer:
-        payload = Range(self.unit.name, self.spec.name, elements, dtype, factored)
+        payload = Range(self.unit.name, self.spec.name, elements, dtype, factored, self.encoded)
         return Transfer(kind, payload, move, wire, self.strategy.topology)
 
 
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision: Precision) -> BucketPlan:
+    rests_in = None if spec.trainable or strategy.frozen_codec == "none" else strategy.frozen_codec
+    strategy = strategy.of(spec.trainable)
     moves, own = strategy.moves, spec.dtype
     precision = Precision() if spec.exact else precision
     compute, reduce, summed = precision.dtypes(own)
-    spec = spec.in_blocks(strategy.codecs(spec.trainable), moves.optimizer.count)
-    bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count))
+    if rests_in is not None:
+        _check_resting(rests_in, unit, spec, compute)
+    codecs = strategy.codecs(spec.trainable) if rests_in is None else [rests_in]
+    spec = spec.in_blocks(codecs, moves.optimizer.count)
+    bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count), rests_in is not None)
     # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
     copies = moves.backward_params.count < moves.params.count
     worth = copies and not unit.kept
@@ -240,7 +263,17 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
         moves.backward_params if worth else None,
         transfers,
         factored,
+        None if rests_in is None else rests_in.within(spec.alignment),
     )
+
+
+def _check_resting(codec: Codec, unit: UnitSpec, spec: BucketSpec, compute: str) -> None:
+    for dtype in (spec.dtype, compute):
+        if dtype not in ENCODED:
+            raise StrategyError(
+                f"frozen_codec={codec}: the parameters of {unit.name or 'root'} [{spec.name}] are {dtype}, and codecs "
+                f"take {', '.join(ENCODED)}. Load the model in one of these, or leave frozen_codec out."
+            )
 
 
 def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:

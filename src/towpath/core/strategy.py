@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from towpath.core.formats import Codec
-from towpath.core.placement import LABELS, Placement
+from towpath.core.placement import LABELS, Placement, legal_extents
 from towpath.core.toml import written
 from towpath.core.transitions import Transitions, transitions
 from towpath.core.wire import Wire
-from towpath.errors import StrategyError
+from towpath.errors import PlacementError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 
 
@@ -34,10 +36,19 @@ WIRED = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH
 WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
 GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 
+# For `Strategy.frozen`: parameters that do not train lie and travel as those that train.
+AS_TRAINED = "as-trained"
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand."""
+    """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand.
+
+    `frozen`: over how many ranks one copy of the parameters that do not train is spread. 'as-trained': as what trains.
+    None is left to `shard()`: in each node where its memory allows, if P spans nodes (`core/frozen.py`).
+    `frozen_codec`: a `Codec` or its text ('int8', 'int4:64') in which these parameters rest and travel; 'none': as they
+    are.
+    """
 
     topology: Topology
     placement: Placement
@@ -47,9 +58,12 @@ class Strategy:
     reduce: Wire = Wire()
     sync: Wire = Wire()
     publish: Wire = Wire()
+    frozen: Extent | str | None = None
+    frozen_codec: Any = "none"
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
+        self._check_frozen()
         for kind in WIRED:
             wire = self.wire(kind)
             if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -66,9 +80,52 @@ class Strategy:
             for move in getattr(self.moves, kind.value):
                 wire.check(move.op, f"{self.name}: {kind.value}")
 
+    def _check_frozen(self) -> None:
+        if self.frozen is not None and self.frozen != AS_TRAINED:
+            legal = legal_extents(self.topology)
+            if not isinstance(self.frozen, Extent):
+                raise StrategyError(
+                    f"{self.name}: frozen is an Extent, {AS_TRAINED!r}, or None for what memory allows; got "
+                    f"{self.frozen!r}."
+                )
+            if self.frozen not in legal:
+                raise PlacementError(
+                    f"frozen {self.frozen} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks is "
+                    f"no legal extent: it divides the node, or fills it. Legal are {', '.join(map(str, legal))}."
+                )
+        if isinstance(self.frozen_codec, str) and self.frozen_codec != "none":
+            object.__setattr__(self, "frozen_codec", Codec.parse(self.frozen_codec))
+        if (codec := self.frozen_codec) == "none":
+            return
+        if not isinstance(codec, Codec) or codec.grain == 1 or codec.stochastic:
+            raise StrategyError(
+                f"{self.name}: frozen parameters rest in a codec of blocks, rounded alike on every rank ('int8', "
+                f"'int4:64', 'e4m3'), or 'none'; got {codec!s}."
+            )
+
     @property
     def moves(self) -> Transitions:
         return transitions(self.placement, self.topology)
+
+    def of(self, trainable: bool) -> Strategy:
+        """How the parameters that train are laid out and travel; or those that do not, where that is told apart.
+
+        Of the latter P = G = OS, there is no copy for the backward pass, and the wires of what never moves are plain.
+        """
+        return self if trainable or self.frozen_extent is None else _of_frozen(self)
+
+    @property
+    def frozen_extent(self) -> Extent | None:
+        """Over how many ranks frozen parameters are spread, if not as those that train."""
+        if isinstance(self.frozen, Extent):
+            return self.frozen
+        return None if self.frozen_codec == "none" else self.placement.params  # what rests encoded has no finer cut
+
+    @property
+    def gathered_over(self) -> Extent:
+        """The smallest extent whose ranks gather a unit's weights together, trainable and frozen ones."""
+        params, frozen = self.placement.params, self.frozen_extent or self.placement.params
+        return Extent(math.lcm(params.local, frozen.local), math.lcm(params.nodes, frozen.nodes))
 
     def wire(self, kind: Kind) -> Wire:
         return getattr(self, kind.value) if kind in WIRED else Wire()
@@ -87,6 +144,9 @@ class Strategy:
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
         lines += [f"  {LABELS[name]:<16} {extent!s:>7}" for name, extent in self.placement.extents()]
+        if self.frozen is not None or self.frozen_codec != "none" or self.placement.params.nodes > 1:
+            resting = "" if self.frozen_codec == "none" else f", resting in {self.frozen_codec}"
+            lines.append(f"  {'frozen':<16} {self._frozen_words()}{resting}")
         for kind in WIRED:
             moves = getattr(self.moves, kind.value)
             what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
@@ -94,11 +154,23 @@ class Strategy:
             lines.append(f"  {kind.value:<16} {what}{route}")
         return "\n".join(lines)
 
+    def _frozen_words(self) -> str:
+        if isinstance(self.frozen, Extent):
+            return f"{self.frozen!s:>7}"
+        if self.frozen is None and self.placement.params.nodes > 1:
+            return "in each node, where memory allows: shard() decides"
+        return "as what trains" if self.frozen_codec == "none" else f"{self.placement.params!s:>7}"
+
     def to_toml(self) -> str:
         try:
             lines = [f"name = {written(self.name)}"]
         except ValueError as error:
             raise StrategyError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
+        if self.frozen is not None:
+            extent = self.frozen
+            lines.append(f"frozen = {written((extent.local, extent.nodes) if isinstance(extent, Extent) else extent)}")
+        if self.frozen_codec != "none":
+            lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
@@ -121,6 +193,24 @@ class Strategy:
 
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name"}:
+    if unknown := set(rest) - {"name", "frozen", "frozen_codec"}:
         raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
+    if isinstance(extent := rest.get("frozen"), list):
+        rest["frozen"] = Extent(*extent)
     return rest
+
+
+@lru_cache(maxsize=256)
+def _of_frozen(strategy: Strategy) -> Strategy:
+    extent = strategy.frozen_extent
+    assert extent is not None
+    placement = Placement(extent, extent, extent)
+    copies = strategy.placement.backward_params is not None
+    gather, backward = strategy.gather, strategy.gather if copies else strategy.backward_gather
+    if strategy.frozen_codec != "none":
+        gather = backward = Wire(gather.route, strategy.frozen_codec)
+    elif extent.nodes == 1 < strategy.placement.params.nodes:
+        # A preset's codec is for what crosses nodes.
+        gather, backward = Wire(gather.route), Wire(backward.route)
+    plain = {kind.value: Wire() for kind in (*GRADIENTS, Kind.PUBLISH)}
+    return replace(strategy, placement=placement, gather=gather, backward_gather=backward, **plain)

@@ -3,7 +3,7 @@
 A bucket holds the parameters of one dtype, all trainable or all frozen. Its memory is 1-D and contiguous:
 
     full    numel          compute dtype   whole weights, in a slot that units take turns in; = shard where P is 1×1
-    shard   numel / P      compute dtype   this rank's slice of the weights
+    shard   numel / P      compute dtype   this rank's slice of the weights; or bytes, where it rests encoded
     master  numel / OS     own dtype       what the optimizer writes: a view of shard, or a copy in mixed precision
     copy    numel / hpZ    compute dtype   what backward gathers from, where the strategy keeps one
     grads   numel / G      accumulate      the sum of the gradients of the micro-steps so far
@@ -27,6 +27,7 @@ from towpath.core.schedule import BucketPlan
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transitions import Cut
+from towpath.engine.encoded_shard import EncodedShard
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
@@ -61,11 +62,13 @@ class Bucket:
         self.mark = WriteMark(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
-        self.shard = start.part(plan.params, compute)
+        # Rounded once, from what the user gave.
+        self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
+        self.shard = self.resting.message if self.resting else start.part(plan.params, compute)
         self.master = start.part(plan.optimizer, own) if plan.has_master else self.own_slice(self.shard, plan.params)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
-        self.whole = plan.params.count == 1
+        self.whole = plan.always_whole
         self.full = self.shard if self.whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
@@ -130,7 +133,8 @@ class Bucket:
         )
         start, end = where.in_cut()
         attributes = dict(vars(parameter))
-        shard = nn.Parameter(ShardTensor(self.master[start:end], where, self.mark), parameter.requires_grad)
+        held = self.resting.part(start, end) if self.resting else self.master[start:end]
+        shard = nn.Parameter(ShardTensor(held, where, self.mark), parameter.requires_grad)
         shard.mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
         if place.parallel is None:
             torch.utils.swap_tensors(parameter, shard)
@@ -179,7 +183,9 @@ class Bucket:
 
     def gather(self, kind: Kind, workspace: Workspace) -> None:
         source = self.source(kind)
-        if not self.transfers[kind] and source is not self.full:
+        if self.resting is not None and not self.transfers[kind]:
+            self.resting.decode(self.full)
+        elif not self.transfers[kind] and source is not self.full:
             self.full.copy_(source)  # a backward copy that is whole
         for transfer in self.transfers[kind]:
             transfer.run(self.full, source, workspace)
@@ -191,6 +197,8 @@ class Bucket:
 
     def remember(self) -> None:
         """Before the user may change the whole weights: what they were, if a codec has rounded them."""
+        if self.resting is not None:
+            return  # it can tell itself
         kinds = (Kind.GATHER, Kind.PUBLISH)
         rounded = any(bound.transfer.wire.encoding for kind in kinds for bound in self.transfers[kind])
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
@@ -201,6 +209,10 @@ class Bucket:
         What the user left alone keeps the precision it has here: of the masters, and of what no codec has rounded.
         """
         now = self._slice(self.full, self.plan.params)
+        if self.resting is not None:
+            self.resting.write(0, now)
+            self.mark.written()
+            return
         before = self.shard if self._rounded is None else self._rounded
         if self.plan.has_master:
             mine, was = self.own_slice(now, self.plan.params), self.own_slice(before, self.plan.params)
@@ -357,7 +369,8 @@ class Bucket:
 
     def memory_bytes(self) -> dict[str, int]:
         return {
-            "params": self.shard.nbytes,
+            "params": self.shard.nbytes if self.trainable else 0,
+            "frozen": 0 if self.trainable else self.shard.nbytes,
             "master": self.master.nbytes if self.plan.has_master else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.grads.nbytes if self.grads is not None else 0,

@@ -173,14 +173,15 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     number: int = next(groups.shared("models made", count))
     wiring = Wiring(groups, device_of(layouts), Journal(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
-    if mesh.groups and any(strategy.wire(kind).encoding for kind in Kind):
+    if mesh.groups and (strategy.frozen_codec != "none" or any(strategy.wire(kind).encoding for kind in Kind)):
         raise ShardError(
             f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh. What is replicated there would "
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
             "without codecs."
         )
     source = _source(options.values, wiring)
-    shared = _Shared(wiring, _replica(strategy, groups, mesh), mesh, WriteMark())
+    trainable, frozen = (_replica(strategy.of(trains), groups, mesh) for trains in (True, False))
+    shared = _Shared(wiring, trainable, frozen, mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
@@ -232,7 +233,8 @@ class _Shared:
     """What all buckets of a model have in common."""
 
     wiring: Wiring
-    replica: Replica
+    trainable: Replica
+    frozen: Replica
     mesh: Mesh
     writes: WriteMark
 
@@ -243,11 +245,13 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.replica, shared.mesh, mark))
+        replica = shared.trainable if planned.spec.trainable else shared.frozen
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, mark))
     return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
 
 def _replica(strategy: Strategy, groups: Groups, mesh: Mesh) -> Replica:
+    """The ranks among which one copy of the parameters is spread, to which the user has access."""
     moves = strategy.moves.assemble
     if not moves:
         return Replica(None, (0,), groups.rank, mesh.groups, groups.parent)

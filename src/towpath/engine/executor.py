@@ -50,6 +50,8 @@ class Engine:
             slot = self.machine.slot_of(unit.index)
             if slot is not None:
                 unit.live_in(self.weights.of(slot))
+        # What the rank with least had left, where that has decided where frozen parameters lie (`core/frozen.py`).
+        self.free_bytes: int | None = None
         self.step = 0  # boundaries so far
         self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps with other wires
         self.muted = False  # gradients of this rank count as zero

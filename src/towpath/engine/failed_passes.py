@@ -43,7 +43,7 @@ class FailedPasses:
 
     def __init__(self, groups: Groups, peers: Peers, strategy: Strategy, journal: Journal) -> None:
         self._groups, self._peers, self._journal = groups, peers, journal
-        self._forward_is_shared = bool(strategy.moves.gather)
+        self._forward_is_shared = strategy.gathered_over.size > 1
         self._agreements = 0
         self._failure = ""
 

@@ -87,6 +87,15 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
                 tensor.mark.written()
 
 
+def _check_writable(target: Any) -> None:
+    """What rests encoded is written as a whole."""
+    if isinstance(target, ShardTensor) and target.rests_in is not None:
+        raise ShardTensorError(
+            f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
+            "p.copy_(whole tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
+        )
+
+
 def _local_of(func: Any, value: Any, where: Span) -> Any:
     """The slice of `value` that matches `where`, or the reason why there is none."""
     if isinstance(value, ShardTensor):
@@ -122,6 +131,7 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         target = args[0] if writes.positions[0] == 0 else kwargs[writes.names[0]]
         if not isinstance(target, ShardTensor):
             _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
+        _check_writable(target)
         func(*local_args, **local_kwargs)
         _mark_written(func, args, kwargs)
         return target
@@ -134,7 +144,7 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 def _detach(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
     """An alias: the same span and the same mark, so that writes through it are noticed."""
     tensor: ShardTensor = args[0]
-    return ShardTensor(tensor.local, tensor.span, tensor.mark)
+    return ShardTensor(tensor.held, tensor.span, tensor.mark)
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -152,6 +162,9 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
             return [t if where is None else _local_of(func, t, where) for t, where in pairs]
         return value.resolve() if isinstance(value, Partial) else value
 
+    for position in _writes(func).positions:
+        for tensor in args[position] if position < len(args) else ():
+            _check_writable(tensor)
     out = func(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()})
     _mark_written(func, args, kwargs)
     if out is None or not isinstance(out, (list, tuple)):
@@ -169,7 +182,10 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         source = target.span.part_of(source)
     else:
         source = _local_of(func, source, target.span)
-    target.local.copy_(source)
+    if isinstance(source, torch.Tensor) and source.dim():
+        target.write(source)
+    else:
+        target.write(torch.full_like(target.local, source))
     _mark_written(func, args, kwargs)
     return target
 
@@ -179,6 +195,7 @@ def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     target, indices = args[0], args[1]
     if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
         _refuse(func, args, kwargs)
+    _check_writable(target)
     mask, value = (_local_of(func, v, target.span) for v in (indices[0], args[2]))
     func(target.local, [mask], value, *args[3:])
     _mark_written(func, args, kwargs)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from towpath.collectives.flat import all_gather_single
+from towpath.core.formats import Codec
 from towpath.core.step_state import WriteMark
 from towpath.engine.boxes import Box, boxes_of
+from towpath.engine.encoded_shard import EncodedSlice
 from towpath.engine.partial_sums import NO_TORCH_FUNCTION
 from towpath.engine.span import Span
 from towpath.errors import ShardTensorError
@@ -34,26 +36,44 @@ def in_backward() -> bool:
 class ShardTensor(torch.Tensor):
     """See the module's docstring. Made by `towpath.shard`; `to_local()` reads this rank's slice."""
 
-    local: torch.Tensor
+    held: torch.Tensor | EncodedSlice
     span: Span
     mark: WriteMark | None
 
     @staticmethod
     def __new__(
         cls: type[ShardTensor],
-        local: torch.Tensor,
+        held: torch.Tensor | EncodedSlice,
         where: Span,
         mark: WriteMark | None = None,
         requires_grad: bool = False,
     ) -> ShardTensor:
         made = torch.Tensor._make_wrapper_subclass(
-            cls, where.whole_shape, dtype=local.dtype, device=local.device, requires_grad=requires_grad
+            cls, where.whole_shape, dtype=held.dtype, device=held.device, requires_grad=requires_grad
         )
-        made.local, made.span, made.mark = local, where, mark
+        made.held, made.span, made.mark = held, where, mark
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done in __new__."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements; of what rests encoded a decoded copy."""
+        held = self.held
+        return held if isinstance(held, torch.Tensor) else held.read()
+
+    @property
+    def rests_in(self) -> Codec | None:
+        """The codec that a frozen parameter rests in, if in any (`frozen_codec=`)."""
+        return None if isinstance(self.held, torch.Tensor) else self.held.codec
+
+    def write(self, values: torch.Tensor) -> None:
+        """This rank's elements, 1-D; encoded, if they rest so."""
+        if isinstance(self.held, torch.Tensor):
+            self.held.copy_(values)
+        else:
+            self.held.write(values)
 
     def to_local(self) -> torch.Tensor:
         """This rank's elements, 1-D, perhaps none. To write, use operations on the ShardTensor itself."""
@@ -141,6 +161,11 @@ class ShardTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Asked for before this tensor is loaded, on every rank: also on those that hold none of it."""
+        if self.rests_in is not None:
+            raise ShardTensorError(
+                f"{self.span.name!r} rests in {self.rests_in}, where torch.distributed.checkpoint cannot write to it. "
+                "Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
+            )
         if self.mark is not None:
             self.mark.written()
         from towpath.engine.dcp_chunks import chunks_of

@@ -19,7 +19,7 @@ from towpath.core.transfer import Transfer
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware
 from towpath.sim.lateness import Computed, Submitted, TimedTask, Waited
-from towpath.sim.loads import Load, TransferShape, loads_of
+from towpath.sim.loads import Load, TransferShape, decoding_seconds, loads_of
 from towpath.sim.place import HERE, Place
 from towpath.sim.timeline import Event, Timeline
 
@@ -174,16 +174,20 @@ class SimulatedEngine:
         return found
 
     def _own_work(self, task: Task) -> float:
-        """Seconds that a queue copies memory beside its transfers: the master's cast, the sum over micro-steps."""
-        moved = 0
+        """Seconds that a queue works beside its transfers: it copies memory for the master's cast and the sum over
+        micro-steps, and decodes what rests encoded and whole."""
+        moved, decoding = 0, 0.0
         for bucket in self._plans[task.unit].buckets:
             if not bucket.spec.trainable:
+                gathers = task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)
+                if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:
+                    decoding += decoding_seconds(bucket.rests_in, bucket.numel, self._hardware)
                 continue
             if task.kind is Kind.REDUCE:
                 moved += bucket.numel // bucket.grads.count * item_bytes(bucket.accumulate_dtype)
             elif task.kind is Kind.SYNC or (task.kind is Kind.PUBLISH and bucket.has_master):
                 moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
-        return moved / self._hardware.memory_rate
+        return moved / self._hardware.memory_rate + decoding
 
     def start_what_may(self) -> None:
         """Of each queue the first that has not ended; and the one behind it, as far as it may begin."""

@@ -6,7 +6,7 @@ A phase is what one rank and its node have to do; all others do the same at the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.move_shapes import MoveShape
@@ -46,7 +46,7 @@ class TransferShape:
     """A transfer, as far as its cost goes: what its groups look like, and how much goes by which route.
 
     `slice_bytes`: of one member's slice, or of the message, as it travels; `stride`: a group's nodes are so far apart;
-    `factored`: elements of the matrices that it brings factors of.
+    `factored`: elements of the matrices that it brings factors of; `encoded`: what is gathered rests so.
     """
 
     op: Op
@@ -58,6 +58,7 @@ class TransferShape:
     slice_bytes: float
     codec: Codec | None
     factored: int = 0
+    encoded: bool = False
 
     @property
     def members(self) -> int:
@@ -72,10 +73,10 @@ class TransferShape:
             size = transfer.message_bytes
         else:
             size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
-        factored = 0 if isinstance(transfer.payload, Activation) else transfer.payload.factored
-        return TransferShape(
-            move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec, factored
-        )
+        shape = TransferShape(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
+        if isinstance(transfer.payload, Activation):
+            return shape
+        return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded)
 
     @staticmethod
     def of_move(move: MoveShape, wire: Wire, numel: int, dtype: str) -> TransferShape:
@@ -124,6 +125,11 @@ def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> 
         return 0.0
     copied = (_ENCODED_COPIES if encodes else _DECODED_COPIES) * transfer.elements * item_bytes(transfer.dtype)
     return copied / hardware.memory_rate
+
+
+def decoding_seconds(codec: Codec, elements: int, hardware: Hardware) -> float:
+    """Of what rests encoded, where nothing has to be gathered."""
+    return elements / _speed_of(codec, hardware).decode
 
 
 def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[Load]:
@@ -189,7 +195,8 @@ def _coded(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[L
 
     elements = shape.elements
     if shape.op in (Op.ALL_GATHER, Op.SEND):
-        yield load(elements / shape.members if shape.op is Op.ALL_GATHER else elements, 0)
+        own = elements / shape.members if shape.op is Op.ALL_GATHER else elements
+        yield load(0 if shape.encoded else own, 0)
         yield load(0, elements)
         return
     hops = hops_of(shape.route, shape.grid) or (shape.members,)

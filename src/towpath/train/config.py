@@ -161,6 +161,8 @@ class StrategyConfig:
     grads: tuple[int, ...] = _key((), "lins: the same of gradients")
     optimizer: tuple[int, ...] = _key((), "lins: the same of optimizer states")
     backward_params: tuple[int, ...] = _key((), "lins: the same of a copy for the backward pass")
+    frozen: tuple[int, ...] = _key((), "[local, nodes] over which what does not train is spread; empty: by memory")
+    frozen_codec: str = _key("", "codec in which what does not train rests and travels: int8, int4:64")
     allow: tuple[str, ...] = _key((), "auto: codecs that it may use between nodes; none: lossless")
     memory: float = _key(0.0, "auto: GiB that a rank may hold; 0: nine tenths of its device's")
     profile: str = _key("", "auto: what `towpath probe` wrote; empty: probes once and keeps it")
@@ -215,9 +217,9 @@ class StrategyConfig:
             raise ConfigError(f"strategy.name: cannot read {self.file}: {reason_of(error)}.") from None
 
 
-_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until")
+_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
 _AUTO = ("allow", "memory", "profile")
-_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params")
+_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ class Restoring:
         self.targets: dict[str, torch.Tensor] = {}
         self.notes: list[str] = []
         self._twins: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._resting: list[tuple[torch.Tensor, torch.Tensor]] = []  # what rests encoded, and what is read in its place
         self._same_world = manifest.world == state.world
         self._loading = (
             optimizers.Loading(state.optimizer, model, manifest)
@@ -56,6 +57,9 @@ class Restoring:
                 self._twins.append((name, tensor, self.targets[key]))
                 continue
             self.targets[key] = tensor.detach()
+            if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
+                self.targets[key] = torch.empty_like(tensor.detach())
+                self._resting.append((tensor, self.targets[key]))
             here, there = str(tensor.dtype).removeprefix("torch."), self._manifest.tensors[key].dtype
             if TORCH_DTYPES[there] != tensor.dtype:
                 rounded.add(f"saved as {there}, loaded as {here}")
@@ -109,6 +113,9 @@ class Restoring:
 
     def check(self) -> None:
         """After the targets were filled: refuse what is two things in the checkpoint and one in the model."""
+        with torch.no_grad():
+            for tensor, values in self._resting:
+                tensor.copy_(values)
         for alias, first in self._model.aliases.items():
             twin = self.targets.get(f"model.{alias}")
             if twin is None:
