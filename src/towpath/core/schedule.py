@@ -92,9 +92,9 @@ class BucketPlan:
         """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = self.numel // self.optimizer.count * own
-        return {
+        frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
+        return frozen | {
             "params": self.shard_bytes if self.spec.trainable else 0,
-            "frozen": 0 if self.spec.trainable else self.shard_bytes,
             "master": master if self.has_master else 0,
             "backward_params": self.numel // self.backward_copy.count * compute if self.backward_copy else 0,
             "grads": self.numel // self.grads.count * summed if self.spec.trainable else 0,

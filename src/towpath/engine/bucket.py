@@ -368,9 +368,9 @@ class Bucket:
         return found
 
     def memory_bytes(self) -> dict[str, int]:
-        return {
+        frozen = {} if self.trainable else {"frozen": self.shard.nbytes}
+        return frozen | {
             "params": self.shard.nbytes if self.trainable else 0,
-            "frozen": 0 if self.trainable else self.shard.nbytes,
             "master": self.master.nbytes if self.plan.has_master else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.grads.nbytes if self.grads is not None else 0,

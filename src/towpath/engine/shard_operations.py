@@ -182,10 +182,9 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         source = target.span.part_of(source)
     else:
         source = _local_of(func, source, target.span)
-    if isinstance(source, torch.Tensor) and source.dim():
-        target.write(source)
-    else:
-        target.write(torch.full_like(target.local, source))
+    if not isinstance(source, torch.Tensor) or not source.dim():
+        source = torch.empty_like(target.local).copy_(source)
+    target.write(source)
     _mark_written(func, args, kwargs)
     return target
 
