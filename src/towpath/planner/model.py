@@ -61,6 +61,11 @@ class Unit:
     def numel(self) -> int:
         return sum(sum(bucket.numels) for bucket in self.spec.buckets)
 
+    @property
+    def trainable(self) -> int:
+        """Elements of what trains."""
+        return sum(sum(bucket.numels) for bucket in self.spec.buckets if bucket.trainable)
+
 
 @dataclass(frozen=True)
 class Model:

@@ -15,6 +15,7 @@ from functools import cache
 from itertools import product
 
 from towpath.core.formats import item_bytes
+from towpath.core.frozen import is_open
 from towpath.core.move_shapes import MoveShape, move_shapes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of
@@ -22,7 +23,7 @@ from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
 from towpath.core.schedule import UnitPlan, plan_unit
 from towpath.core.steady_step import steady_tasks
 from towpath.core.step_state import UnitFacts
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
+from towpath.core.strategy import AS_TRAINED, GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
 from towpath.core.wire import Wire
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
@@ -33,6 +34,7 @@ from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
 from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds
 from towpath.sim.timeline import Timeline
+from towpath.topology.cluster import Extent
 
 # A step of more micro-steps is replayed for so many of them: the others are like its last but one.
 _REPLAYED = 3
@@ -118,7 +120,9 @@ class Solver:
         self.model, self.cluster, self.request = model, cluster, request
         self._hardware, self._topology = cluster.hardware, cluster.topology
         self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
-        self._kinds: Counter[tuple[int, bool]] = Counter((u.numel, u.spec.kept) for u in model.units)
+        # Of each unit what trains: what is frozen may lie in the node, and adds to the bounds in any case.
+        sizes = [(u.trainable if model.trainable else u.numel, u.spec.kept) for u in model.units]
+        self._kinds: Counter[tuple[int, bool]] = Counter(size for size in sizes if size[0])
         self._costs: dict[object, _Cost] = {}
         # By micro-batch and checkpointing: what is computed, and what autograd keeps.
         self._seconds: dict[tuple[int, bool], Seconds] = {}
@@ -253,6 +257,14 @@ class Solver:
         """What a rank holds, by part."""
         return engine_bytes(plans, self.request.optimizer) | {"activations": self._activations(batching)}
 
+    def with_frozen_placed(self, strategy: Strategy, batching: Batching) -> Strategy:
+        """Where it is left open: frozen parameters in each node if that fits, else as those that train."""
+        if not is_open(strategy, [unit.spec for unit in self.model.units]):
+            return strategy
+        inside = replace(strategy, frozen=Extent(self._topology.ranks_per_node))
+        fits = sum(self.memory(self.plans(inside), batching).values()) <= self.request.memory
+        return inside if fits else replace(strategy, frozen=AS_TRAINED)
+
     # The search -----------------------------------------------------------------------------------------------------
 
     def solve(
@@ -269,7 +281,7 @@ class Solver:
             if len(priced) >= most:
                 break
             *_, candidate = heapq.heappop(order)
-            strategy = self.strategy(candidate)
+            strategy = self.with_frozen_placed(self.strategy(candidate), candidate.batching)
             if sum(self.memory(self.plans(strategy), candidate.batching).values()) > self.request.memory:
                 fitting -= 1
                 continue
@@ -292,6 +304,7 @@ class Solver:
         return Infeasible(found, found.peak_bytes - self.request.memory)
 
     def price(self, strategy: Strategy, batching: Batching) -> Priced:
+        strategy = self.with_frozen_placed(strategy, batching)
         plans = self.plans(strategy)
         seconds = self._computing(batching, strategy.placement.optimizer.size)
         timeline = self._replayed(strategy, plans, seconds, batching.micro_steps)
@@ -309,6 +322,7 @@ class Solver:
 
     def timeline(self, strategy: Strategy, batching: Batching) -> Timeline:
         """Every micro-step of it, for those who want to look: each unit by its own name."""
+        strategy = self.with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, unit.spec, self.request.precision) for unit in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size)
         return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
