@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from towpath.core.formats import item_bytes
 from towpath.core.frozen import is_open
@@ -143,7 +144,7 @@ class Solver:
                 yield Candidate(placement, w, g, Batching(size, steps, again))
 
     def strategy(self, candidate: Candidate) -> Strategy:
-        wires = {
+        wires: dict[str, Any] = {
             kind.value: self._wire(kind, candidate)
             for kind in WIRED
             if move_shapes(candidate.placement, self._topology)[kind]
