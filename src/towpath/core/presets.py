@@ -109,6 +109,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     it is 'none'). `gradients_after=`, `gradients_until=`: the optimizer steps, counted from 0, from and until which
     their codec serves. `route=` puts every transfer on one route, but for the encoded gradients of qgz and zero++ (by
     default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans nodes).
+    `offload="optimizer"`: what the optimizer works on lies in the host's memory.
     `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics`, `hpz` and `zero++` take
     `group=Extent`, `lins` the four extents.
     """
@@ -116,9 +117,10 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     _check_known(name, placer, options)
     wires = {kind.value: options.pop(kind.value) for kind in WIRED if kind.value in options}
     route: str | None = options.pop("route", None)
+    offload: str | None = options.pop("offload", None)
     encoded = _encoded(name, route, options)
     topology = topology or Topology.detect()
-    made = Strategy(topology, placer(topology, **options), name)
+    made = Strategy(topology, placer(topology, **options), name, offload=offload)
     chosen = {kind.value: Wire(route) for kind in WIRED} if route is not None else _default_wires(made)
     for kind, wire in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
@@ -148,7 +150,7 @@ def _placer(name: str) -> Callable[..., Placement]:
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
     extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [*extents, *_CODEC_OPTIONS, "route", *(kind.value for kind in WIRED)]
+    known = [*extents, *_CODEC_OPTIONS, "route", "offload", *(kind.value for kind in WIRED)]
     if unknown := set(options) - set(known):
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."

@@ -34,7 +34,8 @@ SMALL_GATHER_BYTES = 1 << 20
 class BucketPlan:
     """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in.
 
-    `factored`: how its gradients are synchronised in low rank, if they are.
+    `factored`: how its gradients are synchronised in low rank, if they are. `optimizer_on_host`: the optimizer's slice
+    and `.grad` lie in the host's memory: mean gradients are copied there, and what was written is copied back.
     """
 
     spec: BucketSpec
@@ -49,17 +50,18 @@ class BucketPlan:
     backward_copy: Cut | None
     transfers: dict[Kind, tuple[Transfer, ...]]
     factored: Factored | None = None
+    optimizer_on_host: bool = False
 
     @property
     def has_master(self) -> bool:
         """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself."""
         encoded = any(t.wire.encoding for t in self.transfers[Kind.PUBLISH])
-        return encoded or self.compute_dtype != self.own_dtype
+        return encoded or self.optimizer_on_host or self.compute_dtype != self.own_dtype
 
     @property
     def grad_is_view(self) -> bool:
         """Whether `.grad` can be a view of the G shard."""
-        return self.accumulate_dtype == self.own_dtype
+        return self.accumulate_dtype == self.own_dtype and not self.optimizer_on_host
 
     def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
         """By what a sum is divided before and after `kind` (reduce, and then sync), so that it ends as the mean.
@@ -74,9 +76,10 @@ class BucketPlan:
         return 1, 1.0 if kind is Kind.REDUCE else float(world)
 
     def memory_bytes(self) -> dict[str, int]:
-        """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
+        """What one rank keeps between steps for this bucket on the device, by kind (the optimizer's own states are its
+        affair)."""
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
-        master = self.numel // self.optimizer.count * own
+        master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         return {
             "params": self.numel // self.params.count * compute,
             "master": master if self.has_master else 0,
@@ -85,6 +88,19 @@ class BucketPlan:
             "grad": master if self.spec.trainable and not self.grad_is_view else 0,
             "feedback": self._feedback_bytes(),
         }
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """And in the host's memory. `outgoing`: what was written, in the dtype that computes, on its way back."""
+        if not self.optimizer_on_host:
+            return {}
+        elements, own = self.numel // self.optimizer.count, item_bytes(self.own_dtype)
+        outgoing = elements * item_bytes(self.compute_dtype)
+        return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
+
+    def host_copy_bytes(self, kind: Kind) -> int:
+        """What a transfer of this kind copies between the device and the host's memory: a sync to it, a publish back."""
+        held = self.host_memory_bytes()
+        return held.get({Kind.SYNC: "grad", Kind.PUBLISH: "outgoing"}.get(kind, ""), 0)
 
     def _feedback_bytes(self) -> int:
         """What codecs keep from one step to the next."""
@@ -135,6 +151,7 @@ class UnitPlan:
             trains=bool(trainable),
             reduces=bool(self.gradient_needs),
             publishes=any(b.has_master or b.transfers[Kind.PUBLISH] for b in self.buckets),
+            steps_on_host=any(b.optimizer_on_host for b in self.buckets),
             modules=modules,
         )
 
@@ -240,6 +257,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
         moves.backward_params if worth else None,
         transfers,
         factored,
+        optimizer_on_host=strategy.optimizer_on_host and spec.trainable,
     )
 
 
@@ -262,8 +280,17 @@ class Schedule(SentBytes):
     transfers: tuple[Transfer, ...]
 
     def memory_bytes(self) -> dict[str, int]:
-        """What one rank keeps between steps, by kind, before the optimizer's own states."""
+        """What one rank keeps between steps on its device, by kind, before the optimizer's own states."""
         return memory_bytes(self.plans)
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """And in the host's memory: nothing unless the strategy offloads."""
+        return host_memory_bytes(self.plans)
+
+    def host_copy_bytes(self) -> dict[Kind, int]:
+        """What one rank copies between its device and the host's memory in this step, by kind of transfer."""
+        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WIRED}
+        return {kind: copied for kind, copied in found.items() if copied}
 
     def buffer_bytes(self) -> dict[str, int]:
         """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
@@ -279,6 +306,14 @@ def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     for plan in plans:
         for bucket in plan.buckets:
             total.update(bucket.memory_bytes())
+    return dict(total)
+
+
+def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for plan in plans:
+        for bucket in plan.buckets:
+            total.update(bucket.host_memory_bytes())
     return dict(total)
 
 

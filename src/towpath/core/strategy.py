@@ -34,10 +34,17 @@ WIRED = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH
 WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
 GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 
+# What may lie in the host's memory instead of the device's.
+OFFLOADS = ("optimizer",)
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand."""
+    """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand.
+
+    `offload="optimizer"`: what the optimizer works on (its slice of the parameters, `.grad`, its states) lies in the
+    host's memory, and the optimizer steps there.
+    """
 
     topology: Topology
     placement: Placement
@@ -47,9 +54,14 @@ class Strategy:
     reduce: Wire = Wire()
     sync: Wire = Wire()
     publish: Wire = Wire()
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
+        if self.offload is not None and self.offload not in OFFLOADS:
+            raise StrategyError(
+                f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
+            )
         for kind in WIRED:
             wire = self.wire(kind)
             if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -79,6 +91,10 @@ class Strategy:
         kinds = [kind for kind in WIRED if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
         return [codec for kind in kinds if isinstance(codec := self.wire(kind).codec, Codec)]
 
+    @property
+    def optimizer_on_host(self) -> bool:
+        return self.offload == "optimizer"
+
     def at(self, step: int) -> Strategy:
         """The strategy of optimizer step `step`, counted from 0: codecs may serve for the first steps only."""
         wires = {kind.value: self.wire(kind).at(step) for kind in WIRED}
@@ -92,6 +108,8 @@ class Strategy:
             what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
             route = f" ({self.wire(kind)})" if moves else ""
             lines.append(f"  {kind.value:<16} {what}{route}")
+        if self.offload is not None:
+            lines.append(f"  {'offload':<16} {self.offload}: in the host's memory")
         return "\n".join(lines)
 
     def to_toml(self) -> str:
@@ -99,6 +117,7 @@ class Strategy:
             lines = [f"name = {written(self.name)}"]
         except ValueError as error:
             raise StrategyError(f"the name {self.name!r} cannot be written: {error}. Expected Unicode text.") from None
+        lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
@@ -121,6 +140,6 @@ class Strategy:
 
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name"}:
+    if unknown := set(rest) - {"name", "offload"}:
         raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
     return rest

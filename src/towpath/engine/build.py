@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from typing import Any
@@ -179,8 +179,14 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
             "without codecs."
         )
+    if mesh.groups and strategy.optimizer_on_host:
+        raise ShardError(
+            'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in the '
+            "host's memory. Leave out offload=, or the mesh."
+        )
     source = _source(options.values, wiring)
-    shared = _Shared(wiring, _replica(strategy, groups, mesh), mesh, WriteMark())
+    replica = _replica(strategy, groups, mesh)
+    shared = _Shared(wiring, replica, _host_replica(strategy, groups, replica), mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
@@ -233,6 +239,7 @@ class _Shared:
 
     wiring: Wiring
     replica: Replica
+    host_replica: Replica  # the same ranks, for what lies in the host's memory
     mesh: Mesh
     writes: WriteMark
 
@@ -243,7 +250,8 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, shared.replica, shared.mesh, mark))
+        replica = shared.host_replica if planned.optimizer_on_host else shared.replica
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, mark))
     return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
 
@@ -255,3 +263,12 @@ def _replica(strategy: Strategy, groups: Groups, mesh: Mesh) -> Replica:
     partition = tuple(g.ranks for g in moves[0].groups)
     made: dist.ProcessGroup = groups.of(partition, "control")
     return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent)
+
+
+def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Replica:
+    """The same ranks, which combine over gloo what lies in the host's memory, if anything does."""
+    if not strategy.optimizer_on_host or groups.parent is None:
+        return replica
+    moves = strategy.moves.assemble
+    group = groups.on_host(tuple(g.ranks for g in moves[0].groups)) if moves else None
+    return replace(replica, group=group, everyone=groups.control_on_host())
