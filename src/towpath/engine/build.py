@@ -181,8 +181,8 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
         )
     if mesh.groups and strategy.optimizer_on_host:
         raise ShardError(
-            'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in the '
-            "host's memory. Leave out offload=, or the mesh."
+            'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in '
+            "the host's memory. Leave out offload=, or the mesh."
         )
     source = _source(options.values, wiring)
     replica = _replica(strategy, groups, mesh)

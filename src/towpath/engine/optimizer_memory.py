@@ -7,9 +7,9 @@ transfer that it belongs to:
     sync      mean gradients, as soon as they are there: under what is left of the backward pass
     publish   what was written to the parameters, rounded to the dtype that computes, before it travels on
 
-On a GPU the host's memory is page-locked, so that a copy needs no processor; the host then has to wait for a copy before
-it reads, or writes to, what was copied: `Wait(…, on_host=True)` of the step machine. What is on its way to the device
-lies apart from the master, so that an optimizer may write to that at any time.
+On a GPU the host's memory is page-locked, so that a copy needs no processor; the host then has to wait for a copy
+before it reads, or writes to, what was copied: `Wait(…, on_host=True)` of the step machine. What is on its way to the
+device lies apart from the master, so that an optimizer may write to that at any time.
 """
 
 from __future__ import annotations
