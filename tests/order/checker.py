@@ -36,6 +36,7 @@ from towpath.codecs.kernels.dispatch import Kernels
 from towpath.collectives import messages
 from towpath.engine import optimizer_memory, queue
 from towpath.engine.queue import Streams
+from towpath.engine.partial_sums import Partial
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.streams import Handle, Job, Stream, Waiting
 
@@ -147,8 +148,8 @@ class Checker(TorchDispatchMode):
     # What is read and written ---------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, ShardTensor) for t in types):
-            return NotImplemented  # what it does with its slice comes here in turn
+        if any(issubclass(t, (ShardTensor, Partial)) for t in types):
+            return NotImplemented  # what they do with what they hold comes here in turn
         self._look_for_dropped()
         out = func(*args, **(kwargs or {}))
         self.operations += 1

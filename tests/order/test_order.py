@@ -112,7 +112,7 @@ def test_the_host_works_on_its_memory_in_an_order_of_its_own() -> None:
         device, host = torch.zeros(8), checker.lies_on_host(torch.empty(8))
         host.fill_(1)
         stream.submit(job(lambda: device.copy_(host)))  # behind what the host has done
-        with pytest.raises(RaceError, match="'a 0'\n.* on 'the host'"):
+        with pytest.raises(RaceError, match=r"'a 0'\n.* on 'the host'"):
             host.add_(1)
         checker.done("a 0")
         copied = stream.submit(job(lambda: host.copy_(device)))

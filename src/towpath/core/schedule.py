@@ -98,7 +98,7 @@ class BucketPlan:
         return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
 
     def host_copy_bytes(self, kind: Kind) -> int:
-        """What a transfer of this kind copies between the device and the host's memory: a sync to it, a publish back."""
+        """What a transfer of this kind copies between the device and the host: a sync to it, a publish from it."""
         held = self.host_memory_bytes()
         return held.get({Kind.SYNC: "grad", Kind.PUBLISH: "outgoing"}.get(kind, ""), 0)
 
