@@ -245,7 +245,8 @@ def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], 
 def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:
     batching = best.batching
     again = ", checkpointed" if batching.checkpointing else ""
-    usual = solver.price(presets.strategy(tables.BASELINE, solver.cluster.topology), batching)
+    baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
+    usual = solver.price(baseline, batching)
     compared = (
         f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}"
         if usual.peak_bytes <= solver.request.memory
