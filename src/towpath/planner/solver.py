@@ -73,7 +73,9 @@ class Priced:
     inter_bytes: int
     intra_bytes: int
     host_memory: dict[str, int] = field(default_factory=dict[str, int], kw_only=True)
-    host_copy_bytes: int = field(default=0, kw_only=True)  # of a step, between the device and the host, both ways together
+    host_copy_bytes: int = field(
+        default=0, kw_only=True
+    )  # of a step, between the device and the host, both ways together
 
     @property
     def peak_bytes(self) -> int:
