@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from towpath.core.strategy import Strategy
     from towpath.core.wire import Wire
     from towpath.engine.hooks import register_forward_method
+    from towpath.engine.saved_activations import offload_activations
     from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats, tracing
@@ -41,6 +42,7 @@ __all__ = [
     "Wire",
     "Workload",
     "full_parameters",
+    "offload_activations",
     "register_forward_method",
     "schedule",
     "shard",
@@ -62,6 +64,7 @@ _HOMES = {
     "TowpathError": "errors",
     "Wire": "core.wire",
     "Workload": "planner.workload",
+    "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",
     "stats": "observing",
     "strategies": "core.presets",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,6 +55,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     values: Values | None = None,
     workload: Workload | None = None,
+    offload: str | None = None,
 ) -> Model:
     """Shard `model` in place by `strategy` (a preset's name, a Strategy, or "auto") and return it.
 
@@ -71,6 +73,8 @@ def shard(
     KeyError. Each rank asks for what it holds and nothing else: none ever holds a whole unit. A tied parameter is asked
     for under its names, until one is known; persistent buffers that it knows come from it too. Where it fails on one
     rank, all ranks raise; the model, by then without values, must be built anew.
+    `offload="optimizer"`: parameters, as the optimizer sees them, their `.grad` and the optimizer's states lie in the
+    host's memory, and the optimizer steps there; what computes stays on the model's device.
     """
     check_process_group()
     if mesh is not None:
@@ -83,12 +87,13 @@ def shard(
         topology = Topology(*detect_shape(groups))
     if strategy == "auto":
         assert topology is not None
-        strategy = _planned(model, workload, topology, units, precision, groups)
+        strategy = _planned(model, workload, topology, units, precision, groups, offload)
         workload = None
     try:
         if workload is not None:
             raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
         resolved = _resolve(strategy, topology, groups.world)
+        resolved = resolved if offload is None else replace(resolved, offload=offload)
         _check_class(model)
         layouts = lay_out(model, units, precision)
         check_exchangeable(layouts, groups)
@@ -147,6 +152,7 @@ def _planned(
     units: UnitChoice | None,
     precision: Precision,
     groups: Groups,
+    offload: str | None,
 ) -> Strategy:
     """What the planner ranks first. All ranks are asked alike, or all raise, before anything is measured."""
     from towpath.auto.choice import choose_for  # with what traces a model: nobody else needs it
@@ -162,12 +168,12 @@ def _planned(
         _check_world(topology, groups.world)
         _check_class(model)
         layouts = lay_out(model, units, precision)
-        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", *describe(layouts)]
+        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", f"{offload}", *describe(layouts)]
     except TowpathError as error:
         failure = error
     agree(groups, lines, failure)
     assert workload is not None
-    return choose_for(model, workload, groups, topology, precision, units)
+    return choose_for(model, workload, groups, topology, precision, units, offload)
 
 
 def _told(values: Values | None) -> str:

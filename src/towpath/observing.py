@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -40,6 +41,7 @@ __all__ = [
 class Stats:
     """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's.
 
+    `memory_bytes`: on the device; `host_memory_bytes`: in the host's, if the optimizer works there.
     `buffers_made`: how many buffers the engine has allocated; none after the second step of a training loop.
     `seconds_host`: what its bookkeeping took on the thread that trains, around every unit's forward and backward; the
     seconds that this thread waited for transfers are `seconds_exposed`.
@@ -50,6 +52,7 @@ class Stats:
     memory_bytes: dict[str, int]
     buffers_made: int
     seconds_host: float
+    host_memory_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
     def since(self, earlier: Stats) -> Stats:
         """What was done after `earlier`, of the same model; memory and the last step as they are now."""
@@ -86,6 +89,9 @@ class Stats:
             )
         memory = ", ".join(f"{k} {v:,}" for k, v in self.memory_bytes.items() if v)
         lines.append(f"memory: {memory} bytes, in {self.buffers_made} buffers")
+        if self.host_memory_bytes:
+            held = ", ".join(f"{k} {v:,}" for k, v in self.host_memory_bytes.items() if v)
+            lines.append(f"in the host's memory: {held} bytes")
         lines.append(f"the engine itself: {self.seconds_host:.3f}s on the thread that trains")
         return "\n".join(lines)
 
@@ -93,10 +99,13 @@ class Stats:
 def stats(model: nn.Module) -> Stats:
     """Bytes, calls and seconds per transfer and link class, and memory by kind, of a sharded model."""
     engine = engine_of(model)
-    memory = _memory_bytes(engine)
-    memory["optimizer"] = _optimizer_bytes(engine)
+    memory, host_memory = _memory_bytes(engine), _host_memory_bytes(engine)
+    memory["optimizer"], on_host = _optimizer_bytes(engine)
+    if host_memory:
+        host_memory["optimizer"] = on_host
     record = engine.wiring.record
-    return Stats(tuple(record.totals()), record.last_step, memory, _buffers_made(engine), record.host.seconds)
+    transfers = tuple(record.totals())
+    return Stats(transfers, record.last_step, memory, _buffers_made(engine), record.host.seconds, host_memory)
 
 
 def sums(model: nn.Module) -> Sums:
@@ -159,23 +168,38 @@ def _memory_bytes(engine: Engine) -> dict[str, int]:
     return total
 
 
+def _host_memory_bytes(engine: Engine) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for unit in engine.units:
+        for bucket in unit.buckets:
+            total.update(bucket.host_memory_bytes())
+    return dict(total)
+
+
 def _buffers_made(engine: Engine) -> int:
     """How many were allocated so far: slots, wire buffers, and what every bucket keeps."""
-    kept = sum(nbytes > 0 for u in engine.units for b in u.buckets for nbytes in b.memory_bytes().values())
+    buckets = [b for unit in engine.units for b in unit.buckets]
+    held = (nbytes for b in buckets for each in (b.memory_bytes(), b.host_memory_bytes()) for nbytes in each.values())
+    kept = sum(nbytes > 0 for nbytes in held)
     return engine.weights.made + engine.gradients.made + engine.wiring.queues.buffers_made + kept
 
 
-def _optimizer_bytes(engine: Engine) -> int:
+def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
+    """Of its states: on the device, and in the host's memory."""
+    buckets = [b for unit in engine.units for b in unit.buckets]
+    on_host = {id(p.parameter): b.plan.optimizer_on_host for b in buckets for p in b.layout.places}
     parameters = [p for unit in engine.units for p in unit.parameters]
-    mine = {id(p) for p in parameters}
     if not engine.optimizers:
         engine.optimizers.update(optimizers_of(parameters))
-    states = [
-        value
+    held = [0, 0]
+    states = (
+        (value, on_host[id(parameter)])
         for optimizer in engine.optimizers
         for parameter, state in optimizer.state.items()
-        if id(parameter) in mine
+        if id(parameter) in on_host
         for value in state.values()
         if isinstance(value, ShardTensor)
-    ]
-    return sum(value.to_local().nbytes for value in states)
+    )
+    for value, where in states:
+        held[where] += value.to_local().nbytes
+    return held[0], held[1]

@@ -8,6 +8,9 @@ submitted, and all it reads and writes is noted as of a logical stream. Nothing 
     the host   what is enqueued after the host has read a value comes after that value
     a message  comes after what was computed before it was posted; what waits for it comes after it
 
+What lies in the host's memory (`host_memory`) the host itself works on, at once and in its own order: it comes after
+nothing that a stream does, unless the host has waited for it. A copy between that and the device is the stream's.
+
 Two accesses to the same bytes, one of them a write, which no chain of these orders, are a race: on a GPU either could
 come first. So is memory that is dropped while a stream may still use it which is neither the one that made it, since
 the allocator gives it away there, nor was told of (`Stream.uses`, which is `Tensor.record_stream`).
@@ -31,12 +34,13 @@ import towpath.codecs.packing
 import towpath.collectives.encoded
 from towpath.codecs.kernels.dispatch import Kernels
 from towpath.collectives import messages
-from towpath.engine import queue
+from towpath.engine import optimizer_memory, queue
+from towpath.engine.partial_sums import Partial
 from towpath.engine.queue import Streams
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.streams import Handle, Job, Stream, Waiting
 
-COMPUTATION = "computation"
+COMPUTATION, HOST = "computation", "the host"
 
 Clock = dict[str, int]  # by stream: up to which of its accesses
 
@@ -60,12 +64,14 @@ class Access:
 
 @dataclass(slots=True)
 class Memory:
-    """Of one storage, as long as it lives. `made_on`: the stream that the allocator keeps it for."""
+    """Of one storage, as long as it lives. `made_on`: the stream that the allocator keeps it for. `on_host`: it is the
+    host's, whose allocator notices by itself which streams copy from it."""
 
     reference: StorageWeakRef
     made_on: str
     accesses: list[Access] = field(default_factory=list)
     told_of: set[str] = field(default_factory=set)
+    on_host: bool = False
 
 
 # What of the arguments the backends' operations write and read, by position.
@@ -84,6 +90,7 @@ _COMMUNICATION: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "barrier": ((), ()),
 }
 _HOST_READS = re.compile(r"aten\.(_local_scalar_dense|is_nonzero|equal|item)\b")
+_COPIES = re.compile(r"aten\.(copy_|_to_copy)\b")
 _NO_DATA = re.compile(r"aten\.(empty|new_empty|empty_like|empty_strided|new_empty_strided|set_|resize_)\b")
 
 
@@ -119,9 +126,21 @@ class Checker(TorchDispatchMode):
         """What has been done on a stream so far."""
         return dict(self._clocks[stream])
 
-    def wait(self, clock: Clock) -> None:
-        """The current stream goes on only after that."""
+    def wait(self, clock: Clock, on_host: bool = False) -> None:
+        """The current stream goes on only after that, and the host."""
         _join(self._clocks[self._current], clock)
+        if on_host:
+            _join(self._host, clock)
+
+    def lies_on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = self._memory_of(tensor)
+        memory.on_host, memory.made_on = True, HOST
+        return tensor
+
+    def _works_on_host(self, tensors: Sequence[torch.Tensor], name: str) -> bool:
+        """Whether the host does it, and no stream."""
+        found = [self._memory_of(tensor).on_host for tensor in tensors]
+        return all(found) and bool(found) if _COPIES.match(name) else any(found)
 
     def tell(self, stream: str, tensor: torch.Tensor) -> None:
         self._memory_of(tensor).told_of.add(stream)
@@ -129,8 +148,8 @@ class Checker(TorchDispatchMode):
     # What is read and written ---------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, ShardTensor) for t in types):
-            return NotImplemented  # what it does with its slice comes here in turn
+        if any(issubclass(t, (ShardTensor, Partial)) for t in types):
+            return NotImplemented  # what they do with what they hold comes here in turn
         self._look_for_dropped()
         out = func(*args, **(kwargs or {}))
         self.operations += 1
@@ -141,6 +160,8 @@ class Checker(TorchDispatchMode):
             self._computed(func, args, kwargs or {}, out, name)
         elif isinstance(out, torch.Tensor):
             self._memory_of(out)
+            if self._works_on_host([t for t in _tensors(args) if t is not out], name):
+                self.lies_on_host(out)
         return out
 
     def _computed(self, func: Any, args: Any, kwargs: Any, out: Any, name: str) -> None:
@@ -151,31 +172,41 @@ class Checker(TorchDispatchMode):
             writes = argument.alias_info is not None and argument.alias_info.is_write
             (written if writes else read).extend(_tensors(value))
         made = [t for t in _tensors(out) if not any(_alias(t, other) for other in (*read, *written))]
+        on_host = self._works_on_host([*read, *written], name)
         if not written and not made:
             if _HOST_READS.match(name):
-                self.access(read, [], name)
-                _join(self._host, self._clocks[self._current])
+                self.access(read, [], name, on_host)
+                _join(self._host, {} if on_host else self._clocks[self._current])
             return  # a view
-        self.access(read, [*written, *made], name)
+        for tensor in made if on_host else ():
+            self.lies_on_host(tensor)
+        self.access(read, [*written, *made], name, on_host)
 
     def _communicated(self, name: str, args: Any) -> None:
         written, read = _COMMUNICATION[name]
-        if self._current != COMPUTATION and not self._current.startswith(
-            "control"
+        tensors = [t for i in (*written, *read) for t in _tensors(args[i])]
+        on_host = self._works_on_host(tensors, name)  # over gloo, as what ranks agree on
+        if (
+            not on_host and self._current != COMPUTATION and not self._current.startswith("control")
         ):  # ranks agree over gloo, on the host
             self.communications.append(_group_of(args))
-        self.access([t for i in read for t in _tensors(args[i])], [t for i in written for t in _tensors(args[i])], name)
+        self.access(
+            [t for i in read for t in _tensors(args[i])], [t for i in written for t in _tensors(args[i])], name, on_host
+        )
 
-    def access(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str) -> None:
-        clock = self._clocks[self._current]
+    def access(
+        self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], what: str, on_host: bool = False
+    ) -> None:
+        stream = HOST if on_host else self._current
+        clock = self._host if on_host else self._clocks[stream]
         _join(clock, self._host)
-        clock[self._current] = time = clock.get(self._current, 0) + 1
+        clock[stream] = time = clock.get(stream, 0) + 1
         task = f"{self._task} ({what})" if self._task else what
         for tensors, writes in ((read, False), (written, True)):
             for tensor in tensors:
                 if tensor.numel():
                     start, end = _bytes(tensor)
-                    self._note(self._memory_of(tensor), Access(self._current, time, start, end, writes, task), clock)
+                    self._note(self._memory_of(tensor), Access(stream, time, start, end, writes, task), clock)
 
     def _note(self, memory: Memory, access: Access, clock: Clock) -> None:
         kept: list[Access] = []
@@ -191,7 +222,7 @@ class Checker(TorchDispatchMode):
             if not (known and within and (access.writes or (not other.writes and other.stream == access.stream))):
                 kept.append(other)
         memory.accesses = [*kept, access]
-        if access.stream != memory.made_on:
+        if access.stream != memory.made_on and not memory.on_host:
             self._shared[memory.reference.cdata] = memory
 
     def _memory_of(self, tensor: torch.Tensor) -> Memory:
@@ -314,8 +345,8 @@ class LogicalHandle(Handle):
     checker: Checker
     clock: Clock
 
-    def wait(self) -> None:
-        self.checker.wait(self.clock)
+    def wait(self, on_host: bool = False) -> None:
+        self.checker.wait(self.clock, on_host)
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +367,7 @@ def checking() -> Generator[Checker]:
     """Models that are sharded inside run on logical streams, and are checked. Every rank must do so alike."""
     checker = Checker()
     made = Streams(torch.device("cpu"))
-    launched = messages._launched
+    launched, host_memory = messages._launched, optimizer_memory.host_memory
 
     def launch(posted: Any, group: dist.ProcessGroup, tag: int) -> Any:
         stream = f"messages of {group.group_name}"
@@ -357,6 +388,7 @@ def checking() -> Generator[Checker]:
         patched(queue, "make_stream", lambda name, device, ways: LogicalStream(name, ways, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
+        patched(optimizer_memory, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of))),
         native(towpath.codecs.packing),
         native(towpath.collectives.encoded),
     ]

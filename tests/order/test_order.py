@@ -34,6 +34,7 @@ LABELS = (
     *("zero3@ring", "zero3@hierarchical", "zero3@ho-ring", "zero3@two-hop", "zero3@one-hop", "paro-iig@ring"),
     *("zero++", "qwz", "qgz", "mics gradients=int4:64 feedback=both", "zero3 weights=e4m3 gradients=int8:64+hadamard"),
     *("zero3@hierarchical weights=int8", "paro-iig weights=int8 gradients=int8", "ddp gradients=bf16"),
+    *("zero3 offload=optimizer", "paro-iig offload=optimizer", "ddp offload=optimizer", "zero++ offload=optimizer"),
 )
 
 
@@ -103,6 +104,23 @@ def test_memory_that_is_dropped_while_another_stream_uses_it_is_a_race_unless_th
             del x
             with nullcontext() if told else pytest.raises(RaceError, match="dropped, and free for 'computation'"):
                 torch.zeros(8)
+
+
+def test_the_host_works_on_its_memory_in_an_order_of_its_own() -> None:
+    with Checker() as checker:
+        stream, _ = two_streams(checker)
+        device, host = torch.zeros(8), checker.lies_on_host(torch.empty(8))
+        host.fill_(1)
+        stream.submit(job(lambda: device.copy_(host)))  # behind what the host has done
+        with pytest.raises(RaceError, match=r"'a 0'\n.* on 'the host'"):
+            host.add_(1)
+        checker.done("a 0")
+        copied = stream.submit(job(lambda: host.copy_(device)))
+        copied.wait()  # by the computation alone
+        with pytest.raises(RaceError):
+            host.sum()
+        copied.wait(on_host=True)
+        (host + 1).mul_(host.sum())
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
@@ -187,7 +205,7 @@ def _train(label: str, build: Callable[[], nn.Module], bf16: bool) -> None:
         check_communications(checker.communications)
 
 
-@in_turn(("zero3", "mics", "paro-iig", "zero++"), 1)
+@in_turn(("zero3", "mics", "paro-iig", "zero++", "mics offload=optimizer"), 2)
 def test_what_users_do_between_steps_keeps_its_order(world: Worlds, label: str, tmp_path: Path) -> None:
     world(4).run(_between_steps, label, tmp_path)
 
@@ -285,13 +303,51 @@ def _without_wait(wait: str) -> str:
     return _told(label, Deep, "_carry_out", without)
 
 
-def _told(label: str, build: Callable[[], nn.Module], name: str, value: Any) -> str:
+HOST_WAITS = {"before it reads the mean gradients": Kind.SYNC, "before it writes over what is on its way": Kind.PUBLISH}
+
+
+@pytest.mark.parametrize("wait", HOST_WAITS)
+def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str) -> None:
+    for with_it, without in world(4).run(_host_waits, HOST_WAITS[wait]):
+        assert with_it == "no race" and "in no order" in without and "'the host'" in without, (with_it, without)
+
+
+def _host_waits(kind: Kind) -> tuple[str, str]:
+    carry_out = Engine._carry_out
+
+    def without(self: Engine, action: Any) -> None:
+        dropped = isinstance(action, Wait) and action.task.kind is kind
+        carry_out(self, Wait(action.task) if dropped else action)
+
+    return _told("zero3 offload=optimizer", Deep, "_carry_out", carry_out, written_between_passes), _told(
+        "zero3 offload=optimizer", Deep, "_carry_out", without, written_between_passes
+    )
+
+
+def written_between_passes(model: Any, optimizer: Any) -> None:
+    """Nothing but the host's own wait orders one pass's publication before the next one's."""
+    entry = MODELS["gpt"]
+    train(model, optimizer, steps=1)
+    with torch.no_grad():
+        for _ in range(2):
+            for p in model.parameters():
+                p.mul_(0.9)
+            entry.loss(model, *entry.micro_batch(0, 0, 0, torch.float32))
+
+
+def four_steps(model: Any, optimizer: Any) -> None:
+    train(model, optimizer, steps=4, micro_steps=1)
+
+
+def _told(
+    label: str, build: Callable[[], nn.Module], name: str, value: Any, run: Callable[[Any, Any], None] = four_steps
+) -> str:
     """Every rank finds it at the same operation, so that none waits for another."""
     original = getattr(Engine, name)
     setattr(Engine, name, value)
     try:
         with checking():
-            train(*sharded(label, build), steps=4, micro_steps=1)
+            run(*sharded(label, build))
     except RaceError as error:
         return str(error)
     finally:

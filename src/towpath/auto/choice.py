@@ -107,10 +107,11 @@ def choose_for(
     topology: Topology,
     precision: Precision,
     units: UnitChoice | None = None,
+    offload: str | None = None,
 ) -> Strategy:
     """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
     if topology.world == 1:
-        return presets.strategy("ddp", topology)  # nothing to share
+        return presets.strategy("ddp", topology, offload=offload)  # nothing to share
     layouts = lay_out(model, units, precision)
     dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
@@ -126,6 +127,7 @@ def choose_for(
             gradients,
             micro_batches=(1,),
             checkpointing=False,  # as the model is
+            offload=offload,
         )
 
     def describe(device: torch.device) -> Model:
@@ -243,7 +245,8 @@ def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], 
 def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:
     batching = best.batching
     again = ", checkpointed" if batching.checkpointing else ""
-    usual = solver.price(presets.strategy(tables.BASELINE, solver.cluster.topology), batching)
+    baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
+    usual = solver.price(baseline, batching)
     compared = (
         f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}"
         if usual.peak_bytes <= solver.request.memory

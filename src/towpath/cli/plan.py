@@ -39,6 +39,10 @@ class Dtype(StrEnum):
     FP32 = "fp32"
 
 
+class Offload(StrEnum):
+    OPTIMIZER = "optimizer"
+
+
 _PRECISIONS = {Dtype.BF16: BF16, Dtype.FP32: Precision()}
 
 ModelName = Annotated[
@@ -62,6 +66,7 @@ Dtypes = Annotated[Dtype, typer.Option(help="What computes and travels; masters 
 OptimizerName = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
 MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences that a rank computes at once.")]
 MicroSteps = Annotated[int, typer.Option(min=1, help="Micro-steps of one optimizer step.")]
+OffloadOf = Annotated[Offload | None, typer.Option(help="What lies in the host's memory: what the optimizer works on.")]
 Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
 Batch = Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, over all ranks.")]
 MicroBatches = Annotated[
@@ -100,6 +105,7 @@ def plan(
     memory: Memory = None,
     precision: Dtypes = Dtype.BF16,
     optimizer: OptimizerName = "adamw",
+    offload: OffloadOf = None,
     micro_batch: MicroBatches = None,
     checkpointing: EitherCheckpointing = None,
     allow: Codecs = "",
@@ -132,7 +138,10 @@ def plan(
         gradients=gradients,
         micro_batches=tuple(micro_batch or ()),
         checkpointing=checkpointing,
+        offload=offload,
     )
+    if stages.pipelines and offload is not None:
+        raise ConfigError("--offload is planned without stages: leave out --pipeline, or --offload.")
     solver = Solver(solver.model, solver.cluster, asked)
     began = time.monotonic()
     with progress_bar("Planning") as say:
@@ -195,6 +204,7 @@ def explain(
     memory: Memory = None,
     precision: Dtypes = Dtype.BF16,
     optimizer: OptimizerName = "adamw",
+    offload: OffloadOf = None,
     as_json: AsJson = False,
 ) -> None:
     """Say where the time of two strategies goes, transfer by transfer, and what decides between them.
@@ -203,7 +213,7 @@ def explain(
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
-    sides = [solver.price(_strategy(name, solver), batching) for name in (first, second)]
+    sides = [solver.price(_strategy(name, solver, offload), batching) for name in (first, second)]
     if as_json:
         told = {"verdict": tables.verdict(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
         print(json.dumps(told, indent=2))
@@ -223,6 +233,7 @@ def simulate(
     memory: Memory = None,
     precision: Dtypes = Dtype.BF16,
     optimizer: OptimizerName = "adamw",
+    offload: OffloadOf = None,
     trace: Annotated[Path | None, typer.Option(help="Write the step there, for https://ui.perfetto.dev.")] = None,
     jitter: Annotated[
         float, typer.Option(metavar="SHARE", help="Standard deviation of what each pass takes, on every rank.")
@@ -244,13 +255,13 @@ def simulate(
     batching = Batching(micro_batch, micro_steps, checkpointing)
     check_folder("--trace", trace)
     if pipeline > 1:
-        if jitter or straggler:
-            raise ConfigError("--jitter and --straggler are of ranks that all do the same: leave out --pipeline.")
+        if jitter or straggler or offload:
+            raise ConfigError("--jitter, --straggler and --offload are for steps without stages: leave out --pipeline.")
         Asked((pipeline,), (tensor,), (schedule,), (compression,))
         layout = Layout(pipeline, schedule, strategy, compression, tensor)
         _show_simulated(simulated(solver, model, length, layout, batching, trace), solver, None, trace, as_json)
         return
-    made = _strategy(strategy, solver)
+    made = _strategy(strategy, solver, offload)
     if trace is not None:
         _write_trace(trace, solver, made, batching)
     uneven = Uneven(jitter, dict(_straggler(text) for text in straggler or ()))
@@ -316,9 +327,9 @@ def _solver(
     return Solver(models.describe(model, length), found, asked)
 
 
-def _strategy(name: str, solver: Solver) -> Strategy:
+def _strategy(name: str, solver: Solver, offload: Offload | None) -> Strategy:
     if not name.endswith(".toml"):
-        return presets.strategy(name, solver.cluster.topology)
+        return presets.strategy(name, solver.cluster.topology, offload=offload)
     try:
         made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -328,7 +339,7 @@ def _strategy(name: str, solver: Solver) -> Strategy:
             f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
             "--nodes, or plan anew."
         )
-    return made
+    return made if offload is None else replace(made, offload=offload)
 
 
 def _heading(solver: Solver) -> str:

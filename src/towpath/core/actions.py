@@ -44,9 +44,13 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Before anything that follows is computed, the task's results must be there."""
+    """Before anything that follows is computed, the task's results must be there.
+
+    `on_host`: before the host itself goes on, too. It reads, or writes to, memory that the task copies.
+    """
 
     task: Task
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,9 @@ class Gathers:
         self._published = self._writes.version
         for unit in self._units:
             if unit.published != unit.version and unit.facts.publishes:
+                if unit.facts.steps_on_host and unit.publication is not None:
+                    # The host now writes to the memory that this one copied from.
+                    self._actions.append(Wait(unit.publication, on_host=True))
                 unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
             unit.published = unit.version
 

@@ -113,6 +113,7 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans nodes).
     `frozen=`: an Extent over which one copy of the parameters that do not train is spread, or 'as-trained'; unless
     given, each node has one where memory allows. `frozen_codec=`: in which these rest and travel ('int8', 'int4:64').
+    `offload="optimizer"`: what the optimizer works on lies in the host's memory.
     `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics`, `hpz` and `zero++` take
     `group=Extent`, `lins` the four extents.
     """
@@ -121,9 +122,10 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     wires = {kind.value: options.pop(kind.value) for kind in WIRED if kind.value in options}
     route: str | None = options.pop("route", None)
     frozen = {option: options.pop(option) for option in _FROZEN_OPTIONS if option in options}
+    offload: str | None = options.pop("offload", None)
     encoded = _encoded(name, route, options)
     topology = topology or Topology.detect()
-    made = Strategy(topology, placer(topology, **options), name)
+    made = Strategy(topology, placer(topology, **options), name, offload=offload)
     chosen = {kind.value: Wire(route) for kind in WIRED} if route is not None else _default_wires(made)
     for kind, wire in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
@@ -153,7 +155,7 @@ def _placer(name: str) -> Callable[..., Placement]:
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
     extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [*extents, *_CODEC_OPTIONS, "route", *_FROZEN_OPTIONS, *(kind.value for kind in WIRED)]
+    known = [*extents, *_CODEC_OPTIONS, "route", "offload", *_FROZEN_OPTIONS, *(kind.value for kind in WIRED)]
     if unknown := set(options) - set(known):
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."

@@ -36,6 +36,8 @@ class BucketPlan:
 
     `factored`: how its gradients are synchronised in low rank, if they are. `rests_in`: the codec that its P shard
     rests in, if in any: whole weights are then decoded before each use, also where nothing has to be gathered.
+    `optimizer_on_host`: the optimizer's slice and `.grad` lie in the host's memory: mean gradients are copied there,
+    and what was written is copied back.
     """
 
     spec: BucketSpec
@@ -51,6 +53,7 @@ class BucketPlan:
     transfers: dict[Kind, tuple[Transfer, ...]]
     factored: Factored | None = None
     rests_in: Codec | None = None
+    optimizer_on_host: bool = False
 
     @property
     def always_whole(self) -> bool:
@@ -63,12 +66,12 @@ class BucketPlan:
         if self.rests_in is not None:
             return False
         encoded = any(t.wire.encoding for t in self.transfers[Kind.PUBLISH])
-        return encoded or self.compute_dtype != self.own_dtype
+        return encoded or self.optimizer_on_host or self.compute_dtype != self.own_dtype
 
     @property
     def grad_is_view(self) -> bool:
         """Whether `.grad` can be a view of the G shard."""
-        return self.accumulate_dtype == self.own_dtype
+        return self.accumulate_dtype == self.own_dtype and not self.optimizer_on_host
 
     def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
         """By what a sum is divided before and after `kind` (reduce, and then sync), so that it ends as the mean.
@@ -89,9 +92,10 @@ class BucketPlan:
         return self.rests_in.encoded_bytes(elements) if self.rests_in else elements * item_bytes(self.compute_dtype)
 
     def memory_bytes(self) -> dict[str, int]:
-        """What one rank keeps between steps for this bucket, by kind (the optimizer's own states are its affair)."""
+        """What one rank keeps between steps for this bucket on the device, by kind (the optimizer's own states are its
+        affair)."""
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
-        master = self.numel // self.optimizer.count * own
+        master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
         return frozen | {
             "params": self.shard_bytes if self.spec.trainable else 0,
@@ -101,6 +105,19 @@ class BucketPlan:
             "grad": master if self.spec.trainable and not self.grad_is_view else 0,
             "feedback": self._feedback_bytes(),
         }
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """And in the host's memory. `outgoing`: what was written, in the dtype that computes, on its way back."""
+        if not self.optimizer_on_host:
+            return {}
+        elements, own = self.numel // self.optimizer.count, item_bytes(self.own_dtype)
+        outgoing = elements * item_bytes(self.compute_dtype)
+        return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
+
+    def host_copy_bytes(self, kind: Kind) -> int:
+        """What a transfer of this kind copies between the device and the host: a sync to it, a publish from it."""
+        held = self.host_memory_bytes()
+        return held.get({Kind.SYNC: "grad", Kind.PUBLISH: "outgoing"}.get(kind, ""), 0)
 
     def _feedback_bytes(self) -> int:
         """What codecs keep from one step to the next."""
@@ -152,6 +169,7 @@ class UnitPlan:
             trains=bool(trainable),
             reduces=bool(self.gradient_needs),
             publishes=any(b.has_master or b.transfers[Kind.PUBLISH] for b in self.buckets),
+            steps_on_host=any(b.optimizer_on_host for b in self.buckets),
             modules=modules,
         )
 
@@ -264,6 +282,7 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
         transfers,
         factored,
         None if rests_in is None else rests_in.within(spec.alignment),
+        optimizer_on_host=strategy.optimizer_on_host and spec.trainable,
     )
 
 
@@ -295,8 +314,17 @@ class Schedule(SentBytes):
     transfers: tuple[Transfer, ...]
 
     def memory_bytes(self) -> dict[str, int]:
-        """What one rank keeps between steps, by kind, before the optimizer's own states."""
+        """What one rank keeps between steps on its device, by kind, before the optimizer's own states."""
         return memory_bytes(self.plans)
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """And in the host's memory: nothing unless the strategy offloads."""
+        return host_memory_bytes(self.plans)
+
+    def host_copy_bytes(self) -> dict[Kind, int]:
+        """What one rank copies between its device and the host's memory in this step, by kind of transfer."""
+        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WIRED}
+        return {kind: copied for kind, copied in found.items() if copied}
 
     def buffer_bytes(self) -> dict[str, int]:
         """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
@@ -312,6 +340,14 @@ def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     for plan in plans:
         for bucket in plan.buckets:
             total.update(bucket.memory_bytes())
+    return dict(total)
+
+
+def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for plan in plans:
+        for bucket in plan.buckets:
+            total.update(bucket.host_memory_bytes())
     return dict(total)
 
 

@@ -213,7 +213,8 @@ class StepMachine:
 
     def boundary_ends(self) -> list[Action]:
         """What was synchronised is delivered: at the end of the backward pass, or of the whole pipeline."""
-        self._actions += [Compare(), *map(Wait, self._reductions.syncs), Deliver()]
+        syncs = (Wait(sync, self._units[sync.unit].facts.steps_on_host) for sync in self._reductions.syncs)
+        self._actions += [Compare(), *syncs, Deliver()]
         return self._answer()
 
     def micro_step_ended(self) -> None:

@@ -70,6 +70,7 @@ class UnitFacts:
     trains: bool = True
     reduces: bool = True  # gradients travel in every backward pass; else they are summed where they lie
     publishes: bool = True  # what was written has to travel, or to be cast
+    steps_on_host: bool = False  # mean gradients are copied to the host's memory, and what was written from there
     modules: int = 1  # whose forwards are this unit's
 
     def __str__(self) -> str:

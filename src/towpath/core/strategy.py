@@ -38,6 +38,8 @@ GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 
 # For `Strategy.frozen`: parameters that do not train lie and travel as those that train.
 AS_TRAINED = "as-trained"
+# What may lie in the host's memory instead of the device's.
+OFFLOADS = ("optimizer",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Strategy:
     None is left to `shard()`: in each node where its memory allows, if P spans nodes (`core/frozen.py`).
     `frozen_codec`: a `Codec` or its text ('int8', 'int4:64') in which these parameters rest and travel; 'none': as they
     are.
+    `offload="optimizer"`: what the optimizer works on (its slice of the parameters, `.grad`, its states) lies in the
+    host's memory, and the optimizer steps there.
     """
 
     topology: Topology
@@ -60,10 +64,15 @@ class Strategy:
     publish: Wire = Wire()
     frozen: Extent | str | None = None
     frozen_codec: Any = "none"
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)
         self._check_frozen()
+        if self.offload is not None and self.offload not in OFFLOADS:
+            raise StrategyError(
+                f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
+            )
         for kind in WIRED:
             wire = self.wire(kind)
             if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -136,6 +145,10 @@ class Strategy:
         kinds = [kind for kind in WIRED if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
         return [codec for kind in kinds if isinstance(codec := self.wire(kind).codec, Codec)]
 
+    @property
+    def optimizer_on_host(self) -> bool:
+        return self.offload == "optimizer"
+
     def at(self, step: int) -> Strategy:
         """The strategy of optimizer step `step`, counted from 0: codecs may serve for the first steps only."""
         wires = {kind.value: self.wire(kind).at(step) for kind in WIRED}
@@ -152,6 +165,8 @@ class Strategy:
             what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
             route = f" ({self.wire(kind)})" if moves else ""
             lines.append(f"  {kind.value:<16} {what}{route}")
+        if self.offload is not None:
+            lines.append(f"  {'offload':<16} {self.offload}: in the host's memory")
         return "\n".join(lines)
 
     def _frozen_words(self) -> str:
@@ -171,6 +186,7 @@ class Strategy:
             lines.append(f"frozen = {written((extent.local, extent.nodes) if isinstance(extent, Extent) else extent)}")
         if self.frozen_codec != "none":
             lines.append(f"frozen_codec = {written(str(self.frozen_codec))}")
+        lines += [] if self.offload is None else [f"offload = {written(self.offload)}"]
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
@@ -193,7 +209,7 @@ class Strategy:
 
 
 def _checked(rest: dict[str, Any]) -> dict[str, Any]:
-    if unknown := set(rest) - {"name", "frozen", "frozen_codec"}:
+    if unknown := set(rest) - {"name", "frozen", "frozen_codec", "offload"}:
         raise StrategyError(f"not a strategy: unknown key {', '.join(sorted(unknown))}.")
     if isinstance(extent := rest.get("frozen"), list):
         rest["frozen"] = Extent(*extent)

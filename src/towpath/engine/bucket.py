@@ -8,6 +8,8 @@ A bucket holds the parameters of one dtype, all trainable or all frozen. Its mem
     copy    numel / hpZ    compute dtype   what backward gathers from, where the strategy keeps one
     grads   numel / G      accumulate      the sum of the gradients of the micro-steps so far
 
+All of it is the device's, but for the master of a bucket whose optimizer works in the host's memory
+(`optimizer_memory.py`).
 The OS slice lies inside the G slice, and that inside the P slice.
 """
 
@@ -32,6 +34,7 @@ from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.low_rank_sync import LowRankSync
+from towpath.engine.optimizer_memory import OptimizerMemory
 from towpath.engine.parallel import Mesh
 from towpath.engine.partial_sums import Replica
 from towpath.engine.shard_operations import operation
@@ -65,7 +68,11 @@ class Bucket:
         # Rounded once, from what the user gave.
         self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
         self.shard = self.resting.message if self.resting else start.part(plan.params, compute)
-        self.master = start.part(plan.optimizer, own) if plan.has_master else self.own_slice(self.shard, plan.params)
+        self._optimizer = OptimizerMemory(plan, self.device)
+        if plan.has_master:
+            self.master = self._optimizer.holding(start.part(plan.optimizer, own))
+        else:
+            self.master = self.own_slice(self.shard, plan.params)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
         self.whole = plan.always_whole
@@ -168,7 +175,7 @@ class Bucket:
     def publish(self, workspace: Workspace) -> None:
         mine = self.own_slice(self.shard, self.plan.params)
         if self.plan.has_master:
-            mine.copy_(self.master)
+            self._optimizer.publish(self.master, mine)
         for transfer in self.transfers[Kind.PUBLISH]:
             transfer.run(self.shard, mine, workspace)
 
@@ -216,8 +223,9 @@ class Bucket:
         before = self.shard if self._rounded is None else self._rounded
         if self.plan.has_master:
             mine, was = self.own_slice(now, self.plan.params), self.own_slice(before, self.plan.params)
-            left = mine == (self.master.to(mine.dtype) if self._rounded is None else was)
-            self.master.copy_(torch.where(left, self.master, mine.to(self.master.dtype)))
+            master = self.master.to(mine.device)
+            left = mine == (master.to(mine.dtype) if self._rounded is None else was)
+            self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, self.shard, now))
         self._rounded = None
         self.mark.written()
@@ -327,8 +335,8 @@ class Bucket:
             mine.div_(after)
         if not self.plan.grad_is_view:
             if self._mean is None:
-                self._mean = torch.empty_like(self.master)
-            self._mean.copy_(mine)
+                self._mean = self._optimizer.like(mine)
+            self._mean.copy_(mine, non_blocking=True)
 
     def deliver(self, used: Sequence[bool]) -> None:
         """Add the mean gradients to `.grad` of every parameter that some rank used, and begin anew."""
@@ -368,12 +376,22 @@ class Bucket:
         return found
 
     def memory_bytes(self) -> dict[str, int]:
+        """On the device."""
+        on_host = self.plan.optimizer_on_host
         frozen = {} if self.trainable else {"frozen": self.shard.nbytes}
         return frozen | {
             "params": self.shard.nbytes if self.trainable else 0,
-            "master": self.master.nbytes if self.plan.has_master else 0,
+            "master": self.master.nbytes if self.plan.has_master and not on_host else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
             "grads": self.grads.nbytes if self.grads is not None else 0,
-            "grad": self._mean.nbytes if self._mean is not None else 0,
+            "grad": self._mean.nbytes if self._mean is not None and not on_host else 0,
             "feedback": sum(kept.nbytes for keeper in self.keepers.values() for kept in keeper.state),
         }
+
+    def host_memory_bytes(self) -> dict[str, int]:
+        """In the host's memory, for the optimizer."""
+        outgoing = self._optimizer.outgoing
+        if outgoing is None:
+            return {}
+        mean = self._mean.nbytes if self._mean is not None else 0
+        return {"master": self.master.nbytes, "grad": mean, "outgoing": outgoing.nbytes}

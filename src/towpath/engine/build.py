@@ -7,7 +7,7 @@ import hashlib
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
 from typing import Any
@@ -179,9 +179,14 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
             "without codecs."
         )
+    if mesh.groups and strategy.optimizer_on_host:
+        raise ShardError(
+            'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in '
+            "the host's memory. Leave out offload=, or the mesh."
+        )
     source = _source(options.values, wiring)
     trainable, frozen = (_replica(strategy.of(trains), groups, mesh) for trains in (True, False))
-    shared = _Shared(wiring, trainable, frozen, mesh, WriteMark())
+    shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, WriteMark())
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
@@ -234,6 +239,7 @@ class _Shared:
 
     wiring: Wiring
     trainable: Replica
+    on_host: Replica  # the same ranks, for what lies in the host's memory
     frozen: Replica
     mesh: Mesh
     writes: WriteMark
@@ -245,7 +251,10 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
-        replica = shared.trainable if planned.spec.trainable else shared.frozen
+        if not planned.spec.trainable:
+            replica = shared.frozen
+        else:
+            replica = shared.on_host if planned.optimizer_on_host else shared.trainable
         buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, mark))
     return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
@@ -259,3 +268,12 @@ def _replica(strategy: Strategy, groups: Groups, mesh: Mesh) -> Replica:
     partition = tuple(g.ranks for g in moves[0].groups)
     made: dist.ProcessGroup = groups.of(partition, "control")
     return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent)
+
+
+def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Replica:
+    """The same ranks, which combine over gloo what lies in the host's memory, if anything does."""
+    if not strategy.optimizer_on_host or groups.parent is None:
+        return replica
+    moves = strategy.moves.assemble
+    group = groups.on_host(tuple(g.ranks for g in moves[0].groups)) if moves else None
+    return replace(replica, group=group, everyone=groups.control_on_host())

@@ -96,9 +96,9 @@ class Engine:
         match action:
             case Submit(task):
                 task.handle, task.after = self._submit(task), ()
-            case Wait(task):
+            case Wait(task, on_host):
                 if task.handle is not None:
-                    cast(Handle, task.handle).wait()
+                    cast(Handle, task.handle).wait(on_host)
             case Show(index, whole):
                 self.units[index].show(whole)
             case Seal(index, sealed):

@@ -80,7 +80,7 @@ class Partial(torch.Tensor):
         if local.numel():
             values = torch.linalg.vector_norm(local, order, dtype=torch.promote_types(work, torch.float32))
         else:
-            values = torch.full((), math.inf if order < 0 else 0.0, device=local.device)
+            values = local.new_full((), math.inf if order < 0 else 0.0)
         return Partial(values.double(), order, replica, work)
 
     @staticmethod
@@ -145,7 +145,8 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
         by_replica.setdefault(id(norm.replica), []).append(norm)
     stacks = [Partial.stacked(each) for each in by_replica.values()]
     whole = [Partial.norm_of(stack.part, float(order), stack.replica).resolve() for stack in stacks]
-    return torch.linalg.vector_norm(torch.stack(whole).double(), float(order))
+    # Where an optimizer works in the host's memory, so do its norms.
+    return torch.linalg.vector_norm(torch.stack([each.to(whole[0].device) for each in whole]).double(), float(order))
 
 
 def _alike(parts: Sequence[Any]) -> bool:

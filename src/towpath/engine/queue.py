@@ -280,7 +280,7 @@ class _ThreadHandle(Handle):
         """Wait on a stream: no computation is held up by it."""
         self._future.result()
 
-    def wait(self) -> None:
+    def wait(self, on_host: bool = False) -> None:
         after, self._after = self._after, ()  # let go: the jobs of a unit would else be linked for ever
         if self._waiting is None:
             self._future.result()

@@ -52,8 +52,9 @@ class Handle(ABC):
     """The end of a job. Waiting on it orders what follows after it, and counts the time nothing else was done."""
 
     @abstractmethod
-    def wait(self) -> None:
-        """Return once the job's results may be used by what the caller does next."""
+    def wait(self, on_host: bool = False) -> None:
+        """Return once the job's results may be used by what the caller computes next. `on_host`: and by the host, which
+        else goes on at once where it is a device that computes."""
 
 
 class Stream(ABC):
@@ -126,18 +127,23 @@ class _CudaHandle(Handle):
     def __init__(self, event: torch.cuda.Event, device: torch.device, waiting: Waiting | None) -> None:
         self._event, self._device, self._waiting = event, device, waiting
 
+    def _wait(self, on_host: bool) -> None:
+        self.join()
+        if on_host:
+            self._event.synchronize()
+
     def join(self) -> None:
         """Let the model's current stream wait: no computation is held up by it if that is one of ours."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
-    def wait(self) -> None:
+    def wait(self, on_host: bool = False) -> None:
         if self._waiting is None:
-            self.join()
+            self._wait(on_host)
             return
         with self._waiting.profiled():
             if self._event.query():  # it has come: there is no wait to be timed
                 self.join()
                 return
             began = self._waiting.mark()
-            self.join()
+            self._wait(on_host)
             self._waiting.waited(began, self._waiting.mark())

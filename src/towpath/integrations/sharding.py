@@ -36,6 +36,7 @@ class Sharding:
     precision: Precision | None = None
     mesh: DeviceMesh | None = None
     workload: Workload | None = None
+    offload: str | None = None
 
     @staticmethod
     def of(strategy: str | Strategy | Sharding) -> Sharding:
@@ -60,6 +61,7 @@ class Sharding:
             precision=precision,
             mesh=self.mesh,
             workload=self.workload,
+            offload=self.offload,
         )
         after = dict(model.named_parameters(remove_duplicate=False))
         return Replaced(before, after)

@@ -48,8 +48,10 @@ class Observed:
         """Of this rank's stages, and all messages. Every rank must call it the first time."""
         each = [stats(module) for module in self._modules()]
         memory: Counter[str] = Counter()
+        host_memory: Counter[str] = Counter()
         for one in each:
             memory.update(one.memory_bytes)
+            host_memory.update(one.host_memory_bytes)
         transfers = [transfer for one in each for transfer in one.transfers]
         return Stats(
             (*transfers, *self._messages()),
@@ -57,6 +59,7 @@ class Observed:
             dict(memory),
             sum(one.buffers_made for one in each),
             sum(one.seconds_host for one in each),
+            dict(host_memory),
         )
 
     def _messages(self) -> list[TransferStats]:

@@ -24,6 +24,10 @@
     nodes = 32
     gigabits = 3200
 
+    [host]                          # for what is offloaded: the host's memory
+    copies = 20                     # GB/s between it and each rank's device, each way, while all copy
+    memory = 25                     # GB/s that a rank's share of the processors copies
+
     [codecs]                        # 10⁹ elements a second that a rank encodes, and decodes; else as memory allows
     int8 = [250, 300]
 
@@ -38,7 +42,7 @@ from typing import Any, NoReturn
 
 from towpath.core.formats import CODECS, FLOATING
 from towpath.errors import ConfigError
-from towpath.sim.hardware import CodecSpeed, Hardware, Link, Racks
+from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Link, Racks
 from towpath.topology.cluster import Topology
 
 GIB = 1 << 30
@@ -100,10 +104,23 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
         section = root.section("racks")
         racks = Racks(section.count("nodes"), section.number("gigabits") * 1e9 / 8)
         section.end()
+    host_memory = None
+    if "host" in root.table:
+        section = root.section("host")
+        host_memory = HostMemory(section.number("copies") * 1e9, section.number("memory") * 1e9)
+        section.end()
     codecs = _codecs(root, copies)
     for section in (compute, intra, inter, root):
         section.end()
-    hardware = Hardware(topology, *links, memory_rate=copies, sum_rate=copies, codecs=codecs, racks=racks)
+    hardware = Hardware(
+        topology,
+        *links,
+        memory_rate=copies,
+        sum_rate=copies,
+        codecs=codecs,
+        racks=racks,
+        host_memory=host_memory,
+    )
     return Cluster(name, hardware, memory, peak, reached)
 
 

@@ -48,8 +48,11 @@ def _passes(unit: Unit, cluster: Cluster, dtype: str, tokens: int) -> tuple[floa
     return forward, _BACKWARD * forward
 
 
-def optimizer_seconds(elements: float, parameters: int, own: str, optimizer: Optimizer, hardware: Hardware) -> float:
-    """Of so many elements in the dtype `own`: as fast as memory is read and written (a copy does both); and what each
-    of the parameters that they belong to takes of the host."""
+def optimizer_seconds(
+    elements: float, parameters: int, own: str, optimizer: Optimizer, hardware: Hardware, on_host: bool = False
+) -> float:
+    """Of so many elements in the dtype `own`: as fast as memory is read and written (a copy does both), the host's or
+    the device's; and what each of the parameters that they belong to takes of the host."""
     moved = elements * (optimizer.moved_bytes(own) + item_bytes(own))  # the norm of the gradients reads them once more
-    return moved / (2 * hardware.memory_rate) + parameters * hardware.host.optimizer
+    rate = hardware.offloading.memory_rate if on_host else hardware.memory_rate
+    return moved / (2 * rate) + parameters * hardware.host.optimizer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from towpath.core.formats import item_bytes
 from towpath.core.precision import Precision
-from towpath.core.schedule import UnitPlan, buffer_bytes, memory_bytes
+from towpath.core.schedule import UnitPlan, buffer_bytes, host_memory_bytes, memory_bytes
 from towpath.planner.model import Model, Unit
 from towpath.planner.request import Optimizer
 
@@ -16,12 +16,18 @@ def engine_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> dict[str, i
     return memory_bytes(plans) | {"optimizer": optimizer_bytes(plans, optimizer)} | buffer_bytes(plans)
 
 
-def optimizer_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> int:
+def host_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer) -> dict[str, int]:
+    """The same in the host's memory: nothing unless the strategy offloads."""
+    held = host_memory_bytes(plans)
+    return held | {"optimizer": optimizer_bytes(plans, optimizer, on_host=True)} if held else {}
+
+
+def optimizer_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer, on_host: bool = False) -> int:
     return sum(
         b.numel // b.optimizer.count * item_bytes(b.own_dtype) * optimizer.states
         for plan in plans
         for b in plan.buckets
-        if b.spec.trainable
+        if b.spec.trainable and b.optimizer_on_host == on_host
     )
 
 

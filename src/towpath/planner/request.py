@@ -42,6 +42,7 @@ class Request:
 
     `weights`, `gradients`: codecs that may be used for what crosses nodes; lossless without them. `micro_batches`: how
     many sequences a rank may compute at once; none: every divisor of its share. `checkpointing`: None leaves it open.
+    `offload`: what lies in the host's memory, "optimizer" or nothing.
     """
 
     batch: int
@@ -53,6 +54,7 @@ class Request:
     gradients: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = ()
     checkpointing: bool | None = None
+    offload: str | None = None
 
     def shares(self, world: int) -> list[tuple[int, int]]:
         """(micro-batch, micro-steps) of a rank, all that may be."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -28,7 +28,7 @@ from towpath.core.strategy import AS_TRAINED, GRADIENTS, WEIGHTS, WIRED, Kind, S
 from towpath.core.wire import Wire
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
-from towpath.planner.memory import activation_bytes, engine_bytes
+from towpath.planner.memory import activation_bytes, engine_bytes, host_bytes
 from towpath.planner.model import Model
 from towpath.planner.request import Request
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
@@ -75,6 +75,10 @@ class Priced:
     memory: dict[str, int]
     inter_bytes: int
     intra_bytes: int
+    host_memory: dict[str, int] = field(default_factory=dict[str, int], kw_only=True)
+    host_copy_bytes: int = field(
+        default=0, kw_only=True
+    )  # of a step, between the device and the host, both ways together
 
     @property
     def peak_bytes(self) -> int:
@@ -149,7 +153,8 @@ class Solver:
             for kind in WIRED
             if move_shapes(candidate.placement, self._topology)[kind]
         }
-        return Strategy(self._topology, candidate.placement, name_of(candidate.placement, self._topology), **wires)
+        name = name_of(candidate.placement, self._topology)
+        return Strategy(self._topology, candidate.placement, name, **wires, offload=self.request.offload)
 
     def _wire(self, kind: Kind, candidate: Candidate) -> Wire:
         """The route that takes the least time alone, for the largest unit."""
@@ -187,13 +192,14 @@ class Solver:
                 if root:  # before anything is computed, and after everything
                     first += cost.alone if kind is Kind.GATHER else 0.0
                     last += cost.alone if kind in GRADIENTS else 0.0
-        seconds = self._computing(candidate.batching, candidate.placement.optimizer.size)
+        on_host = self.request.offload == "optimizer"
+        seconds = self._computing(candidate.batching, candidate.placement.optimizer.size, on_host)
         computed = micro_steps * seconds.micro_step + seconds.optimizer
         worked = micro_steps * seconds.share * seconds.micro_step + seconds.optimizer
         busy[2] += self._hardware.processor(worked) / self._hardware.capacities[PROCESSOR]
         return max(*busy, first + computed + last), sum(busy)
 
-    def _computing(self, batching: Batching, ranks_of_optimizer: int) -> Seconds:
+    def _computing(self, batching: Batching, ranks_of_optimizer: int, on_host: bool) -> Seconds:
         key = (batching.micro_batch, batching.checkpointing)
         if key not in self._seconds:
             tokens = batching.micro_batch * self.model.length
@@ -201,7 +207,8 @@ class Solver:
             self._seconds[key] = computing(self.model, self.cluster, dtype, tokens, batching.checkpointing)
         elements = self.model.trainable / ranks_of_optimizer
         parameters = self.model.trainable_parameters
-        optimizer = optimizer_seconds(elements, parameters, self.request.own, self.request.optimizer, self._hardware)
+        asked = self.request
+        optimizer = optimizer_seconds(elements, parameters, asked.own, asked.optimizer, self._hardware, on_host)
         return replace(self._seconds[key], optimizer=optimizer)
 
     def _cheapest(self, kind: Kind, candidate: Candidate, numel: int) -> _Cost:
@@ -242,7 +249,10 @@ class Solver:
         encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in publishes)
         master = self._compute != self.request.own or encoded
         kept = self.request.optimizer.states + (self._summed != self.request.own)
-        states += (numel * master + trainable * kept) * own / place.optimizer.size
+        if self.request.offload == "optimizer":
+            states += (numel - trainable) * master * own / place.optimizer.size
+        else:
+            states += (numel * master + trainable * kept) * own / place.optimizer.size
         if place.backward_params is not None:
             states += numel * compute / place.backward_params.size
         return round(states) + self._activations(candidate.batching)
@@ -307,7 +317,7 @@ class Solver:
     def price(self, strategy: Strategy, batching: Batching) -> Priced:
         strategy = self.with_frozen_placed(strategy, batching)
         plans = self.plans(strategy)
-        seconds = self._computing(batching, strategy.placement.optimizer.size)
+        seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         timeline = self._replayed(strategy, plans, seconds, batching.micro_steps)
         return Priced(
             strategy,
@@ -319,13 +329,15 @@ class Solver:
             self.memory(plans, batching),
             timeline.inter_bytes,
             timeline.intra_bytes,
+            host_memory=host_bytes(plans, self.request.optimizer),
+            host_copy_bytes=sum(b.host_copy_bytes(kind) for plan in plans for b in plan.buckets for kind in WIRED),
         )
 
     def timeline(self, strategy: Strategy, batching: Batching) -> Timeline:
         """Every micro-step of it, for those who want to look: each unit by its own name."""
         strategy = self.with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, unit.spec, self.request.precision) for unit in self.model.units]
-        seconds = self._computing(batching, strategy.placement.optimizer.size)
+        seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
 
     def _replayed(self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: Seconds, micro_steps: int) -> Timeline:

@@ -85,6 +85,8 @@ def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
         "memory_bytes": priced.memory,
         "peak_bytes": priced.peak_bytes,
         "margin_bytes": solver.request.memory - priced.peak_bytes,
+        "host_memory_bytes": priced.host_memory,
+        "host_copy_bytes": priced.host_copy_bytes,
         "inter_bytes": priced.inter_bytes,
         "intra_bytes": priced.intra_bytes,
         "exposed_seconds": {kind.value: found for kind, found in priced.exposed.items()},
@@ -119,6 +121,9 @@ def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]
     add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in sides])
     for part in dict.fromkeys(part for p in sides for part, size in p.memory.items() if size):
         add(f"  {part}", [f"{p.memory.get(part, 0) / GIB:.2f}" for p in sides])
+    if any(p.host_memory for p in sides):
+        add("GiB of the host, for a rank", [f"{sum(p.host_memory.values()) / GIB:.2f}" for p in sides])
+        add("GB copied to and from it", [f"{p.host_copy_bytes / 1e9:.4g}" for p in sides])
     return rows
 
 

@@ -149,6 +149,7 @@ class SimulatedEngine:
         self._timeline.intra_bytes += self._alike * sum(cost.intra_bytes for cost in costs)
         if extra := self._own_work(task):
             loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
+        loads.extend(self._host_copies(task))
         last = self._last.get(queue)
         before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, Running)]
         timed = TimedTask(transfers, self._fluid.now, after=tuple(running.timed for running in before))
@@ -185,9 +186,27 @@ class SimulatedEngine:
                 continue
             if task.kind is Kind.REDUCE:
                 moved += bucket.numel // bucket.grads.count * item_bytes(bucket.accumulate_dtype)
+            elif bucket.optimizer_on_host:
+                continue  # see _host_copies
             elif task.kind is Kind.SYNC or (task.kind is Kind.PUBLISH and bucket.has_master):
                 moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
         return moved / self._hardware.memory_rate + decoding
+
+    def _host_copies(self, task: Task) -> Iterator[Load]:
+        """Between the device and the host's memory; what goes to the device is first rounded by the host."""
+        copied = [b for b in self._plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
+        if not copied:
+            return
+        host = self._hardware.offloading
+        seconds = sum(b.host_copy_bytes(task.kind) for b in copied) / host.copy_rate
+        if task.kind is Kind.PUBLISH:
+            own = sum(b.numel // b.optimizer.count * item_bytes(b.own_dtype) for b in copied)
+            seconds += own / host.memory_rate
+        # A device copies beside what it computes; processors do nothing else meanwhile.
+        if self._hardware.cores is None:
+            yield Load(seconds, {})
+        else:
+            yield Load(0.0, {PROCESSOR: self._hardware.processor(seconds)})
 
     def start_what_may(self) -> None:
         """Of each queue the first that has not ended; and the one behind it, as far as it may begin."""

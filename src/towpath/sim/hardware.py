@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from towpath.errors import StrategyError
 from towpath.topology.cluster import Topology
 
 
@@ -64,11 +65,20 @@ class HostWork:
 
 
 @dataclass(frozen=True, slots=True)
+class HostMemory:
+    """`copy_rate`: bytes a second that one rank copies between its device and the host, each way, while all do.
+    `memory_rate`: bytes a second that its share of the host's processors copies."""
+
+    copy_rate: float
+    memory_rate: float
+
+
+@dataclass(frozen=True, slots=True)
 class Hardware:
     """`memory_rate`: bytes a second that one rank copies. `sum_rate`: bytes a second that it adds to others.
 
     `cores`: processor cores that compute, move bytes and encode, for `ranks_sharing` ranks together; None: each rank
-    has a device that computes, and what moves bytes takes nothing from it.
+    has a device that computes, and what moves bytes takes nothing from it. `host_memory`: for what is offloaded.
     """
 
     topology: Topology
@@ -81,6 +91,19 @@ class Hardware:
     cores: float | None = None
     ranks_sharing: int = 1
     host: HostWork = HostWork()
+    host_memory: HostMemory | None = None
+
+    @property
+    def offloading(self) -> HostMemory:
+        """Where processors compute, their memory is the host's."""
+        if self.host_memory is not None:
+            return self.host_memory
+        if self.cores is None:
+            raise StrategyError(
+                "offload: the cluster's description says nothing of the host's memory. Describe it under [host] "
+                "(docs/planner.md), or plan without offload."
+            )
+        return HostMemory(self.memory_rate, self.memory_rate)
 
     @property
     def capacities(self) -> dict[str, float]:

@@ -88,10 +88,13 @@ class Groups:
 
     def control_on_host(self) -> dist.ProcessGroup:
         """Of all ranks, for what the host itself has to know: its tensors are on the CPU, and wait for no device."""
-        everyone = (tuple(range(self.world)),)
+        return self.on_host((tuple(range(self.world)),))
+
+    def on_host(self, partition: Partition) -> dist.ProcessGroup:
+        """This rank's group of a partition, for what lies in the host's memory."""
         if self.backend(torch.device("cpu")) == "gloo":
-            return self.of(everyone, "control")
-        return self.of(everyone, "control on the host", backend="gloo")
+            return self.of(partition, "control")
+        return self.of(partition, "control on the host", backend="gloo")
 
     def leave(self, group: dist.ProcessGroup) -> None:
         """Close this rank's connections in it, so that whoever waits for this rank there learns that it is gone."""

@@ -12,7 +12,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from towpath.core import presets
 from towpath.core.compression import COMPRESSIONS, Compression, compression
 from towpath.core.formats import Codec
 from towpath.core.pipeline import SCHEDULES
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import OFFLOADS, Strategy
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.config_text import closest, put_override, reason_of, section_of, written_section
@@ -103,6 +103,7 @@ class TrainConfig:
     reduce: str = _key("", "what gradients travel in; empty: as precision")
     accumulate: str = _key("fp32", "what they are summed in over micro-steps")
     checkpointing: bool = _key(False, "keep a block's input only; recompute the rest in backward")
+    offload_activations: bool = _key(False, "keep what backward needs in the host's memory")
     compile: bool = _key(False, "torch.compile for each block")
     not_finite: str = _key("stop", "when a loss or gradient is not finite: stop, or skip the step")
     evaluate_every: int = _key(0, "steps between evaluations of what is held out; 0: at the end")
@@ -156,6 +157,7 @@ class StrategyConfig:
     feedback: str = _key("", "hops that keep what gradients lose: first, second, both")
     gradients_after: int = _key(0, "steps before the gradients' codec serves; 0: none")
     gradients_until: int = _key(0, "steps for which the gradients' codec serves; 0: all")
+    offload: str = _key("", "optimizer: its states, masters and gradients in the host's memory")
     group: tuple[int, ...] = _key((), "mics: [local, nodes] of its partition group")
     params: tuple[int, ...] = _key((), "lins: [local, nodes] over which parameters are spread")
     grads: tuple[int, ...] = _key((), "lins: the same of gradients")
@@ -170,6 +172,7 @@ class StrategyConfig:
     def __post_init__(self) -> None:
         if (self.nodes > 0) != (self.ranks_per_node > 0):
             _refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
+        _one_of(self, "offload", "", *OFFLOADS)
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
                 _refuse(self, key, list(getattr(self, key)), "[local, nodes]")
@@ -207,12 +210,14 @@ class StrategyConfig:
         topology = self.topology(topology)
         options: dict[str, Any] = {key: getattr(self, key) for key in _OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
+        offload = self.offload or None
         if self.file is None:
-            return presets.strategy(self.name, topology, **options)
+            return presets.strategy(self.name, topology, offload=offload, **options)
         if options:
             raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
         try:
-            return Strategy.from_toml(self.file.read_text(encoding="utf-8"))
+            made = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
+            return made if offload is None else replace(made, offload=offload)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"strategy.name: cannot read {self.file}: {reason_of(error)}.") from None
 
@@ -321,6 +326,7 @@ class Config:
     def _check_stages(self) -> None:
         """What stages do not have yet."""
         missing = {"strategy.name = auto": self.strategy.auto, "train.compile": self.train.compile}
+        missing["train.offload_activations"] = self.train.offload_activations
         for what, asked in missing.items():
             if asked:
                 raise ConfigError(f"parallel.pipeline = {self.parallel.pipeline}: a pipeline has no {what} yet.")

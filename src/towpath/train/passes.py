@@ -73,6 +73,8 @@ class OneModel:
     groups: Groups
     device: torch.device
     scale: LossScale
+    # Around each forward pass that a backward pass follows.
+    forward: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def shares(self) -> int:
@@ -91,7 +93,8 @@ class OneModel:
             with on("data"):
                 inputs, targets = batch(micro_step)
             with on("passes"), nullcontext() if micro_step == micro_steps - 1 else self.model.no_sync():
-                loss = next_token_loss(self.model, inputs, targets) / micro_steps
+                with self.forward():
+                    loss = next_token_loss(self.model, inputs, targets) / micro_steps
                 self.scale.scaled(loss).backward()
             total += loss.detach()
         return total

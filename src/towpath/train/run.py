@@ -6,6 +6,7 @@ import os
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 from towpath.api import Values, shard
 from towpath.core.precision import Precision
+from towpath.engine.saved_activations import offload_activations
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 from towpath.train.choose import choose_strategy
@@ -84,7 +86,8 @@ def begin(config: Config, job: Job) -> Training:
         passes = pipelined(config, job, built, strategy, precision_of(config.train), values, scale)
     else:
         model = shard(built.model, strategy, precision=precision_of(config.train), values=values)
-        passes = OneModel(model, job.groups, job.device, scale)
+        forward = partial(offload_activations, model) if config.train.offload_activations else nullcontext
+        passes = OneModel(model, job.groups, job.device, scale, forward)
     _seed_all(config.train.seed + 1 + job.rank)  # of dropout and the like: another one on every rank
     passes.model.train()
     return Training(

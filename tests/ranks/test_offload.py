@@ -1,0 +1,248 @@
+"""An optimizer that works in the host's memory trains as it does in the device's, to the bit.
+
+Where the model is on the CPU, both are the same memory, and the same code runs: a master of its own, the mean gradients
+copied to it at the boundary, what was written copied back when it is published.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import towpath
+from tests.ranks.checkpoints import Run, content, differing
+from tests.ranks.models import MODELS
+from tests.ranks.server import World
+from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.twin import Twin, loss_on
+from towpath import Precision, Topology, checkpoint
+from towpath.engine.executor import engine_of
+from towpath.errors import MismatchError, ShardError, StrategyError
+
+Worlds = Callable[[int], World]
+
+SHAPE = Topology(2, 2)
+LABELS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig", "zero++", "ddp gradients=low-rank:2")
+MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
+
+
+@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
+@in_turn(LABELS, 5)
+def test_training_is_the_same_to_the_bit(world: Worlds, label: str, precision: Precision) -> None:
+    world(4).run(_compare_with_device, label, precision)
+
+
+def _compare_with_device(label: str, precision: Precision) -> None:
+    """Losses, the norms that clip, gradients, parameters and optimizer states, over steps that accumulate."""
+    runs = [Run.of(label, SHAPE, precision=precision, offload=offload) for offload in (None, "optimizer")]
+    device, host = runs
+    entry = MODELS["gpt"]
+    for step in range(3):
+        norms: list[torch.Tensor] = []
+        for run in runs:
+            with run.model.no_sync():
+                entry.loss(run.model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+            entry.loss(run.model, *entry.micro_batch(dist.get_rank(), 1, step, torch.float32)).backward()
+            norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.5))
+        assert torch.equal(*norms), (step, norms)
+        for (name, p), q in zip(device.model.named_parameters(), host.model.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local()), (step, name)
+        for run in runs:
+            run.optimizer.step()
+            run.optimizer.zero_grad(set_to_none=step == 0)
+    assert differing(host.content(), device.content()) == []
+
+
+def test_it_trains_as_one_process_does(world: Worlds) -> None:
+    world(4).run(_twin)
+
+
+def _twin() -> None:
+    for label in ("zero3", "paro-iig", "ddp"):
+        twin = Twin(
+            lambda: MODELS["gpt"].make(torch.float64),
+            loss_on("gpt"),
+            label,
+            SHAPE,
+            optimizer_first=True,
+            offload="optimizer",
+        )
+        for step in range(3):
+            twin.backward(step, micro_steps=2)
+            twin.check_gradients()
+            twin.step(set_to_none=step == 1)
+            twin.check_parameters()
+
+
+@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
+def test_memory_is_what_the_schedule_says_of_device_and_host(world: Worlds, precision: Precision) -> None:
+    world(4).run(_compare_memory, precision)
+
+
+def _compare_memory(precision: Precision) -> None:
+    for label in ("zero3", "paro-iig", "ddp", "zero++"):
+        run = Run.of(label, SHAPE, precision=precision, offload="optimizer")
+        run.train(range(2))
+        strategy = engine_of(run.model).strategy
+        planned, found = towpath.schedule(strategy, run.model, 1, precision), towpath.stats(run.model)
+        assert (
+            planned.memory_bytes()["master"] == planned.memory_bytes()["grad"] == found.memory_bytes["optimizer"] == 0
+        )
+        for kind, expected in (planned.memory_bytes() | planned.buffer_bytes()).items():
+            assert found.memory_bytes[kind] == expected, (label, kind)
+        owned = sum(p.to_local().numel() for p in run.model.parameters())
+        states = {"optimizer": 2 * 4 * owned}  # AdamW's two, in the dtype of the masters
+        assert found.host_memory_bytes == planned.host_memory_bytes() | states, label
+        made = found.buffers_made
+        run.train(range(2))
+        assert towpath.stats(run.model).buffers_made == made, label
+        assert "in the host's memory: master" in str(found)
+
+
+def test_the_model_computes_in_memory_of_its_own(world: Worlds) -> None:
+    world(2).run(_apart)
+
+
+def _apart() -> None:
+    """What the optimizer writes reaches the weights by publication alone, the gradient the optimizer by a copy."""
+    run = Run.of("zero3", Topology(1, 2), offload="optimizer")
+    run.train(range(1))
+    bucket = engine_of(run.model).root.buckets[0]
+    before = bucket.shard.clone()
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.add_(1.0)
+    assert torch.equal(bucket.shard, before)
+    engine_of(run.model).publish()
+    engine_of(run.model).wiring.queues.finish()
+    assert torch.equal(bucket.shard, bucket.master) and not torch.equal(bucket.shard, before)
+    assert bucket.grads is not None and bucket._mean is not None
+    assert bucket._mean.untyped_storage().data_ptr() != bucket.grads.untyped_storage().data_ptr()
+
+
+# --- what users do with parameters and states ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
+def test_checkpoints_pass_between_runs_that_offload_and_others(
+    world: Worlds, tmp_path: Path, precision: Precision
+) -> None:
+    world(4).run(_checkpoints, tmp_path, precision)
+
+
+def _checkpoints(folder: Path, precision: Precision) -> None:
+    for number, (before, after) in enumerate(((None, "optimizer"), ("optimizer", None))):
+        first = Run.of("paro-iig", SHAPE, precision=precision, offload=before)
+        first.train(range(2))
+        assert checkpoint.save(folder / str(number), 2, first.state()).ok
+        second = Run.of("zero3", SHAPE, precision=precision, offload=after).spoil()
+        loaded = checkpoint.load(folder / str(number), second.state())
+        assert loaded is not None and loaded.step == 2
+        assert differing(second.content(), first.content()) == []
+        second.train(range(2, 3))
+        third = Run.of("zero3", SHAPE, precision=precision, offload=before)
+        assert checkpoint.load(folder / str(number), third.state()) is not None
+        third.train(range(2, 3))
+        assert differing(second.content(), third.content()) == []
+
+
+@in_turn(("zero3", "paro-iig", "ddp", "zero++"), 2)
+def test_whole_parameters_may_be_read_and_written(world: Worlds, label: str) -> None:
+    world(4).run(_whole, label)
+
+
+def _whole(label: str) -> None:
+    contents = []
+    for offload in (None, "optimizer"):
+        run = Run.of(label, SHAPE, precision=MIXED, offload=offload)
+        run.train(range(1))
+        with towpath.full_parameters(run.model), torch.no_grad():
+            for p in list(run.model.parameters())[::2]:
+                p.mul_(0.5)
+        run.train(range(1, 2))
+        contents.append(run.content())
+    assert differing(*contents) == []
+
+
+def test_full_state_dicts_are_the_same(world: Worlds) -> None:
+    world(4).run(_state_dicts)
+
+
+def _state_dicts() -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    found: list[dict[str, Any]] = []
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    for offload in (None, "optimizer"):
+        run = Run.of("zero3", SHAPE, offload=offload)
+        run.train(range(2))
+        found.append(checkpoint.get_model_state_dict(run.model, options=options))
+        given = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+        checkpoint.set_model_state_dict(run.model, found[-1], options=given)
+        run.train(range(2, 3))
+        found.append(content(run.model, run.optimizer))
+    assert differing(found[0], found[2]) == differing(found[1], found[3]) == []
+
+
+def test_an_overflow_that_one_rank_sees_is_skipped_by_all(world: Worlds) -> None:
+    assert len(set(world(2).run(_overflow))) == 1
+
+
+def _overflow() -> float:
+    run = Run.of("zero3", Topology(1, 2), offload="optimizer")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    entry = MODELS["gpt"]
+    scaler.scale(entry.loss(run.model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32))).backward()
+    before = content(run.model)
+    if dist.get_rank() == 1:
+        held = [p for p in run.model.parameters() if p.grad is not None and p.grad.to_local().numel()]
+        held[0].grad.to_local()[0] = float("inf")
+    scaler.step(run.optimizer)
+    scaler.update()
+    assert differing(content(run.model), before) == []
+    return scaler.get_scale()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_is_refused_on_every_rank(world: Worlds) -> None:
+    world(2).run(_refused)
+
+
+def _refused() -> None:
+    with pytest.raises(StrategyError, match="offload='parameters': expected 'optimizer', or None"):
+        Run.of("zero3", Topology(1, 2), offload="parameters")
+    mine = "optimizer" if dist.get_rank() else None
+    with pytest.raises(MismatchError, match="given different things"):
+        Run.of("zero3", Topology(1, 2), offload=mine)
+
+
+def test_a_tensor_parallel_mesh_is_refused(world: Worlds) -> None:
+    world(4).run(_meshes)
+
+
+def _meshes() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(nn.Sequential(nn.Linear(8, 8)), mesh["tp"], {"0": ColwiseParallel()})
+    with pytest.raises(ShardError, match="tensor-parallel mesh"):
+        towpath.shard(model, "zero2", topology=Topology(2, 1), group=mesh["dp"].get_group(), offload="optimizer")
+
+
+def test_the_choice_is_a_part_of_the_strategy() -> None:
+    made = towpath.strategy("mics", SHAPE, offload="optimizer")
+    assert made == strategy_of("mics offload=optimizer", SHAPE)
+    assert towpath.Strategy.from_toml(made.to_toml()) == made
+    assert "offload" not in towpath.strategy("mics", SHAPE).to_toml()
+    assert "the host's memory" in str(made)

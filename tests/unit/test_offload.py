@@ -1,0 +1,113 @@
+"""What offload="optimizer" means to the schedule, the step machine, the simulator and the planner."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+import towpath
+from tests.unit.test_plan_command import told, told_wide
+from towpath.core.actions import Submit, Wait
+from towpath.core.step import StepMachine
+from towpath.core.step_state import UnitFacts
+from towpath.core.strategy import Kind
+from towpath.errors import StrategyError
+from towpath.planner import clusters
+from towpath.planner.model import describe
+from towpath.planner.request import Request
+from towpath.planner.solver import Batching, Solver
+
+SHAPE = towpath.Topology(2, 2)
+MIXED = towpath.Precision("bfloat16", "float32")
+NUMEL = 1 << 16
+
+
+@pytest.mark.parametrize("label", ["zero3", "paro-iig", "ddp"])
+def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
+    plain, offloaded = (
+        towpath.schedule(towpath.strategy(label, SHAPE, offload=offload), [NUMEL], 2, MIXED)
+        for offload in (None, "optimizer")
+    )
+    mine = NUMEL // (1 if label == "ddp" else 4)
+    assert offloaded.host_memory_bytes() == {"master": 4 * mine, "grad": 4 * mine, "outgoing": 2 * mine}
+    assert offloaded.host_copy_bytes() == {Kind.SYNC: 4 * mine, Kind.PUBLISH: 2 * mine}
+    assert offloaded.memory_bytes() == plain.memory_bytes() | {"master": 0}
+    assert plain.host_memory_bytes() == plain.host_copy_bytes() == {}
+    assert (offloaded.inter_bytes, offloaded.intra_bytes) == (plain.inter_bytes, plain.intra_bytes)
+
+
+def test_the_host_waits_for_what_it_reads_and_for_what_it_writes_over() -> None:
+    for on_host in (True, False):
+        machine = StepMachine([UnitFacts("", root=True, steps_on_host=on_host), UnitFacts("a", steps_on_host=on_host)])
+        machine.forward_begins(0, comes_back=True)
+        passed = machine.graph_made(0)
+        machine.forward_ends(0, graph_follows=True)
+        machine.backward_begins(passed)
+        machine.gradient_arrives(0)
+        waits = [a for a in machine.backward_pass_ended() if isinstance(a, Wait) and a.task.kind is Kind.SYNC]
+        assert len(waits) == 2 and all(wait.on_host is on_host for wait in waits)
+        machine.micro_step_ended()
+        machine.written(0)
+        machine.publish()
+        machine.written(0)
+        actions = [a for a in machine.publish() if isinstance(a, (Wait, Submit))]
+        assert [type(a) for a in actions] == ([Wait, Submit] if on_host else [Submit])
+        assert all(a.on_host and a.task.kind is Kind.PUBLISH for a in actions if isinstance(a, Wait))
+
+
+def _solver(offload: str | None, memory: int = 80 << 30) -> Solver:
+    return Solver(describe("llama-7b", 2048), clusters.load("ethernet-25g", 4), Request(64, memory, offload=offload))
+
+
+def test_the_planner_prices_memory_and_the_copies() -> None:
+    batching = Batching(1, 1, True)
+    plain, offloaded = (
+        _solver(offload).price(towpath.strategy("zero3", towpath.Topology(4, 4), offload=offload), batching)
+        for offload in (None, "optimizer")
+    )
+    moved = ("master", "grad", "optimizer")
+    assert all(offloaded.memory[part] == 0 for part in moved)
+    assert sum(offloaded.host_memory[part] for part in ("master", "optimizer")) == sum(plain.memory[p] for p in moved)
+    assert plain.peak_bytes - offloaded.peak_bytes == sum(plain.memory[part] for part in moved)
+    assert offloaded.host_copy_bytes > 0 == plain.host_copy_bytes
+    assert offloaded.inter_bytes == plain.inter_bytes and offloaded.seconds > plain.seconds
+    assert offloaded.in_flight[Kind.SYNC] > plain.in_flight.get(Kind.SYNC, 0.0)
+
+
+def test_what_does_not_fit_otherwise_fits() -> None:
+    """Where all that the planner may choose offloads, and its bounds know of it."""
+    solver = _solver("optimizer")
+    candidates = [c for c in solver.candidates() if c.batching == Batching(1, 4, True)]
+    assert candidates
+    for candidate in candidates[:20]:
+        made = solver.strategy(candidate)
+        assert made.optimizer_on_host
+        priced = solver.price(made, candidate.batching)
+        assert solver.least_memory(candidate) <= priced.peak_bytes
+        assert solver.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
+        assert solver.least_memory(candidate) < _solver(None).least_memory(candidate)
+
+
+def test_a_cluster_without_its_host_is_refused() -> None:
+    cluster = clusters.load("ethernet-25g", 4)
+    unknown = replace(cluster, hardware=replace(cluster.hardware, host_memory=None))
+    solver = Solver(describe("llama-7b", 2048), unknown, Request(64, 80 << 30, offload="optimizer"))
+    with pytest.raises(StrategyError, match=r"says nothing of the host's memory. Describe it under \[host\]"):
+        solver.price(solver.strategy(next(solver.candidates())), Batching(1, 4, True))
+
+
+def test_every_shipped_cluster_describes_its_host() -> None:
+    for name in clusters.shipped():
+        assert clusters.load(name).hardware.offloading.copy_rate > 0, name
+
+
+def test_the_command_tells_what_lies_on_the_host() -> None:
+    sides = ("explain", "zero3", "paro-iig", "--model", "llama-7b", "--cluster", "ethernet-25g", "--checkpointing")
+    assert "GiB of the host" not in told(*sides)
+    assert "GiB of the host, for a rank" in told(*sides, "--offload", "optimizer")
+    found = json.loads(told_wide(*sides, "--offload", "optimizer", "--json"))
+    for side in found["strategies"]:
+        assert side["host_memory_bytes"]["optimizer"] > 0 and side["host_copy_bytes"] > 0
+        assert towpath.Strategy.from_toml(side["toml"]).offload == "optimizer"
