@@ -53,7 +53,7 @@ from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
 from towpath.pipeline.shapes import Tensors, handed_on
 from towpath.pipeline.split_backward import can_be_halved
-from towpath.pipeline.stage import Place, TowpathStage, engines_in
+from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -119,7 +119,7 @@ class Pipeline:
         ends = find_ends(tied, modules, self.owners, mesh)
         self._tied: TiedEmbeddings | None = None
         self._stages: list[TowpathStage] = []
-        self._traced = TracedStages()
+        self._traced, self._passes_back = TracedStages(), BackwardPasses()
         with _alike(Groups(group)):
             if ends is not None:
                 fused = self._compression.fused_embeddings
@@ -129,8 +129,8 @@ class Pipeline:
                 within = mesh["dp"].get_group()
                 shard(module, of_stage, group=within, precision=precision, units=units, values=values)
                 place = self._place(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
-                device = torch.device(mesh.device_type)
-                self._stages.append(TowpathStage(module, place, device, self._compression, self._traced))
+                made = TowpathStage(module, place, self._compression, self._passes_back, self._traced)
+                self._stages.append(made)
         self.order = as_computed(self.order, self._halved())
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
@@ -142,7 +142,8 @@ class Pipeline:
         encoded = encoded_gradients(self.order, self._compression)
         count, copies = len(self.owners), self._mesh["dp"].size()
         halved = splits and can_be_halved(engines_in(module))
-        return Place(index, count, inputs, outputs, self._group, self._micro_batches, copies, encoded, halved)
+        device = torch.device(self._mesh.device_type)
+        return Place(index, count, inputs, outputs, self._group, device, self._micro_batches, copies, encoded, halved)
 
     def _halved(self) -> set[int]:
         """Of all stages, those that compute the weights' gradients by themselves."""
@@ -165,9 +166,14 @@ class Pipeline:
         return {stage.stage_index: stage.submod for stage in self._stages}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages. Where two stages have a name in common, all begin with the number of their stage."""
+        """Of this rank's stages. Where two stages have a name in common, all begin with the number of their stage. What
+        two of them share comes once, as of nn.Module."""
+        seen = set[nn.Parameter]()
         for index, module in self.modules.items():
-            yield from ((f"{self._prefixes[index]}{name}", p) for name, p in module.named_parameters())
+            for name, parameter in module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield f"{self._prefixes[index]}{name}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -179,8 +185,8 @@ class Pipeline:
             before, began = self._seconds_computed, time.perf_counter()
             losses = self._walk(self._schedule.step, args, target)
             self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
-            for stage in self._stages:
-                stage.end_step()
+            for engine in self._passes_back.engines:
+                engine.end_boundary()
             if self._tied is not None:
                 self._tied.end_step()
             self.observed.steps += 1
@@ -202,8 +208,9 @@ class Pipeline:
     ) -> list[torch.Tensor]:
         """The losses of all micro-batches, on the rank of the last stage."""
         self._walks += 1
-        for stage in self._stages:
-            stage.begin_step()
+        self._passes_back.begin_step()
+        for engine in self._passes_back.engines:
+            engine.publish()
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
         first, last = 0 in own, len(self.owners) - 1 in own
