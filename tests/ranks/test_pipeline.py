@@ -23,7 +23,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import Kind
-from towpath.errors import ShardError, StrategyError
+from towpath.errors import ShardError, StepError, StrategyError, TopologyError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -509,6 +509,30 @@ def _norm_of_a_stage() -> None:
     assert float(found) >= largest
 
 
+def _unlike_ends() -> dict[str, Any]:
+    """Both on rank 0, and of different sizes."""
+    ends = [nn.Sequential(nn.Linear(WIDTH, width, bias=False), nn.Linear(width, WIDTH)).double() for width in (3, 5)]
+    middle = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
+    return {"stages": [ends[0], *middle, ends[1]], "schedule": "ZBVZeroBubble", "tied": ("0", "0"), "units": []}
+
+
+def test_a_batch_of_another_shape_is_refused_and_the_next_one_trains(world: Worlds) -> None:
+    world(4).run(_another_shape)
+
+
+def _another_shape() -> None:
+    pipeline = _pipeline(2, 2, "1F1B", "zero1", 4)
+    x, y = _batch(0, 0, 4)
+    expected = float(pipeline.step(x, target=y))
+    pipeline.zero_grad()
+    for rows in (3, 7, 0):
+        with pytest.raises(StepError, match=f"a batch of {rows}×8: expected 8×8, which is 4 micro-batches"):
+            pipeline.step(x[:rows], target=y[:rows])
+    with pytest.raises(StepError, match="a batch of 16×8: expected 8×8"):
+        pipeline.evaluate(torch.cat([x, x]), target=torch.cat([y, y]))
+    assert float(pipeline.step(x, target=y)) == expected
+
+
 class _Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": x}
@@ -530,7 +554,7 @@ def _refused() -> None:
             "loss": _loss,
             "example": torch.empty(2, WIDTH).double(),
         }
-        with pytest.raises((ShardError, StrategyError), match=match):
+        with pytest.raises((ShardError, StrategyError, TopologyError), match=match):
             Pipeline(stages, **({"strategy": "zero1"} | keywords | options))
 
     refused("a mesh of dimensions 'pp' and 'dp' is needed.*got dp", mesh=plain)
@@ -546,5 +570,15 @@ def _refused() -> None:
     refused("stages exchange float64, and the codec int8:256 takes", compression=Compression(activations="int8"))
     refused("between stages low-rank:4 sends no less.* 2 × 8 .*rank below 2", compression=Compression("low-rank:4"))
     refused("3 strategies for 2 stages", strategy=["ddp"] * 3)
-    refused("multiple of the number of rounds", stages=stages * 2, schedule="Interleaved1F1B", micro_batches=5)
+    refused("1F1B of 2 ranks asks for at least as many micro-batches as ranks; got 1", micro_batches=1)
+    refused("2 nodes of 2 ranks are 4 ranks.*group has 2", strategy=towpath.strategy("zero3", towpath.Topology(2, 2)))
+    refused("embeddings need a module of the first and of the last stage; got 'blocks' and ''", tied=("blocks", ""))
+    refused("tied embeddings: stage 1 has no module 'head'", tied=("blocks", "head"))
+    refused("'weight' is 3×8 at one and 5×8 at the other", **_unlike_ends())
+    refused(
+        "asks for equal rounds of micro-batches, as a multiple of the ranks gives; got 5",
+        stages=stages * 2,
+        schedule="Interleaved1F1B",
+        micro_batches=5,
+    )
     refused("ZBVZeroBubble has two stages on each rank", stages=stages, schedule="ZBVZeroBubble")

@@ -67,8 +67,9 @@ def find_ends(
     last = len(owners) - 1
     names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
     everyones: list[Any] = [None] * mesh["pp"].size()
-    dist.all_gather_object(everyones, names, group=mesh["pp"].get_group())
-    told = {index: name for each in everyones for index, name in each.items()}
+    found = {index: (name, _has_module(modules[index], name)) for index, name in names.items()}
+    dist.all_gather_object(everyones, found, group=mesh["pp"].get_group())
+    told = {index: name for each in everyones for index, (name, _) in each.items()}
     if not (told[0] or told[last]):
         return None
     if not (told[0] and told[last]):
@@ -76,9 +77,18 @@ def find_ends(
             f"Pipeline: tied embeddings need a module of the first and of the last stage; got {told[0]!r} and "
             f"{told[last]!r}. Name both in tied=, or untie them."
         )
+    for index, (name, is_there) in sorted(item for each in everyones for item in each.items()):
+        if not is_there:
+            raise ShardError(
+                f"Pipeline: tied embeddings: stage {index} has no module {name!r}. Name it as it is there."
+            )
     ranks = _like_this_rank(mesh)
     mine = tuple(sorted(names))
     return Ends(tuple(ranks[owners[0]]), tuple(ranks[owners[last]]), (told[0], told[last]), mine)
+
+
+def _has_module(stage: nn.Module, name: str) -> bool:
+    return any(name == known for known, _ in stage.named_modules())
 
 
 def _like_this_rank(mesh: DeviceMesh) -> list[list[int]]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count as count_up
-from math import prod
 from typing import Any
 
 import torch
@@ -32,9 +31,7 @@ from towpath.checkpoint.memory.parts import Parts
 from towpath.core import presets
 from towpath.core.compression import Compression, encoded_gradients
 from towpath.core.compression import compression as named
-from towpath.core.formats import dtype_name
-from towpath.core.job import JobSchedule, Stage, job_schedule, wire_for
-from towpath.core.low_rank import matrix_of
+from towpath.core.job import JobSchedule, Stage, job_schedule
 from towpath.core.pipeline import StagePass, as_computed
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
@@ -51,7 +48,7 @@ from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import Observed
 from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
-from towpath.pipeline.shapes import Tensors, handed_on
+from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, handed_on
 from towpath.pipeline.split_backward import can_be_halved
 from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
@@ -112,9 +109,9 @@ class Pipeline:
         strategies = _strategies(strategy, count)
         with _alike(Groups(group)):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
-        first: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        shapes = handed_on(modules, self.owners, first, precision or Precision(), group)
-        _check_exchanged(shapes[1:-1], self._compression)
+        self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+        shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
+        check_exchanged(shapes[1:-1], self._compression)
         self._prefixes = prefixes_of(modules, count, group)
         ends = find_ends(tied, modules, self.owners, mesh)
         self._tied: TiedEmbeddings | None = None
@@ -207,6 +204,8 @@ class Pipeline:
         self, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """The losses of all micro-batches, on the rank of the last stage."""
+        if args or 0 in self.modules:  # other stages do not read it, but are told of it as a rule: all refuse alike
+            check_batch(args, self._example, self._micro_batches)
         self._walks += 1
         self._passes_back.begin_step()
         for engine in self._passes_back.engines:
@@ -382,21 +381,4 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             raise ShardError(
                 f"Pipeline: along {name!r} the ranks of the mesh have to ascend, as those of init_device_mesh() do; "
                 f"got {mesh.mesh.tolist()}."
-            )
-
-
-def _check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
-    """Of what goes between any two stages: known to all ranks, so that all refuse alike."""
-    exchanged = [tensor for tensors in between for tensor in tensors]
-    for tensor in exchanged:
-        for wire in (compression.activations, compression.activation_gradients):
-            wire_for(dtype_name(tensor.dtype), wire)
-    floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
-    for wire in (compression.activations, compression.activation_gradients):
-        if floating and wire.low_rank is not None and not any(wire.low_rank.pays(shape) for shape in floating):
-            rows, columns = matrix_of(max(floating, key=prod))
-            raise ShardError(
-                f"Pipeline: between stages {wire.low_rank} sends no less than the tensor itself, of {rows} × {columns} "
-                f"elements at most. Take a rank below {rows * columns / (rows + columns) / wire.low_rank.rate:.0f}, or "
-                "leave it out."
             )
