@@ -23,7 +23,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import Kind
-from towpath.errors import ShardError, StrategyError
+from towpath.errors import ShardError, StepError, StrategyError, TopologyError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -347,16 +347,24 @@ def _token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @in_turn(list(CUT), 1, "name")
 def test_a_model_that_is_cut_trains_as_one(world: Worlds, name: str, schedule: str) -> None:
-    world(4).run(_cut, name, schedule)
+    world(4).run(_cut, name, schedule, "zero3")
 
 
-def _cut(name: str, schedule: str) -> None:
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@in_turn(list(product(["tied gpt", "tied gpt2"], ["zero1", "zero3"])), 1, "case")
+def test_tied_embeddings_whose_ends_are_on_one_rank_train_as_in_one_model(
+    world: Worlds, case: tuple[str, str], fused: bool
+) -> None:
+    name, strategy = case  # with zero1 the weights' gradients come later than the inputs'
+    world(4).run(_cut, name, "ZBVZeroBubble", strategy, Compression(fused_embeddings=fused))
+
+
+def _cut(name: str, schedule: str, strategy: str, compression: Any = "none") -> None:
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     stages = split(CUT[name](), 2 if schedule in SINGLE else 4, example)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pipeline = Pipeline(
-        stages, "zero3", mesh=mesh, schedule=schedule, micro_batches=4, loss=_token_loss, example=example
-    )
+    options: dict[str, Any] = {"schedule": schedule, "micro_batches": 4, "loss": _token_loss, "example": example}
+    pipeline = Pipeline(stages, strategy, mesh=mesh, compression=compression, **options)
     whole: Any = CUT[name]()
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
     replica = dist.get_rank() % 2
@@ -406,9 +414,35 @@ def _one_sum() -> None:
     assert sent / (2 * copies) == size * (2 * copies - 1) / copies
     job = pipeline.schedule(towpath.Topology(2, 2))
     assert sum(t.kind is Kind.SYNC and t.move.members == 4 for t in job.transfers) == 1
-    stages = split(_gpt(tied=True), 4, example)
-    with pytest.raises(ShardError, match="begins and ends on different ranks, or untie them"):
-        Pipeline(stages, "zero1", schedule="ZBVZeroBubble", **options)
+
+
+def test_tied_embeddings_whose_ends_are_on_one_rank_send_what_is_scheduled(world: Worlds) -> None:
+    world(4).run(_meeting)
+
+
+def _meeting() -> None:
+    """As of zero1 among the D copies of the one rank that has both: V 2(D − 1)/D each; the other ranks send nothing."""
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"mesh": mesh, "micro_batches": 4, "loss": _token_loss, "example": example}
+    pipeline = Pipeline(split(_gpt(tied=True), 4, example), "zero1", schedule="ZBVZeroBubble", **options)
+    parameters = list(pipeline.parameters())
+    assert len(parameters) == len(set(parameters))
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    for _ in range(3):
+        ids = _tokens(0, 0)
+        pipeline.step(ids, target=ids)
+        optimizer.step()
+        pipeline.zero_grad()
+    assert pipeline._tied is not None
+    (both,) = pipeline._tied.schedules(4, pipeline._passes(0))
+    assert both.ranks == (0, 1)
+    planned = [t for t in both.schedule.transfers if t.kind is not Kind.USAGE]
+    assert sum(t.inter_bytes + t.intra_bytes for t in planned) == 2 * 24 * 16 * 8  # of both ranks, with D = 2
+    if pipeline._tied.module is not None:
+        found = [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not Kind.USAGE]
+        assert sorted(map(str, found)) == sorted(map(str, planned))
+    assert (pipeline._tied.module is not None) is (dist.get_rank() < 2)
 
 
 def _tokens(step: int, replica: int) -> torch.Tensor:
@@ -475,6 +509,30 @@ def _norm_of_a_stage() -> None:
     assert float(found) >= largest
 
 
+def _unlike_ends() -> dict[str, Any]:
+    """Both on rank 0, and of different sizes."""
+    ends = [nn.Sequential(nn.Linear(WIDTH, width, bias=False), nn.Linear(width, WIDTH)).double() for width in (3, 5)]
+    middle = [nn.Linear(WIDTH, WIDTH).double() for _ in range(2)]
+    return {"stages": [ends[0], *middle, ends[1]], "schedule": "ZBVZeroBubble", "tied": ("0", "0"), "units": []}
+
+
+def test_a_batch_of_another_shape_is_refused_and_the_next_one_trains(world: Worlds) -> None:
+    world(4).run(_another_shape)
+
+
+def _another_shape() -> None:
+    pipeline = _pipeline(2, 2, "1F1B", "zero1", 4)
+    x, y = _batch(0, 0, 4)
+    expected = float(pipeline.step(x, target=y))
+    pipeline.zero_grad()
+    for rows in (3, 7, 0):
+        with pytest.raises(StepError, match=f"a batch of {rows}×8: expected 8×8, which is 4 micro-batches"):
+            pipeline.step(x[:rows], target=y[:rows])
+    with pytest.raises(StepError, match="a batch of 16×8: expected 8×8"):
+        pipeline.evaluate(torch.cat([x, x]), target=torch.cat([y, y]))
+    assert float(pipeline.step(x, target=y)) == expected
+
+
 class _Odd(nn.Module):
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"x": x}
@@ -496,7 +554,7 @@ def _refused() -> None:
             "loss": _loss,
             "example": torch.empty(2, WIDTH).double(),
         }
-        with pytest.raises((ShardError, StrategyError), match=match):
+        with pytest.raises((ShardError, StrategyError, TopologyError), match=match):
             Pipeline(stages, **({"strategy": "zero1"} | keywords | options))
 
     refused("a mesh of dimensions 'pp' and 'dp' is needed.*got dp", mesh=plain)
@@ -512,5 +570,15 @@ def _refused() -> None:
     refused("stages exchange float64, and the codec int8:256 takes", compression=Compression(activations="int8"))
     refused("between stages low-rank:4 sends no less.* 2 × 8 .*rank below 2", compression=Compression("low-rank:4"))
     refused("3 strategies for 2 stages", strategy=["ddp"] * 3)
-    refused("multiple of the number of rounds", stages=stages * 2, schedule="Interleaved1F1B", micro_batches=5)
+    refused("1F1B of 2 ranks asks for at least as many micro-batches as ranks; got 1", micro_batches=1)
+    refused("2 nodes of 2 ranks are 4 ranks.*group has 2", strategy=towpath.strategy("zero3", towpath.Topology(2, 2)))
+    refused("embeddings need a module of the first and of the last stage; got 'blocks' and ''", tied=("blocks", ""))
+    refused("tied embeddings: stage 1 has no module 'head'", tied=("blocks", "head"))
+    refused("'weight' is 3×8 at one and 5×8 at the other", **_unlike_ends())
+    refused(
+        "asks for equal rounds of micro-batches, as a multiple of the ranks gives; got 5",
+        stages=stages * 2,
+        schedule="Interleaved1F1B",
+        micro_batches=5,
+    )
     refused("ZBVZeroBubble has two stages on each rank", stages=stages, schedule="ZBVZeroBubble")

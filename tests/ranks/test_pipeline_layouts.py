@@ -264,6 +264,87 @@ def _both_ways(schedule: str) -> None:
     assert sent[1] == size * (3 * copies - 2) / copies
 
 
+VOCABULARY = 64  # of which a rank has a part without padding
+
+
+class End(nn.Module):
+    """One of two stages of a model over tokens: the first embeds them, the last has the same table for a head."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(int(last))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        torch.manual_seed(7)  # the same at both ends
+        table = nn.Parameter(torch.randn(VOCABULARY, WIDTH))
+        if last:
+            self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+            self.head.weight = table
+        else:
+            self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+            self.tokens.weight = table
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(x) if hasattr(self, "tokens") else x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x) if hasattr(self, "head") else x
+
+
+def _parallel_end(last: bool, mesh: DeviceMesh) -> nn.Module:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+    ends = {
+        "tokens": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(End(last), mesh, plan | {name: ends[name] for name in ("head" if last else "tokens",)})
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_tied_embeddings_that_are_tensor_parallel_train_as_in_one_model(world: Worlds, fused: bool) -> None:
+    world(8).run(_tied_and_tensor_parallel, fused)
+
+
+def _tied_and_tensor_parallel(fused: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = Pipeline(
+        [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)],
+        "zero1",
+        mesh=mesh,
+        micro_batches=MICRO_BATCHES,
+        loss=_token_loss,
+        example=torch.zeros(BATCH, LENGTH, dtype=torch.int64),
+        units=[Block],
+        tied=("tokens", "head"),
+        compression=Compression(fused_embeddings=fused),
+    )
+    ends = [End(False), End(True)]
+    ends[1].head.weight = ends[0].tokens.weight
+    whole = nn.Sequential(*ends)
+    optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batches = [_tokens(step, replica) for replica in range(2)]
+        mine = batches[mesh.get_local_rank("dp")]
+        pipeline.step(mine, target=mine)
+        (sum(_token_loss(whole(ids), ids) for ids in batches) / 2).backward()
+        theirs = dict(whole.named_parameters(remove_duplicate=False))
+        for index, module in pipeline.modules.items():
+            for name, parameter in module.named_parameters():
+                gradient = theirs[f"{index}.{name}"].grad
+                assert torch.allclose(parameter.grad.full_tensor(), gradient, rtol=0, atol=1e-9), (step, name)
+        norms = [float(pipeline.clip_grad_norm_(0.1)), float(nn.utils.clip_grad_norm_(whole.parameters(), 0.1))]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+    copies, part = 2, VOCABULARY * WIDTH * 8 // 2  # bytes of a tensor-parallel part
+    assert _summed_by_the_ends(pipeline) == 4 * part * ((2 * copies - 1) if fused else (3 * copies - 2)) / copies
+
+
 def _summed_by_the_ends(pipeline: Pipeline) -> int:
     assert pipeline._tied is not None
     stages = pipeline._tied.schedules(4, pipeline._passes(0))

@@ -57,6 +57,8 @@ class _Stage(nn.Module):
         ("1F1B", "zero3", PACKED, True),
         ("GPipe", "zero2", PACKED, False),
         ("InterleavedZeroBubble", "zero1", Compression(), None),
+        ("ZBVZeroBubble", "zero1", PACKED, True),
+        ("ZBVZeroBubble", "ddp", Compression(), False),
         ("LoopedBFS", "ddp", Compression("low-rank:2", gradients="low-rank:2"), None),
     ],
 )

@@ -2,6 +2,8 @@
 
 Fused, one engine spans the ranks of both ends: one sum brings the gradients together. Else each end has an engine over
 its own data-parallel ranks, and what those have summed is summed once more between the two ends, as Megatron does.
+Where a schedule puts both ends on one rank, their modules have one parameter and one engine, over the data-parallel
+ranks: there is nothing to sum between the ends.
 """
 
 from __future__ import annotations
@@ -32,21 +34,25 @@ from towpath.topology.groups import even_out, new_group
 @dataclass(frozen=True, slots=True)
 class Ends:
     """Where the two ends are. `first`, `last`: the ranks of each, in the order of their data-parallel group, as the job
-    counts them. `names`: of the module in each. `index`: the stage that this rank has of the two, if any."""
+    counts them. `names`: of the module in each. `stages`: those that this rank has of the two, if any."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]
     names: tuple[str, str]
-    index: int | None
+    stages: tuple[int, ...]
 
     @property
-    def name(self) -> str:
-        """On a rank of an end."""
-        return self.names[bool(self.index)]
+    def meet(self) -> bool:
+        """Both ends are on the same ranks."""
+        return self.first == self.last
+
+    def modules_in(self, stages: Mapping[int, nn.Module]) -> list[nn.Module]:
+        """Those of this rank."""
+        return [stages[index].get_submodule(self.names[index > 0]) for index in self.stages]
 
     @property
     def both(self) -> tuple[int, ...]:
-        return tuple(sorted((*self.first, *self.last)))
+        return tuple(sorted({*self.first, *self.last}))
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
@@ -61,19 +67,28 @@ def find_ends(
     last = len(owners) - 1
     names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
     everyones: list[Any] = [None] * mesh["pp"].size()
-    dist.all_gather_object(everyones, names, group=mesh["pp"].get_group())
-    told = {index: name for each in everyones for index, name in each.items()}
+    found = {index: (name, _has_module(modules[index], name)) for index, name in names.items()}
+    dist.all_gather_object(everyones, found, group=mesh["pp"].get_group())
+    told = {index: name for each in everyones for index, (name, _) in each.items()}
     if not (told[0] or told[last]):
         return None
-    if not (told[0] and told[last]) or owners[0] == owners[last]:
+    if not (told[0] and told[last]):
         raise ShardError(
-            f"Pipeline: tied embeddings need a module of the first and of the last stage, on different ranks; got "
-            f"{told[0]!r} and {told[last]!r}, on ranks {owners[0]} and {owners[last]} of 'pp'. Take a schedule "
-            "that begins and ends on different ranks, or untie them."
+            f"Pipeline: tied embeddings need a module of the first and of the last stage; got {told[0]!r} and "
+            f"{told[last]!r}. Name both in tied=, or untie them."
         )
+    for index, (name, is_there) in sorted(item for each in everyones for item in each.items()):
+        if not is_there:
+            raise ShardError(
+                f"Pipeline: tied embeddings: stage {index} has no module {name!r}. Name it as it is there."
+            )
     ranks = _like_this_rank(mesh)
-    mine = next(iter(names), None)
+    mine = tuple(sorted(names))
     return Ends(tuple(ranks[owners[0]]), tuple(ranks[owners[last]]), (told[0], told[last]), mine)
+
+
+def _has_module(stage: nn.Module, name: str) -> bool:
+    return any(name == known for known, _ in stage.named_modules())
 
 
 def _like_this_rank(mesh: DeviceMesh) -> list[list[int]]:
@@ -102,17 +117,21 @@ class TiedEmbeddings:
         self.module: nn.Module | None = None
         self._between: dist.ProcessGroup | None = None
         even_out(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
-        if ends.index is None:
+        if not ends.stages:
             return
         within = mesh["dp"].get_group()
-        if fused:
-            within = new_group(list(ends.both), "tied embeddings")
-        else:
-            pair = next(pair for pair in ends.pairs if dist.get_rank() in pair)
-            self._between = new_group(sorted(pair), "tied embeddings")
-        module = modules[ends.index].get_submodule(ends.name)
-        given = None if values is None else _inside(values, ends.names[0])
+        if not ends.meet:
+            if fused:
+                within = new_group(list(ends.both), "tied embeddings")
+            else:
+                pair = next(pair for pair in ends.pairs if dist.get_rank() in pair)
+                self._between = new_group(sorted(pair), "tied embeddings")
+        found = ends.modules_in(modules)
+        module = _BothEnds(*found) if ends.meet else found[0]
+        given = None if values is None else _inside(values, ends.names[0], module)
         self.module = shard(module, "zero1" if fused else "ddp", group=within, precision=precision, values=given)
+        for each in found:  # it is sharded by itself, wherever it lies
+            object.__setattr__(each, "towpath_engine", engine_of(self.module))
         if self._between is not None:
             with torch.no_grad():
                 for parameter in self.parameters:
@@ -131,9 +150,15 @@ class TiedEmbeddings:
         return set(self.module.parameters()) if self.module is not None else set()
 
     @property
+    def names(self) -> list[str]:
+        """Of the parameters, in the module of either end."""
+        end = self.module.first if isinstance(self.module, _BothEnds) else self.module
+        return [name for name, _ in end.named_parameters()] if end is not None else []
+
+    @property
     def counted_here(self) -> bool:
         """Of the two ends, in a sum over all stages."""
-        return self.ends.index == 0
+        return 0 in self.ends.stages
 
     def end_step(self) -> None:
         """After the engines have delivered what each end has summed."""
@@ -154,7 +179,7 @@ class TiedEmbeddings:
         dist.all_gather_object(units, mine, group=self._pipeline)
         strategy, specs, precision = next(each for each in units if each is not None)
         found = derive_schedule(strategy, specs, micro_batches, precision, passes)
-        if self.fused:
+        if self.fused or self.ends.meet:
             return [Stage(self.ends.both, found, ())]
         # Between the ends goes what the engines have delivered, in the parameters' own dtype.
         two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
@@ -163,6 +188,37 @@ class TiedEmbeddings:
         return [*ends, *(Stage(pair, between, ()) for pair in self.ends.pairs)]
 
 
-def _inside(values: Values, module: str) -> Values:
-    """For a module that is sharded by itself, those of its parameters in the model."""
-    return lambda name, start, end: values(f"{module}.{name}", start, end)
+class _BothEnds(nn.Module):
+    """The modules of both ends on one rank. The last one gets the parameters of the first."""
+
+    def __init__(self, first: nn.Module, last: nn.Module) -> None:
+        super().__init__()
+        theirs = dict(last.named_parameters())
+        for name, parameter in first.named_parameters():
+            other = theirs.pop(name, None)
+            if other is None or other.shape != parameter.shape:
+                raise _unlike(name, parameter, other)
+            path, _, attribute = name.rpartition(".")
+            setattr(last.get_submodule(path), attribute, parameter)
+        if theirs:
+            raise _unlike(*next(iter(theirs.items())), None)
+        self.first, self.last = first, last
+
+
+def _unlike(name: str, one: nn.Parameter, other: nn.Parameter | None) -> ShardError:
+    described = "none" if other is None else "×".join(map(str, other.shape))
+    return ShardError(
+        f"Pipeline: tied embeddings have the same parameters at both ends; {name!r} is "
+        f"{'×'.join(map(str, one.shape))} at one and {described} at the other."
+    )
+
+
+def _inside(values: Values, name: str, module: nn.Module) -> Values:
+    """For a module that is sharded by itself, those of its parameters in the model, by the first end's `name`."""
+    ends = ("first.", "last.") if isinstance(module, _BothEnds) else ("",)
+
+    def found(inner: str, start: int, end: int) -> torch.Tensor:
+        of_module = next(inner.removeprefix(each) for each in ends if inner.startswith(each))
+        return values(f"{name}.{of_module}", start, end)
+
+    return found

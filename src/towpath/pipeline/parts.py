@@ -94,7 +94,8 @@ def parts_of(
         for stage, names in each.names.items():
             lowest |= {name: min(stage, lowest.get(name, stage)) for name in names}
     own = told[groups.rank].names
-    copied = {name for stage, names in own.items() for name in names if lowest[name] < stage}
+    # What two stages of this rank share is no copy.
+    copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
     carried = "\n".join([how, *(line for each in told for line in each.fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     return Parts(
@@ -116,8 +117,8 @@ def _twin(tied: TiedEmbeddings | None, prefixes: Sequence[str]) -> dict[str, str
     """Names of the last stage's that are the first one's too, and what they are called there."""
     if tied is None or tied.module is None:
         return {}
-    (first, last), inner = tied.ends.names, [name for name, _ in tied.module.named_parameters()]
-    return {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in inner}
+    first, last = tied.ends.names
+    return {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
 
 
 def _names(found: Named) -> set[str]:

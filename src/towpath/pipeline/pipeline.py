@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count as count_up
-from math import prod
 from typing import Any
 
 import torch
@@ -32,9 +31,7 @@ from towpath.checkpoint.memory.parts import Parts
 from towpath.core import presets
 from towpath.core.compression import Compression, encoded_gradients
 from towpath.core.compression import compression as named
-from towpath.core.formats import dtype_name
-from towpath.core.job import JobSchedule, Stage, job_schedule, wire_for
-from towpath.core.low_rank import matrix_of
+from towpath.core.job import JobSchedule, Stage, job_schedule
 from towpath.core.pipeline import StagePass, as_computed
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
@@ -51,9 +48,9 @@ from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import Observed
 from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
-from towpath.pipeline.shapes import Tensors, handed_on
+from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, handed_on
 from towpath.pipeline.split_backward import can_be_halved
-from towpath.pipeline.stage import Place, TowpathStage, engines_in
+from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -112,14 +109,14 @@ class Pipeline:
         strategies = _strategies(strategy, count)
         with _alike(Groups(group)):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
-        first: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        shapes = handed_on(modules, self.owners, first, precision or Precision(), group)
-        _check_exchanged(shapes[1:-1], self._compression)
+        self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
+        shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
+        check_exchanged(shapes[1:-1], self._compression)
         self._prefixes = prefixes_of(modules, count, group)
         ends = find_ends(tied, modules, self.owners, mesh)
         self._tied: TiedEmbeddings | None = None
         self._stages: list[TowpathStage] = []
-        self._traced = TracedStages()
+        self._traced, self._passes_back = TracedStages(), BackwardPasses()
         with _alike(Groups(group)):
             if ends is not None:
                 fused = self._compression.fused_embeddings
@@ -129,8 +126,8 @@ class Pipeline:
                 within = mesh["dp"].get_group()
                 shard(module, of_stage, group=within, precision=precision, units=units, values=values)
                 place = self._place(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
-                device = torch.device(mesh.device_type)
-                self._stages.append(TowpathStage(module, place, device, self._compression, self._traced))
+                made = TowpathStage(module, place, self._compression, self._passes_back, self._traced)
+                self._stages.append(made)
         self.order = as_computed(self.order, self._halved())
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
@@ -142,7 +139,8 @@ class Pipeline:
         encoded = encoded_gradients(self.order, self._compression)
         count, copies = len(self.owners), self._mesh["dp"].size()
         halved = splits and can_be_halved(engines_in(module))
-        return Place(index, count, inputs, outputs, self._group, self._micro_batches, copies, encoded, halved)
+        device = torch.device(self._mesh.device_type)
+        return Place(index, count, inputs, outputs, self._group, device, self._micro_batches, copies, encoded, halved)
 
     def _halved(self) -> set[int]:
         """Of all stages, those that compute the weights' gradients by themselves."""
@@ -165,9 +163,14 @@ class Pipeline:
         return {stage.stage_index: stage.submod for stage in self._stages}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages. Where two stages have a name in common, all begin with the number of their stage."""
+        """Of this rank's stages. Where two stages have a name in common, all begin with the number of their stage. What
+        two of them share comes once, as of nn.Module."""
+        seen = set[nn.Parameter]()
         for index, module in self.modules.items():
-            yield from ((f"{self._prefixes[index]}{name}", p) for name, p in module.named_parameters())
+            for name, parameter in module.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield f"{self._prefixes[index]}{name}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -179,8 +182,8 @@ class Pipeline:
             before, began = self._seconds_computed, time.perf_counter()
             losses = self._walk(self._schedule.step, args, target)
             self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
-            for stage in self._stages:
-                stage.end_step()
+            for engine in self._passes_back.engines:
+                engine.end_boundary()
             if self._tied is not None:
                 self._tied.end_step()
             self.observed.steps += 1
@@ -201,9 +204,12 @@ class Pipeline:
         self, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """The losses of all micro-batches, on the rank of the last stage."""
+        if args or 0 in self.modules:  # other stages do not read it, but are told of it as a rule: all refuse alike
+            check_batch(args, self._example, self._micro_batches)
         self._walks += 1
-        for stage in self._stages:
-            stage.begin_step()
+        self._passes_back.begin_step()
+        for engine in self._passes_back.engines:
+            engine.publish()
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
         first, last = 0 in own, len(self.owners) - 1 in own
@@ -375,21 +381,4 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             raise ShardError(
                 f"Pipeline: along {name!r} the ranks of the mesh have to ascend, as those of init_device_mesh() do; "
                 f"got {mesh.mesh.tolist()}."
-            )
-
-
-def _check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
-    """Of what goes between any two stages: known to all ranks, so that all refuse alike."""
-    exchanged = [tensor for tensors in between for tensor in tensors]
-    for tensor in exchanged:
-        for wire in (compression.activations, compression.activation_gradients):
-            wire_for(dtype_name(tensor.dtype), wire)
-    floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
-    for wire in (compression.activations, compression.activation_gradients):
-        if floating and wire.low_rank is not None and not any(wire.low_rank.pays(shape) for shape in floating):
-            rows, columns = matrix_of(max(floating, key=prod))
-            raise ShardError(
-                f"Pipeline: between stages {wire.low_rank} sends no less than the tensor itself, of {rows} × {columns} "
-                f"elements at most. Take a rank below {rows * columns / (rows + columns) / wire.low_rank.rate:.0f}, or "
-                "leave it out."
             )

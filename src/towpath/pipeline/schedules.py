@@ -22,6 +22,7 @@ from towpath.core.pipeline import (
     PassKind,
     StagePass,
     as_computed,
+    asked_of_micro_batches,
     gpipe,
     one_forward_one_backward,
 )
@@ -52,6 +53,9 @@ def schedule_class(name: str) -> Any:
 
 def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
     """Every rank's passes, as the schedule will run them."""
+    name = kind.__name__.removeprefix("Schedule")
+    if asked := asked_of_micro_batches(name, ranks, micro_batches):
+        raise ShardError(f"Pipeline: {name} of {ranks} ranks asks for {asked}; got {micro_batches}.")
     if kind is ScheduleGPipe:
         return gpipe(ranks, micro_batches)
     if kind is Schedule1F1B:

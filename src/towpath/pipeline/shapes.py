@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
+from towpath.core.compression import Compression
 from towpath.core.formats import dtype_name
+from towpath.core.job import wire_for
+from towpath.core.low_rank import matrix_of
 from towpath.core.precision import Precision
 from towpath.engine.initialise import torch_dtype
 from towpath.engine.parallel import local_part, parallel_of
-from towpath.errors import ShardError
+from towpath.errors import ShardError, StepError
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -62,6 +66,39 @@ def handed_on(
             raise ShardError(f"stage {index}, called with {_described(found[-1])}: {error}") from failure
         found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
     return [_with_gradients(tensors) for tensors in found]
+
+
+def check_batch(batch: Sequence[torch.Tensor], example: Tensors, micro_batches: int) -> None:
+    """Stages know beforehand what they hand on: every batch is cut into micro-batches of the example's shape."""
+    expected = [(micro_batches * t.shape[0], *t.shape[1:]) if t.dim() else () for t in example]
+    got = [tuple(t.shape) for t in batch]
+    if got != expected:
+        raise StepError(
+            f"a batch of {', '.join(map(_sizes, got)) or 'nothing'}: expected {', '.join(map(_sizes, expected))}, "
+            f"which is {micro_batches} micro-batches of the example's shape. Shapes are the same in every step: pad "
+            "what is shorter, or make another Pipeline."
+        )
+
+
+def check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
+    """Of what goes between any two stages: known to all ranks, so that all refuse alike."""
+    exchanged = [tensor for tensors in between for tensor in tensors]
+    for tensor in exchanged:
+        for wire in (compression.activations, compression.activation_gradients):
+            wire_for(dtype_name(tensor.dtype), wire)
+    floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
+    for wire in (compression.activations, compression.activation_gradients):
+        if floating and wire.low_rank is not None and not any(wire.low_rank.pays(shape) for shape in floating):
+            rows, columns = matrix_of(max(floating, key=prod))
+            raise ShardError(
+                f"Pipeline: between stages {wire.low_rank} sends no less than the tensor itself, of {rows} × {columns} "
+                f"elements at most. Take a rank below {rows * columns / (rows + columns) / wire.low_rank.rate:.0f}, or "
+                "leave it out."
+            )
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
 
 
 def _attempted(module: nn.Module, inputs: Tensors, precision: Precision) -> tuple[Tensors, Exception | None]:

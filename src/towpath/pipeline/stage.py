@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,22 +36,49 @@ class Place:
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     group: dist.ProcessGroup
+    device: torch.device
     micro_batches: int
     copies: int  # ranks that hold this stage
     encoded: frozenset[tuple[int, int]]
     halved: bool
 
 
+class BackwardPasses:
+    """Of a step, on one rank: which one is an engine's last. Stages that have an engine in common count together, as
+    that of tied embeddings whose ends are on one rank."""
+
+    def __init__(self) -> None:
+        self._expected: Counter[Engine] = Counter()
+        self._begun: Counter[Engine] = Counter()
+
+    @property
+    def engines(self) -> list[Engine]:
+        return list(self._expected)
+
+    def expect(self, engines: Iterable[Engine], count: int) -> None:
+        for engine in engines:
+            self._expected[engine] += count
+
+    def begin_step(self) -> None:
+        self._begun.clear()
+
+    def begin(self, engines: Iterable[Engine]) -> list[Engine]:
+        """Another one of all these. Those of which more are to come."""
+        self._begun.update(engines)
+        return [engine for engine in engines if self._begun[engine] < self._expected[engine]]
+
+
 class TowpathStage(PipelineStage):
-    """Its engine is told which backward pass of a step is the last one: there the gradients begin to be synchronised,
+    """Its engines are told which backward pass of a step is the last one: there the gradients begin to be synchronised,
     while the pipeline goes on. `Pipeline.step` delivers them in the end; the engine divides them, nobody else.
 
     What it sends to its neighbours may be encoded.
     """
 
     def __init__(
-        self, module: nn.Module, place: Place, device: torch.device, compression: Compression, traced: TracedStages
+        self, module: nn.Module, place: Place, compression: Compression, passes: BackwardPasses, traced: TracedStages
     ) -> None:
+        device = place.device
         super().__init__(
             module,
             place.index,
@@ -62,7 +90,7 @@ class TowpathStage(PipelineStage):
             # Of a schedule that would compute the weights' gradients later, all are then computed with the inputs'.
             dw_builder=None if place.halved else _nothing_left,
         )
-        self._micro_batches, self._walked, self._encoded = place.micro_batches, 0, place.encoded
+        self._passes, self._encoded = passes, place.encoded
         self.halved, self._traced = place.halved, traced
         self.seconds_computed = 0.0  # in its passes
         self._outputs = [_encoding(t, compression.activations) for t in place.outputs if not self.is_last]
@@ -77,6 +105,7 @@ class TowpathStage(PipelineStage):
         self.engines = engines_in(module)
         for engine in self.engines:
             engine.be_a_stage(place.copies * place.micro_batches)
+        passes.expect(self.engines, place.micro_batches)
 
     @property
     def engine(self) -> Engine:
@@ -93,16 +122,6 @@ class TowpathStage(PipelineStage):
         found = {"outputs": self._output_senders, "gradients": self._gradient_senders}
         return {f"{kind}/{index}": sender for kind, senders in found.items() for index, sender in senders.items()}
 
-    def begin_step(self) -> None:
-        self._walked = 0
-        for engine in self.engines:
-            engine.publish()
-
-    def end_step(self) -> None:
-        """Once the whole schedule is through."""
-        for engine in self.engines:
-            engine.end_boundary()
-
     # Backward passes ------------------------------------------------------------------------------------------------
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,10 +134,10 @@ class TowpathStage(PipelineStage):
             outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
             return input_gradients(self.engines, outputs, bwd_kwargs["output_grads"], inputs)
         # Counted: of schedules that split the backward pass, PyTorch does not say which one is the last.
-        self._walked += 1
-        last = self._walked == self._micro_batches
+        more_to_come = self._passes.begin(self.engines)
+        last = not more_to_come
         with ExitStack() as stack:
-            for engine in () if last else self.engines:
+            for engine in more_to_come:
                 stack.enter_context(engine.no_sync())
             if backward_type == "weight":
                 return weight_gradients(bwd_kwargs["param_groups"]), None

@@ -212,7 +212,7 @@ class Pipelines:
         staged, compression = self._staged(layout.stages), _compression(layout)
         order, walk = self._walk(layout, batching)
         homes, stages = owners(order), self._stages(layout, batching, order)
-        tied = list(self._tied(layout, staged)) if homes[0] != homes[layout.stages - 1] else []
+        tied = list(self._tied(layout, staged, len({homes[0], homes[layout.stages - 1]})))
         return PipelineReplay(stages, walk, self.cluster.hardware, compression, tied).run()
 
     def _stages(self, layout: Layout, batching: Batching, order: Order) -> list[SimulatedStage]:
@@ -283,28 +283,30 @@ class Pipelines:
             backward=[a + b for a, b in zip(seconds.backward, sums, strict=True)],
         )
 
-    def _tied(self, layout: Layout, staged: StagedModel) -> Iterator[tuple[Transfer, int]]:
+    def _tied(self, layout: Layout, staged: StagedModel, homes: int) -> Iterator[tuple[Transfer, int]]:
         """What brings the gradients of tied embeddings together, and how many groups do it alike: fused, one sum over
-        the ranks of both ends; else one at each end, and then between every two copies."""
+        the ranks of both ends; else one at each end, and then between every two copies. `homes`: ranks of the pipeline
+        that have an end; if one has both, its copies have nothing more to sum."""
         if not staged.tied:
             return
-        strategy, spec = self._tied_unit(layout, staged)
+        strategy, spec = self._tied_unit(layout, staged, homes)
+        fused = _compression(layout).fused_embeddings
         yield from (
-            (transfer, layout.tensor * (1 if _compression(layout).fused_embeddings else 2))
+            (transfer, layout.tensor * (1 if fused else homes))
             for transfer in derive_schedule(strategy, (spec,), 1, self.request.precision).transfers
         )
-        if not _compression(layout).fused_embeddings:
+        if not fused and homes == 2:
             # Of what was delivered, in its own dtype.
             between = derive_schedule(presets.strategy("ddp", Topology(2, 1)), (spec,), 1, Precision())
             copies = self.copies(layout) * layout.tensor
             yield from ((transfer, copies) for transfer in between.transfers if transfer.kind is Kind.SYNC)
 
-    def _tied_unit(self, layout: Layout, staged: StagedModel) -> tuple[Strategy, UnitSpec]:
+    def _tied_unit(self, layout: Layout, staged: StagedModel, homes: int) -> tuple[Strategy, UnitSpec]:
         """As `pipeline/embedding_sync.py` shards them: over both ends, or each end by itself."""
         within = self._within(layout)
         spec = UnitSpec("", (BucketSpec((staged.tied // layout.tensor,)),), kept=True)
         if _compression(layout).fused_embeddings:
-            return presets.strategy("zero1", Topology(2 * within.nodes, within.ranks_per_node)), spec
+            return presets.strategy("zero1", Topology(homes * within.nodes, within.ranks_per_node)), spec
         return presets.strategy("ddp", within), spec
 
     def _memory(self, layout: Layout, batching: Batching) -> dict[str, int]:
@@ -313,13 +315,16 @@ class Pipelines:
         shorter, _ = self._walk(layout, replace(batching, micro_steps=few))
         order, _ = self._walk(layout, replace(batching, micro_steps=many))
         further = (batching.micro_steps - many) / max(1, many - few)
-        stages, homes = self._stages(layout, batching, order), owners(order)
+        staged, stages, homes = self._staged(layout.stages), self._stages(layout, batching, order), owners(order)
         by_rank: list[dict[str, int]] = []
         for rank, passes in order.items():
             own = [index for index, home in homes.items() if home == rank]
             most = most_in_flight(passes)
             in_flight = (most + further * (most - most_in_flight(shorter[rank]))) / len(own)
             parts = [self._memory_of(index, stages[index], layout, batching, in_flight) for index in own]
+            if staged.tied and (ends := {0, layout.stages - 1} & set(own)):
+                plans = [self._plan(*self._tied_unit(layout, staged, 2 // len(ends)))]
+                parts.append({"tied embeddings": sum(engine_bytes(plans, self.request.optimizer).values())})
             by_rank.append({name: sum(part.get(name, 0) for part in parts) for part in parts for name in part})
         return max(by_rank, key=lambda memory: sum(memory.values()))
 
@@ -336,9 +341,6 @@ class Pipelines:
             shape = (batching.micro_batch, staged.whole.length, staged.width)
             kept_elements = wire.low_rank.kept_elements(shape, wire.feedback != "none")
             found["compression"] = kept_elements * item_bytes(self._compute)
-        if staged.tied and index in (0, layout.stages - 1):
-            plans = [self._plan(*self._tied_unit(layout, staged))]
-            found["tied embeddings"] = sum(engine_bytes(plans, self.request.optimizer).values())
         return found
 
 

@@ -101,17 +101,18 @@ class PipelineReplay:
         self._tied = [self._sum(transfer, alike) for transfer, alike in tied]
 
     def _sum(self, transfer: Transfer, alike: int) -> _Sum:
-        ends = self._places[0], self._places[-1]
-        ranks = sum(place.ranks_on_host for place in ends) if ends[0].host == ends[1].host else ends[0].ranks_on_host
+        ends = {self._owners[end]: self._places[end] for end in (0, len(self._stages) - 1)}  # one rank may have both
+        places = list(ends.values())
+        ranks = sum(place.ranks_on_host for place in places if place.host == places[0].host)
         own = replace(self._hardware, topology=transfer.topology, ranks_sharing=ranks)
         loads = [
-            replace(load, needs={**ends[0].named(load.needs), **ends[1].named(load.needs)})
+            replace(load, needs={name: need for place in places for name, need in place.named(load.needs).items()})
             for load in loads_of(TransferShape.of(transfer), own)
         ]
-        for end in (0, len(self._stages) - 1):  # half of the ranks are at each
-            self._timelines[self._owners[end]].inter_bytes += alike * transfer.inter_bytes // 2
-            self._timelines[self._owners[end]].intra_bytes += alike * transfer.intra_bytes // 2
-        return _Sum(self._fluid, deque(loads))
+        for rank in ends:  # each has as many of the ranks
+            self._timelines[rank].inter_bytes += alike * transfer.inter_bytes // len(ends)
+            self._timelines[rank].intra_bytes += alike * transfer.intra_bytes // len(ends)
+        return _Sum(self._fluid, deque(loads), len(ends))
 
     def _engine(self, index: int, timeline: Timeline) -> SimulatedEngine:
         stage, place = self._stages[index], self._places[index]
@@ -212,16 +213,17 @@ class _Moment:
 
 @dataclass(slots=True, eq=False)
 class _Sum:
-    """Over the ranks of both ends, once both are there."""
+    """Over the ranks of both ends, once all of so many `parties` are there."""
 
     fluid: Fluid
     loads: deque[Load]
+    parties: int
     posted: int = 0
     ended: bool = False
     moving: Flow | None = None
 
     def start_what_may(self) -> None:
-        if self.posted < 2 or self.ended or self.moving is not None:
+        if self.posted < self.parties or self.ended or self.moving is not None:
             return
         if self.loads:
             self.moving = started(self.fluid, self.loads.popleft())
