@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import nn
 
 from towpath.core.transfer import Transfer
@@ -152,6 +153,8 @@ def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interv
 def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
     total["wire"] = engine.wiring.queues.wire_bytes
+    if engine.matrix_steps:
+        total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:
         for bucket in unit.buckets:
             for kind, nbytes in bucket.memory_bytes().items():
@@ -176,6 +179,6 @@ def _optimizer_bytes(engine: Engine) -> int:
         for parameter, state in optimizer.state.items()
         if id(parameter) in mine
         for value in state.values()
-        if isinstance(value, ShardTensor)
+        if isinstance(value, torch.Tensor) and (isinstance(value, ShardTensor) or value.dim())
     ]
-    return sum(value.to_local().nbytes for value in states)
+    return sum((value.to_local() if isinstance(value, ShardTensor) else value).nbytes for value in states)
