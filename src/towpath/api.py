@@ -318,8 +318,8 @@ def schedule(
 ) -> Schedule:
     """The transfers of one optimizer step, with bytes sent per link class, computed without communication.
 
-    `whole_matrices`: the names of the parameters that are stepped by a `towpath.optim.whole_matrices` optimizer; what its
-    step sends comes first, before the forward pass that follows it.
+    `whole_matrices`: the names of the parameters that a `towpath.optim.whole_matrices` optimizer steps; what its step
+    sends comes first, before the forward pass that follows it.
     `topology`: of a preset that is given by its name; else that of a sharded model, or the one that is detected.
     """
     if isinstance(strategy, str):
@@ -355,5 +355,6 @@ def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> It
                     yield WholeParameter(place.names[0], tuple(place.shape), unit, number, index)
     if wanted:
         raise StrategyError(
-            f"schedule: whole_matrices has {', '.join(sorted(wanted))}; expected names of the model's trainable parameters."
+            f"schedule: whole_matrices has {', '.join(sorted(wanted))}; expected names of the model's trainable "
+            "parameters."
         )

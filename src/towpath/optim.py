@@ -38,24 +38,24 @@ def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> W
     `optimizer` would make of the whole ones.
     """
     wire = gradients if isinstance(gradients, Wire) else Wire(codec=gradients)
-    return WholeMatrices(optimizer, wire)
+    engines = _checked(optimizer)
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return WholeMatrices(optimizer, [MatrixSteps(engine, wanted, wire) for engine in engines])
 
 
 class WholeMatrices(Optimizer):
     """What `whole_matrices` returns. Its groups are the wrapped optimizer's; its `state` has those of the parameters that
     this rank owns."""
 
-    def __init__(self, inner: Optimizer, gradients: Wire) -> None:
-        self._parts: list[MatrixSteps] | None = None
-        engines = _checked(inner)
+    def __init__(self, inner: Optimizer, parts: Sequence[MatrixSteps]) -> None:
+        self._parts: Sequence[MatrixSteps] | None = None
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
+        self.inner, self._parts = inner, parts  # a part for each sharded model whose parameters it has
         # Hooks run once in a step, not once in each of its rounds.
-        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
-        inner._optimizer_step_pre_hooks, inner._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        wanted = {id(p) for group in self.param_groups for p in group["params"]}
-        self._parts = [MatrixSteps(engine, wanted, gradients) for engine in engines]
+        hooks: Any = inner
+        self._optimizer_step_pre_hooks = hooks._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = hooks._optimizer_step_post_hooks
+        hooks._optimizer_step_pre_hooks, hooks._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter: what the wrapped optimizer steps
 
     # What a training loop calls ---------------------------------------------------------------------------------------
@@ -106,7 +106,8 @@ class WholeMatrices(Optimizer):
         states: dict[nn.Parameter, dict[str, Any]] | None = None,
     ) -> list[dict[str, Any]]:
         """A step of the wrapped optimizer of these parameters alone."""
-        inner, groups, state = self.inner, self.inner.param_groups, self.inner.state
+        inner: Any = self.inner
+        groups, state = inner.param_groups, inner.state
         inner.param_groups = [
             {**each, "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]}
             for each, group in zip(options, self.param_groups, strict=True)
@@ -135,7 +136,6 @@ class WholeMatrices(Optimizer):
 
     @property
     def parts(self) -> Sequence[MatrixSteps]:
-        """One for each sharded model whose parameters it has."""
         return self._parts or ()
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -146,7 +146,7 @@ class WholeMatrices(Optimizer):
         """That of the wrapped optimizer, where every rank owns every parameter (ddp)."""
         if any(part.is_spread for part in self.parts):
             raise ShardError(
-                f"state_dict() of whole_matrices({self.kind}): this rank has the states of the parameters that it owns, "
+                f"state_dict() of whole_matrices({self.kind}): this rank has the states of parameters that it owns, "
                 "and no others. Save with towpath.checkpoint, or let every rank call towpath.checkpoint."
                 "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
                 "cpu_offload=True)), and rank 0 save what it gets."
@@ -154,8 +154,8 @@ class WholeMatrices(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What the wrapped optimizer's `state_dict()` is in one process: whole states, of all parameters, on every rank.
-        Each rank keeps those of the parameters that it owns."""
+        """What the wrapped optimizer's `state_dict()` is in one process: whole states, of all parameters. Every rank
+        must be given it, and keeps what it owns."""
         order = [p for group in self.param_groups for p in group["params"]]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         mine = {number for number, p in zip(saved, order, strict=False) if self.owns(p)}

@@ -58,10 +58,6 @@ class Round:
     dtype: str
     matrices: tuple[Matrix, ...]
 
-    @property
-    def travelling(self) -> tuple[Matrix, ...]:
-        return tuple(matrix for matrix in self.matrices if not matrix.stays)
-
     def owned(self, slot: int) -> tuple[Matrix, ...]:
         return tuple(matrix for matrix in self.matrices if matrix.owner == slot)
 
@@ -113,9 +109,10 @@ class MatrixPlan:
         return self._made[each]
 
     def _transfers_of(self, each: Round) -> Iterator[Transfer]:
-        if not each.travelling:
+        if not self.strategy.moves.assemble:
             return
-        payload, topology = Matrices(each.travelling, each.dtype), self.strategy.topology
+        # Also of matrices that stay where they are: ranks compare what they submit, and so which of them they step.
+        payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
         groups = self.strategy.moves.assemble[0].groups
         to_owners, from_owners = (Move(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
         yield Transfer(Kind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology)

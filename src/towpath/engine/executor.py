@@ -385,7 +385,7 @@ class Engine:
                 listener()
 
 
-def engine_with(parameter: nn.Parameter) -> Engine | None:
+def engine_with(parameter: torch.Tensor) -> Engine | None:
     """The engine of the sharded model that `parameter` belongs to."""
     return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
 

@@ -169,7 +169,7 @@ class MatrixSteps:
         bound = [self._bind(transfer) for transfer in task.transfers]
         brought = self._brought(each, task.unit % ROUNDS_IN_FLIGHT)
         pieces: Mapping[Kind, list[torch.Tensor]] = {
-            kind: [piece(matrix) for matrix in each.travelling]
+            kind: [piece(matrix) for matrix in each.matrices]
             for kind, piece in (
                 (Kind.MATRIX_GRADIENTS, self._gradient),
                 (Kind.MATRIX_WEIGHTS, self._weight),
@@ -192,5 +192,5 @@ def _exchange(
     for transfer in bound:
         kind = transfer.transfer.kind
         place = 0 if kind is Kind.MATRIX_GRADIENTS else 1
-        wholes = {n: brought[m.name][place] for n, m in enumerate(each.travelling) if m.name in brought}
+        wholes = {n: brought[m.name][place] for n, m in enumerate(each.matrices) if m.name in brought}
         transfer.run(pieces[kind], wholes, workspace)

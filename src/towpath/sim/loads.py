@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.move_shapes import MoveShape
-from towpath.core.payload import Activation
+from towpath.core.payload import Activation, Range
 from towpath.core.route_phases import Phase, phases
 from towpath.core.routes import Grid, Op, hops_of, parts_of, slice_bytes
 from towpath.core.transfer import Transfer
@@ -72,7 +72,7 @@ class TransferShape:
             size = transfer.message_bytes
         else:
             size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
-        factored = 0 if isinstance(transfer.payload, Activation) else transfer.payload.factored
+        factored = transfer.payload.factored if isinstance(transfer.payload, Range) else 0
         return TransferShape(
             move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec, factored
         )
