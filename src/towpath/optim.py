@@ -30,7 +30,7 @@ _ADVICE = "Make the same optimizer of the same parameters on every rank."
 
 
 def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> WholeMatrices:
-    """`optimizer`, made of a sharded model's parameters, as one that steps each of them whole, on the rank that owns it.
+    """`optimizer`, made of a sharded model's parameters, as one that steps each of them whole, on the rank owning it.
 
     For any optimizer that handles each parameter by itself. Every rank must call it alike, after shard() and before the
     first step; use what it returns in the place of `optimizer`. `gradients`: a codec, such as "int8:64", in which
@@ -44,8 +44,8 @@ def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> W
 
 
 class WholeMatrices(Optimizer):
-    """What `whole_matrices` returns. Its groups are the wrapped optimizer's; its `state` has those of the parameters that
-    this rank owns."""
+    """What `whole_matrices` returns. Its groups are the wrapped optimizer's; its `state` has that of the parameters
+    which this rank owns."""
 
     def __init__(self, inner: Optimizer, parts: Sequence[MatrixSteps]) -> None:
         self._parts: Sequence[MatrixSteps] | None = None
@@ -141,6 +141,15 @@ class WholeMatrices(Optimizer):
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank steps `parameter`, and has its states."""
         return isinstance(parameter, ShardTensor) and any(part.owns_parameter(parameter) for part in self.parts)
+
+    def whole_states(self, device: torch.device | None, wanted: bool) -> dict[torch.Tensor, dict[str, Any]]:
+        """The states of all parameters, on `device` (their own unless given), where they are `wanted`. Every rank must
+        call it; it holds one tensor more than what it returns."""
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for part in self.parts:
+            for name, state in part.states_of_owners(self.state, device, wanted):
+                found[part.parameters[name]] = state
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """That of the wrapped optimizer, where every rank owns every parameter (ddp)."""

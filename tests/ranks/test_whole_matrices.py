@@ -28,7 +28,7 @@ from towpath.core.owner_messages import owner_messages, piece_bytes
 from towpath.core.payload import Matrices
 from towpath.core.strategy import Kind
 from towpath.errors import MismatchError, ShardError, StepError, StrategyError
-from towpath.optim import WholeMatrices, whole_matrices
+from towpath.optim import whole_matrices
 
 Worlds = Callable[[int], World]
 
@@ -284,7 +284,7 @@ def _refused() -> None:
         optim.Muon(model.parameters())
     with pytest.raises(ShardError, match="computes with all parameters at once"):
         whole_matrices(optim.LBFGS(model.parameters()))
-    with pytest.raises(MismatchError, match="rank 0 has .options of group 0"):
+    with pytest.raises(MismatchError, match=r"rank 0 has .options of group 0"):
         whole_matrices(optim.Muon(_matrices(model), lr=0.1 + dist.get_rank()))
     with pytest.raises(StrategyError, match="codec of blocks"):
         whole_matrices(optim.Muon(_matrices(model)), gradients="low-rank:2")
@@ -344,3 +344,41 @@ def _resume(root: Path, states: str) -> None:
         twin.backward(2 + number)
         twin.step()
         twin.check_parameters()
+
+
+def test_full_state_dicts_are_those_of_one_process_and_load_again(world: Worlds) -> None:
+    world(4).run(_full_state_dicts)
+
+
+def _full_state_dicts() -> None:
+    twin = Twin(Net, _loss, "zero3", SHAPE)
+    twin.optimizer, twin.plain_optimizer = (Iterated(_matrices(m)) for m in (twin.sharded, twin.plain))
+    twin.optimizer = whole_matrices(twin.optimizer)
+    adamw = optim.AdamW(_others(twin.sharded), lr=1e-3)
+    twin.backward()
+    adamw.step()
+    twin.step()
+    names = {name: p for name, p in twin.plain.named_parameters()}
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        found = checkpoint.get_optimizer_state_dict(twin.sharded, [twin.optimizer, adamw], options=options)
+        if offload and dist.get_rank():
+            assert found == {}
+            continue
+        for name, p in names.items():
+            if p.dim() == 2:
+                expected = twin.plain_optimizer.state[p]["momentum_buffer"]
+                assert torch.allclose(found["state"][name]["momentum_buffer"], expected, rtol=0, atol=1e-12), name
+            else:
+                assert found["state"][name]["exp_avg"].shape == p.shape
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    resumed = whole_matrices(Iterated(_matrices(twin.sharded), lr=0.5))
+    fresh = optim.AdamW(_others(twin.sharded), lr=1e-3)
+    checkpoint.set_optimizer_state_dict(
+        twin.sharded, [resumed, fresh], found if dist.get_rank() == 0 else {}, options=options
+    )
+    assert resumed.param_groups[0]["lr"] == 0.02 and resumed.param_groups[0]["steps"] == 1
+    assert resumed.state.keys() == twin.optimizer.state.keys()
+    for parameter, state in resumed.state.items():
+        assert torch.equal(state["momentum_buffer"], twin.optimizer.state[parameter]["momentum_buffer"])
+    assert fresh.state.keys() == adamw.state.keys()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -126,6 +126,31 @@ class MatrixSteps:
                 if room
             }
 
+    def states_of_owners(
+        self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Of each parameter, by name, what its owner has in `states`: sent to every rank, tensor by tensor."""
+        groups = self._wiring.groups
+        mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
+        told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
+            {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
+        )
+        for name in self.parameters:
+            rank = next((rank for rank, theirs in enumerate(told) if name in theirs), None)
+            if rank is None:
+                continue
+            state: dict[str, Any] = {}
+            for key, value in told[rank][name].items():
+                if isinstance(value, _Outline):
+                    own = mine[name][key] if groups.rank == rank else None
+                    shape, dtype = value.shape, value.dtype
+                    here = torch.empty(shape, dtype=dtype, device=self._wiring.device) if own is None else own.clone()
+                    groups.broadcast(here, rank)
+                    value = here.to(device or here.device) if wanted else None
+                state[key] = value
+            if wanted:
+                yield name, state
+
     # Where things lie ------------------------------------------------------------------------------------------------
 
     def _gradient(self, matrix: Matrix) -> torch.Tensor:
@@ -180,6 +205,20 @@ class MatrixSteps:
         after = [cast(Handle, before.handle) for before in task.after]
         work = partial(_exchange, bound, pieces, each, brought)
         return self._wiring.queues.submit(task.kind, bound, work, after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """Of a state that is a tensor; a number is told as it is."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _outline(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Outline(value.shape, value.dtype) if value.dim() else value.cpu()
 
 
 def _exchange(
