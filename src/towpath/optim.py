@@ -24,7 +24,7 @@ from towpath.engine.matrix_steps import MatrixSteps, Whole
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import ShardError, TowpathError
 
-__all__ = ["WholeMatrices", "whole_matrices"]
+__all__ = ["Together", "WholeMatrices", "together", "whole_matrices"]
 
 _ADVICE = "Make the same optimizer of the same parameters on every rank."
 
@@ -174,6 +174,68 @@ class WholeMatrices(Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ShardError(f"whole_matrices({self.kind}) cannot be copied: make another optimizer, and wrap that.")
+
+
+def together(*optimizers: Optimizer) -> Together:
+    """Several optimizers as one, such as Muon for the matrices and AdamW for all else: one to step, schedule,
+    save and load. No parameter may be in two of them."""
+    return Together(optimizers)
+
+
+class Together(Optimizer):
+    """What `together` returns. Its groups are those of its `members`, in their order, and so are its states."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        if not members or any(isinstance(each, Together) for each in members):
+            raise ShardError(f"together(): expected one optimizer or more, none of them made by it; got {members}.")
+        self.members = tuple(members)
+        super().__init__([group for each in members for group in each.param_groups], {})
+        for each in members:
+            self.state.update(each.state)
+        self._share()
+
+    def _share(self) -> None:
+        """One dict for all states: a parameter is stepped by one of the members."""
+        for each in self.members:
+            each.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.members:
+            each.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        for each in self.members:
+            if isinstance(each, WholeMatrices):
+                each.state_dict()  # refuses to give a part for the whole
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups, first = list(state_dict["param_groups"]), 0
+        for each in self.members:
+            mine = groups[first : first + len(each.param_groups)]
+            first += len(mine)
+            numbers = {number for group in mine for number in group["params"]}
+            states = {number: state for number, state in state_dict["state"].items() if number in numbers}
+            each.load_state_dict({"state": states, "param_groups": mine})
+        self.param_groups = [group for each in self.members for group in each.param_groups]
+        self.state = defaultdict(dict, {p: state for each in self.members for p, state in each.state.items()})
+        self._share()
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Those that `together` has made one of; or the one that there is."""
+    return optimizer.members if isinstance(optimizer, Together) else (optimizer,)
+
+
+def whole_of(optimizer: Optimizer) -> list[WholeMatrices]:
+    """Those of them that step whole matrices."""
+    return [each for each in members_of(optimizer) if isinstance(each, WholeMatrices)]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from towpath.core.owner_messages import owner_messages, piece_bytes
 from towpath.core.payload import Matrices
 from towpath.core.strategy import Kind
 from towpath.errors import MismatchError, ShardError, StepError, StrategyError
-from towpath.optim import whole_matrices
+from towpath.optim import together, whole_matrices
 
 Worlds = Callable[[int], World]
 
@@ -318,10 +318,20 @@ def _differ() -> str:
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
-RESUMED: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
-    "as large as the parameter": lambda model: Iterated(_matrices(model)),
-    "of its rows and columns": lambda model: optim.Adafactor(model.parameters(), lr=0.01),
+
+def _iterated_and_adamw(model: nn.Module, wrap: Callable[[Any], Any]) -> optim.Optimizer:
+    return together(wrap(Iterated(_matrices(model))), optim.AdamW(_others(model), lr=0.01))
+
+
+RESUMED: dict[str, Callable[[nn.Module, Callable[[Any], Any]], optim.Optimizer]] = {
+    "as large as the parameter": lambda model, wrap: wrap(Iterated(_matrices(model))),
+    "of its rows and columns": lambda model, wrap: wrap(optim.Adafactor(model.parameters(), lr=0.01)),
+    "and elementwise ones beside them": _iterated_and_adamw,
 }
+
+
+def _as_it_is(optimizer: optim.Optimizer) -> optim.Optimizer:
+    return optimizer
 
 
 @pytest.mark.parametrize("states", RESUMED)
@@ -332,12 +342,13 @@ def test_saved_under_one_strategy_it_goes_on_under_another(world: Worlds, tmp_pa
 def _resume(root: Path, states: str) -> None:
     labels = ["zero3", "mics", "ddp", "paro-iig", "zero3"]
     twin = Twin(Net, _loss, labels[0], SHAPE)
-    twin.optimizer, twin.plain_optimizer = whole_matrices(RESUMED[states](twin.sharded)), RESUMED[states](twin.plain)
+    twin.optimizer = RESUMED[states](twin.sharded, whole_matrices)
+    twin.plain_optimizer = RESUMED[states](twin.plain, _as_it_is)
     twin.train(2)
     for number, label in enumerate(labels[1:]):
         assert checkpoint.save(root / str(number), 2 + number, checkpoint.State(twin.sharded, twin.optimizer)).ok
         resumed = Twin(Net, _loss, label, SHAPE)
-        resumed.optimizer = whole_matrices(RESUMED[states](resumed.sharded))
+        resumed.optimizer = RESUMED[states](resumed.sharded, whole_matrices)
         loaded = checkpoint.load(root / str(number), checkpoint.State(resumed.sharded, resumed.optimizer))
         assert loaded is not None and not loaded.notes
         resumed.plain, resumed.plain_optimizer, twin = twin.plain, twin.plain_optimizer, resumed
@@ -358,7 +369,7 @@ def _full_state_dicts() -> None:
     twin.backward()
     adamw.step()
     twin.step()
-    names = {name: p for name, p in twin.plain.named_parameters()}
+    names = dict(twin.plain.named_parameters())
     for offload in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
         found = checkpoint.get_optimizer_state_dict(twin.sharded, [twin.optimizer, adamw], options=options)

@@ -26,7 +26,7 @@ from towpath.engine.build import agree
 from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor, whole_tensors
 from towpath.errors import CheckpointError, TowpathError
-from towpath.optim import WholeMatrices
+from towpath.optim import WholeMatrices, members_of
 
 StateDict = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -192,7 +192,8 @@ def _engines(model: nn.Module) -> list[Engine]:
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return [member for optimizer in listed for member in members_of(optimizer)]
 
 
 def _parameters(model: nn.Module, options: StateDictOptions) -> dict[str, nn.Parameter]:

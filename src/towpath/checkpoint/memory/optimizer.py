@@ -23,7 +23,7 @@ from towpath.checkpoint.disk.safe_open import DamagedError, shown
 from towpath.checkpoint.memory.names import Named
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
-from towpath.optim import WholeMatrices
+from towpath.optim import WholeMatrices, members_of, whole_of
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # also of a parameter that is a number itself
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new optimizer's own choice
@@ -48,28 +48,27 @@ def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor]
 
 def kind_of(optimizer: Optimizer) -> str:
     """The class whose states these are."""
-    return optimizer.kind if isinstance(optimizer, WholeMatrices) else type(optimizer).__name__
+    kinds = (each.kind if isinstance(each, WholeMatrices) else type(each).__name__ for each in members_of(optimizer))
+    return " + ".join(kinds)
 
 
 def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
     """Whether this rank, and no other of a replica, has the states of the parameter, whole."""
-    return isinstance(optimizer, WholeMatrices) and optimizer.owns(parameter)
+    return any(each.owns(parameter) for each in whole_of(optimizer))
 
 
 def is_spread(optimizer: Optimizer) -> bool:
     """Whether ranks have the states of different parameters."""
-    return isinstance(optimizer, WholeMatrices) and any(part.is_spread for part in optimizer.parts)
+    return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
 
 
 def whole_states(
     optimizer: Optimizer, model: Named, tensors: dict[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, ShardTensor]]:
     """Those of the collected `tensors` that this rank has as an owner, with their parameters."""
-    if not isinstance(optimizer, WholeMatrices):
-        return {}
     found: dict[str, tuple[torch.Tensor, ShardTensor]] = {}
-    for name, parameter in model.parameters.items():
-        if isinstance(parameter, ShardTensor) and optimizer.owns(parameter):
+    for name, parameter in model.parameters.items() if whole_of(optimizer) else ():
+        if isinstance(parameter, ShardTensor) and owns(optimizer, parameter):
             prefix = f"optimizer.{name}."
             found.update({path: (t, parameter) for path, t in tensors.items() if path.startswith(prefix)})
     return found
@@ -127,6 +126,8 @@ class Loading:
                 f"the checkpoint has the states of {self._saved['kind']}, and the optimizer is "
                 f"{kind_of(optimizer)}. Make a {self._saved['kind']}, or load without an optimizer."
             )
+        groups = (group for each in whole_of(optimizer) for group in each.param_groups)
+        self._stepped_whole = {id(p) for group in groups for p in group["params"]}
         self.targets: dict[str, torch.Tensor] = {}
         self._twins: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
         aliases: dict[str, str] = manifest.values.get("model", {"aliases": {}})["aliases"]
@@ -154,7 +155,7 @@ class Loading:
 
     def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
         """Whether another rank has its states, and this one none."""
-        return isinstance(self._optimizer, WholeMatrices) and not self._optimizer.owns(parameter)
+        return id(parameter) in self._stepped_whole and not owns(self._optimizer, parameter)
 
     def _empty_like(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         if owns(self._optimizer, parameter):
