@@ -21,13 +21,14 @@ from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
+from towpath.core.whole_matrices import WholeParameter
 from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank, check_values
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.hooks import register_known_methods
 from towpath.engine.initialise import Values
-from towpath.engine.layout import UnitChoice, describe, lay_out
+from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
 from towpath.engine.module_classes import become
 from towpath.engine.uneven_data import Batch, joined
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
@@ -331,11 +332,14 @@ def schedule(
     *,
     topology: Topology | None = None,
     memory: int | None = None,
+    whole_matrices: Iterable[str] = (),
 ) -> Schedule:
     """The transfers of one optimizer step, with bytes sent per link class, computed without communication.
 
     `memory`: bytes that a rank has, by which it is decided where frozen parameters lie if the strategy leaves it open;
     unless given it is enough, or, of a sharded model, what `shard()` has found.
+    `whole_matrices`: the names of the parameters that a `towpath.optim.whole_matrices` optimizer steps; what its step
+    sends comes first, before the forward pass that follows it.
     `topology`: of a preset that is given by its name; else that of a sharded model, or the one that is detected.
     """
     if isinstance(strategy, str):
@@ -348,12 +352,31 @@ def schedule(
         )
     _check_topology(strategy, topology)
     if isinstance(model_or_numels, ShardedModule):
+        layouts = [u.layout for u in model_or_numels.towpath_engine.units]
         specs = tuple(u.plan.spec for u in model_or_numels.towpath_engine.units)
         precision = precision or model_or_numels.towpath_engine.precision
         memory = model_or_numels.towpath_engine.free_bytes if memory is None else memory
     elif isinstance(model_or_numels, nn.Module):
-        specs = tuple(u.spec for u in lay_out(model_or_numels, units, precision))
+        layouts = lay_out(model_or_numels, units, precision)
+        specs = tuple(u.spec for u in layouts)
     else:
-        specs = units_from_numels(model_or_numels)
+        layouts, specs = [], units_from_numels(model_or_numels)
     strategy = decided(strategy, specs, precision or Precision(), memory).strategy
-    return derive_schedule(strategy, specs, micro_steps, precision)
+    whole = tuple(_whole_parameters(layouts, whole_matrices))
+    return derive_schedule(strategy, specs, micro_steps, precision, whole=whole)
+
+
+def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[WholeParameter]:
+    """Where the parameters of these names lie."""
+    wanted = set(names)
+    for unit, layout in enumerate(layouts):
+        for number, bucket in enumerate(layout.buckets):
+            for index, place in enumerate(bucket.places):
+                if bucket.spec.trainable and not wanted.isdisjoint(place.names):
+                    wanted.difference_update(place.names)
+                    yield WholeParameter(place.names[0], tuple(place.shape), unit, number, index)
+    if wanted:
+        raise StrategyError(
+            f"schedule: whole_matrices has {', '.join(sorted(wanted))}; expected names of the model's trainable "
+            "parameters."
+        )

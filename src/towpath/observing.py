@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import nn
 
 from towpath.core.transfer import Transfer
@@ -161,6 +162,8 @@ def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interv
 def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
     total["wire"] = engine.wiring.queues.wire_bytes
+    if engine.matrix_steps:
+        total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:
         for bucket in unit.buckets:
             for kind, nbytes in bucket.memory_bytes().items():
@@ -198,8 +201,8 @@ def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
         for parameter, state in optimizer.state.items()
         if id(parameter) in on_host
         for value in state.values()
-        if isinstance(value, ShardTensor)
+        if isinstance(value, torch.Tensor) and (isinstance(value, ShardTensor) or value.dim())
     )
     for value, where in states:
-        held[where] += value.to_local().nbytes
+        held[where] += (value.to_local() if isinstance(value, ShardTensor) else value).nbytes
     return held[0], held[1]

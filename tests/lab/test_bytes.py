@@ -13,7 +13,9 @@ from benchmarks import gpt
 
 import towpath
 from tests.ranks.strategies import ROUNDING, seldom, strategy_of
+from towpath.core.payload import Matrices
 from towpath.lab import Lab, link_counters
+from towpath.optim import whole_matrices
 
 MICRO_STEPS = 2
 LABELS = [n for n in towpath.strategies() if n not in ("lins", *ROUNDING)]
@@ -169,3 +171,36 @@ def test_after_the_first_step_no_frozen_byte_crosses_between_nodes(lab: Callable
     for counted, scheduled, frozen in lab(2, 2).call(sent_by_lora, towpath.Topology(2, 2)):
         assert frozen == 0
         assert scheduled * (1 - BELOW) <= counted <= scheduled * (1 + ABOVE)
+
+
+def muon_in_a_step(rank: int, world: int, labels: list[str], topology: towpath.Topology) -> Sent:
+    """Under each strategy, what this node sent over its cable while Muon stepped: by kernel and by schedule."""
+    return {label: _muon(rank, label, topology) for label in labels}
+
+
+def _muon(rank: int, label: str, topology: towpath.Topology) -> tuple[int, int]:
+    torch.manual_seed(0)
+    strategy = strategy_of(label, topology)
+    model: Any = towpath.shard(gpt.GPT(width=WIDER, depth=3, heads=2, context=TOKENS), strategy)
+    names = [name for name, p in model.named_parameters() if p.dim() == 2]
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    optimizer = whole_matrices(torch.optim.Muon(matrices, lr=0.02, ns_steps=1))
+    data = gpt.batches(rank, batch=1, length=TOKENS)
+    counted = 0
+    for _ in range(2):
+        model(*next(data)).backward()
+        before = counters_at_rest()
+        optimizer.step()
+        counted = counters_at_rest() - before
+    schedule = towpath.schedule(strategy, model, whole_matrices=names)
+    stepped = [t for t in schedule.transfers if isinstance(t.payload, Matrices)]
+    return counted, sum(t.cable_bytes(topology.node_of(rank)) for t in stepped)
+
+
+def test_matrices_travel_to_their_owners_and_back_as_scheduled(lab: Callable[..., Lab]) -> None:
+    answers = lab(2, 2).call(muon_in_a_step, ["zero3", "paro-iig"], towpath.Topology(2, 2))
+    _check(answers)
+    inside = lab(2, 2).call(muon_in_a_step, ["mics"], towpath.Topology(2, 2))
+    assert all(answer["mics"][1] == 0 for answer in inside)
+    whole = answers[0]["zero3"][1]
+    assert all(answer["mics"][0] < 0.02 * whole for answer in inside), "nothing crosses, but what barriers say"

@@ -26,6 +26,7 @@ from towpath.engine.build import agree
 from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor, whole_tensors
 from towpath.errors import CheckpointError, TowpathError
+from towpath.optim import WholeMatrices, members_of
 
 StateDict = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -76,11 +77,16 @@ def get_optimizer_state_dict(
         found: StateDict = {"state": {}, "param_groups": []}
         for optimizer in _listed(optimizers):
             _add_by_name(optimizer, names, found)
-        return _flattened(found) if options.flatten_optimizer_state_dict else found
+        return found
 
     if not (engines and options.full_state_dict):
         return pytorchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
-    return _gathered(_alike("get_optimizer_state_dict", engines, collect), engines[0], options)
+    tree = _alike("get_optimizer_state_dict", engines, collect)
+    gathered = _gathered(tree, engines[0], options)
+    for optimizer in _listed(optimizers):
+        if isinstance(optimizer, WholeMatrices):
+            _add_whole_states(optimizer, _parameters(model, options), gathered, options)
+    return _flattened(gathered) if options.flatten_optimizer_state_dict and gathered else gathered
 
 
 def get_state_dict(
@@ -131,27 +137,37 @@ def set_optimizer_state_dict(
     if not (engines and options.full_state_dict):
         pytorchs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
-    optimizers, parameters = _listed(optimizers), dict[str, nn.Parameter]()
+    listed, parameters = _listed(optimizers), dict[str, nn.Parameter]()
+    owned = [optimizer for optimizer in listed if isinstance(optimizer, WholeMatrices)]
+    whole = {id(p) for optimizer in owned for group in optimizer.param_groups for p in group["params"]}
 
     def check() -> StateDict:
         parameters.update(_parameters(model, options))
         names = {id(p): name for name, p in parameters.items()}
-        for optimizer in optimizers:
+        for optimizer in listed:
             _add_by_name(optimizer, names, {"state": {}, "param_groups": []})  # all its parameters are the model's
         return optim_state_dict if "state" in optim_state_dict or not optim_state_dict else _nested(optim_state_dict)
 
     def take(path: str, value: torch.Tensor) -> torch.Tensor:
         name, _, key = path.removeprefix("state.").rpartition(".")
         parameter = parameters.get(name)
-        return _slice_of(value, parameter) if parameter is not None and is_like(key, value, parameter) else value
+        if parameter is None or id(parameter) in whole or not is_like(key, value, parameter):
+            return value
+        return _slice_of(value, parameter)
 
     given = _given("set_optimizer_state_dict", engines, check, options, take)
-    for optimizer in optimizers:
+    names = {id(p): name for name, p in parameters.items()}
+    for optimizer in owned:
+        _load_whole_states(optimizer, names, given)
+    others = [optimizer for optimizer in listed if not isinstance(optimizer, WholeMatrices)]
+    if not others:
+        return
+    for optimizer in others:
         for group in () if optimizer.state else optimizer.param_groups:
             # Or PyTorch would step it once, to find out which states it has.
             for parameter in group["params"]:
                 optimizer.state[parameter] = {}
-    pytorchs.set_optimizer_state_dict(model, optimizers, given, options=_without_gathering(options))
+    pytorchs.set_optimizer_state_dict(model, others, given, options=_without_gathering(options))
 
 
 def set_state_dict(
@@ -176,7 +192,8 @@ def _engines(model: nn.Module) -> list[Engine]:
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    return [member for optimizer in listed for member in members_of(optimizer)]
 
 
 def _parameters(model: nn.Module, options: StateDictOptions) -> dict[str, nn.Parameter]:
@@ -191,10 +208,38 @@ def _parameters(model: nn.Module, options: StateDictOptions) -> dict[str, nn.Par
 
 def _add_by_name(optimizer: Optimizer, names: dict[int, str], found: StateDict) -> None:
     """Its state dict, which counts the parameters, with their names instead."""
-    own, groups = optimizer.state_dict(), optimizer.param_groups
+    if isinstance(optimizer, WholeMatrices):  # its states are added by `_add_whole_states`
+        own = {**Optimizer.state_dict(optimizer), "state": {}}
+    else:
+        own = optimizer.state_dict()
+    groups = optimizer.param_groups
     order = [name_of(names, p, number) for number, group in enumerate(groups) for p in group["params"]]
     found["state"].update({order[number]: state for number, state in own["state"].items()})
     found["param_groups"] += [{**g, "params": [order[number] for number in g["params"]]} for g in own["param_groups"]]
+
+
+def _add_whole_states(
+    optimizer: WholeMatrices, parameters: dict[str, nn.Parameter], gathered: StateDict, options: StateDictOptions
+) -> None:
+    """What each rank has of the parameters that it owns."""
+    device = torch.device("cpu") if options.cpu_offload else None
+    states = optimizer.whole_states(device, wanted=bool(gathered))
+    names = {id(p): name for name, p in parameters.items()}
+    if gathered:
+        gathered["state"].update({names[id(parameter)]: state for parameter, state in states.items()})
+
+
+def _load_whole_states(optimizer: WholeMatrices, names: dict[int, str], given: StateDict) -> None:
+    """Of a dict that goes by names, what this rank owns, and the options of its groups."""
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    number = {name: i for i, name in enumerate(order)}
+    options = {name: g for g in given["param_groups"] for name in g["params"]}
+    groups: list[StateDict] = []
+    for group in optimizer.param_groups:
+        mine = [names[id(p)] for p in group["params"]]
+        groups.append({**group, **options.get(mine[0] if mine else "", {}), "params": [number[name] for name in mine]})
+    states = {number[name]: state for name, state in given["state"].items() if name in number}
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
 def _flattened(tree: StateDict) -> StateDict:

@@ -6,7 +6,7 @@ every boundary (`core/journal.py`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol, final
@@ -15,6 +15,7 @@ import torch
 
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Collective, Members
+from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.workspace import Workspace
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -54,20 +55,40 @@ class BoundTransfer:
         with self.observer.running([self.transfer], workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
 
-    @contextmanager
-    def explained(self) -> Generator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise StepError(self._failure(error)) from error
+    def explained(self) -> AbstractContextManager[None]:
+        return _explained(self.transfer, self.members, self.observer)
 
-    def _failure(self, error: RuntimeError) -> str:
-        others = [r for r in self.members.group.ranks if r != self.members.rank]
-        return (
-            f"rank {self.members.rank}: {self.transfer} failed: {error}\nIf this speaks of a connection or of time, "
+
+@contextmanager
+def _explained(transfer: Transfer, members: Members, observer: Observer) -> Generator[None]:
+    """Of a failure inside, whose it may be."""
+    try:
+        yield
+    except RuntimeError as error:
+        others = [r for r in members.group.ranks if r != members.rank]
+        raise StepError(
+            f"rank {members.rank}: {transfer} failed: {error}\nIf this speaks of a connection or of time, "
             f"one of its peers (rank {', '.join(map(str, others))}) has died, hangs, is at another step or has lost "
-            f"its link. {self.observer.describe_ranks(others)}"
-        )
+            f"its link. {observer.describe_ranks(others)}"
+        ) from error
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BoundMatrices:
+    """Of matrices, between the ranks that hold their pieces and those that own them."""
+
+    transfer: Transfer
+    members: Members
+    exchange: OwnersExchange
+    observer: Observer
+
+    def run(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace) -> None:
+        with (
+            self.observer.running([self.transfer], workspace.micro_step),
+            _explained(self.transfer, self.members, self.observer),
+        ):
+            self.exchange.run(pieces, wholes, workspace)
 
 
 @final

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -21,7 +22,8 @@ class Task:
     """A transfer of one unit. `after`: the tasks it waits for, besides what was computed before it was submitted, and
     the tasks before it in its queue's way.
 
-    `handle` is the executor's own.
+    `transfers`: of an optimizer's step, which are no unit's; `unit` is the number of its round then. `handle` is the
+    executor's own.
     """
 
     kind: Kind
@@ -29,9 +31,12 @@ class Task:
     slot: Slot | None = None
     after: tuple[Task, ...] = ()
     keep_copy: bool = False  # of a gather: what it brings, cut for the backward pass, is kept
+    transfers: tuple[Transfer, ...] = ()
     handle: object = None
 
     def __str__(self) -> str:
+        if self.transfers:
+            return f"{self.kind.value} of {self.transfers[0].payload}"
         return f"{self.kind.value} of unit {self.unit}"
 
 

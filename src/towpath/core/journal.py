@@ -9,7 +9,8 @@ all members agree, each byte and its complement are 255 together; where two diff
     gathers              compared within a replica of the parameters (replicas may run different units), trainable and
                          frozen ones together
     reductions           within a replica of the gradients
-    syncs, publishes     within a replica of the optimizer states
+    syncs, publishes,    within a replica of the optimizer states
+    and what an optimizer needs that steps whole matrices
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
     for extent, kinds in (
         (strategy.gathered_over, (Kind.GATHER, Kind.BACKWARD_GATHER)),
         (placement.grads, (Kind.REDUCE,)),
-        (placement.optimizer, (Kind.SYNC, Kind.PUBLISH)),
+        (placement.optimizer, (Kind.SYNC, Kind.PUBLISH, Kind.MATRIX_GRADIENTS, Kind.MATRIX_UPDATES)),
     ):
         if extent.size > 1:
             found.append(Scope(frozenset(kinds), replicas(extent, strategy.topology), slot))

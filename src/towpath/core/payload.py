@@ -49,4 +49,55 @@ class Activation:
         return f"{self.unit} [{' × '.join(map(str, self.shape))}]"
 
 
-Payload = Range | Activation
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A parameter that one rank of each copy of the optimizer states steps whole: the one that holds slice `owner`.
+
+    `pieces`: by slice, in order, how many of its elements lie there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[int, ...]
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        return sum(self.pieces)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its owner holds all of it, and none of it travels."""
+        return self.pieces[self.owner] == self.numel
+
+    def bounds(self, slot: int) -> tuple[int, int]:
+        """Which of its elements lie in that slice."""
+        start = sum(self.pieces[:slot])
+        return start, start + self.pieces[slot]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Whole parameters, or their gradients, as their slices travel between the ranks that hold these and the owners."""
+
+    matrices: tuple[Matrix, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """Those at their owners from the start among them."""
+        return sum(matrix.numel for matrix in self.matrices)
+
+    @property
+    def unit(self) -> str:
+        return ", ".join(matrix.name for matrix in self.matrices)
+
+    @property
+    def bucket(self) -> str:
+        return ""
+
+    def __str__(self) -> str:
+        return self.unit
+
+
+Payload = Range | Activation | Matrices

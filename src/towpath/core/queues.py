@@ -12,6 +12,9 @@ QUEUES = {
     Kind.SYNC: "sync",
     Kind.USAGE: "control",
     Kind.PUBLISH: "publish",
+    Kind.MATRIX_GRADIENTS: "to owners",
+    Kind.MATRIX_WEIGHTS: "to owners",
+    Kind.MATRIX_UPDATES: "from owners",
     Kind.ACTIVATION: "activation",
     Kind.ACTIVATION_GRADIENT: "activation gradient",
 }

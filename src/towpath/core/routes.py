@@ -30,9 +30,12 @@ class Op(StrEnum):
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
     SEND = "send"  # the first of a group to the second, in one message: no route, no slices
+    TO_OWNERS = "gather to owners"  # of matrices, each straight from who holds a piece to its owner: no route
+    FROM_OWNERS = "scatter from owners"  # and back
 
 
 COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
+WITH_OWNERS = (Op.TO_OWNERS, Op.FROM_OWNERS)
 
 
 # A node shares out the last part alone, when nothing crosses any more: the more parts, the shorter that is. With more

@@ -23,6 +23,7 @@ from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.core.transfer import Needs, SentBytes, Transfer
 from towpath.core.transitions import Cut, Move, everyone
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.whole_matrices import MatrixPlan, WholeParameter, plan_matrices
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError
 
@@ -312,6 +313,7 @@ class Schedule(SentBytes):
     micro_steps: int
     plans: tuple[UnitPlan, ...]
     transfers: tuple[Transfer, ...]
+    matrices: MatrixPlan | None = None
 
     def memory_bytes(self) -> dict[str, int]:
         """What one rank keeps between steps on its device, by kind, before the optimizer's own states."""
@@ -328,7 +330,9 @@ class Schedule(SentBytes):
 
     def buffer_bytes(self) -> dict[str, int]:
         """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
-        return buffer_bytes(self.plans, {t.kind for t in self.transfers} - {Kind.USAGE})
+        kinds = {t.kind for t in self.transfers}.intersection(WIRED)
+        owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
+        return buffer_bytes(self.plans, kinds) | owners
 
     def __str__(self) -> str:
         title = f"{self.strategy.name}, {self.micro_steps} micro-steps a step: bytes sent by all ranks together"
@@ -380,15 +384,21 @@ def schedule(
     micro_steps: int,
     precision: Precision | None = None,
     passes: Sequence[StagePass] = (),
+    whole: Collection[WholeParameter] = (),
 ) -> Schedule:
     """The transfers of one optimizer step of `micro_steps` micro-steps, in steady state.
 
-    `passes`: of a pipeline's stage, in their order.
+    `passes`: of a pipeline's stage, in their order. `whole`: the parameters that the optimizer steps whole.
     """
     if type(micro_steps) is not int or micro_steps < 1:
         raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
     plans = tuple(plan_unit(strategy, unit, precision or Precision()) for unit in units)
-    return Schedule(strategy, micro_steps, plans, tuple(_laid_out(strategy, plans, micro_steps, passes)))
+    laid_out = tuple(_laid_out(strategy, plans, micro_steps, passes))
+    if not whole:
+        return Schedule(strategy, micro_steps, plans, laid_out)
+    matrices = plan_matrices(strategy, plans, whole)
+    # A step is counted from one delivery of gradients to the next: the optimizer's part comes first.
+    return Schedule(strategy, micro_steps, plans, (*matrices.transfers(), *laid_out), matrices)
 
 
 def _laid_out(

@@ -27,6 +27,9 @@ class Kind(StrEnum):
     SYNC = "sync"
     PUBLISH = "publish"
     USAGE = "usage"
+    MATRIX_GRADIENTS = "matrix_gradients"
+    MATRIX_WEIGHTS = "matrix_weights"
+    MATRIX_UPDATES = "matrix_updates"
     ACTIVATION = "activation"
     ACTIVATION_GRADIENT = "activation_gradient"
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from towpath.core.formats import NARROW, Codec, item_bytes
-from towpath.core.payload import Activation, Payload
+from towpath.core.owner_messages import encoded_by_a_rank, sent_with_owners
+from towpath.core.payload import Activation, Matrices, Matrix, Payload
 from towpath.core.route_bytes import Sent, sent_bytes
 from towpath.core.routes import (
     AllToAll,
@@ -76,7 +77,7 @@ class Transfer:
     @property
     def parts(self) -> int:
         """Into how many each slice is cut on its way."""
-        if self.move.op is Op.SEND:
+        if self.move.op is Op.SEND or isinstance(self.payload, Matrices):
             return 1
         size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.wire.encoding)
         return parts_of(self.route, self.grid, size)
@@ -109,6 +110,8 @@ class Transfer:
         if self.move.op is Op.SEND:
             return _sent_by_pairs(self.move, self.topology, self.message_bytes)
         item = item_bytes(self.dtype)
+        if isinstance(self.payload, Matrices):
+            return _sent_with_owners(self.move, self.topology, self.payload.matrices, item, self.wire.encoding)
         return _sent_by_all(self.move, self.route, self.topology, self.parts, self.elements, item, self.wire.encoding)
 
     @property
@@ -120,6 +123,8 @@ class Transfer:
         """What one rank needs to receive in, beside the region."""
         if self.kind is Kind.USAGE:
             return {}
+        if isinstance(self.payload, Matrices):  # what is not encoded goes straight to where it belongs
+            return {"uint8": encoded_by_a_rank(self.payload.matrices, self.wire.encoding)}
         if self.move.op is Op.SEND:
             return {"uint8": self.message_bytes}
         codec = self.wire.encoding
@@ -141,9 +146,9 @@ class Transfer:
             if self.wire.low_rank is not None:
                 return (self.wire.low_rank.kept_elements(self.payload.shape, feedback),)
             return (self.elements,) if feedback else ()
-        hops = hops_of(self.route, self.grid)
-        if self.wire.encoding is None or self.move.op is Op.ALL_GATHER:
+        if self.wire.encoding is None or self.move.op is Op.ALL_GATHER or isinstance(self.payload, Matrices):
             return ()
+        hops = hops_of(self.route, self.grid)
         kept = AllToAll(hops, self.parts, self.elements, self.wire.encoding).kept_elements
         asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.wire.feedback]
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
@@ -155,6 +160,8 @@ class Transfer:
         if self.move.op is Op.SEND:
             pairs = ", ".join(f"{source} to {target}" for source, target in (g.ranks for g in self.move.groups))
             return f"{self.kind.value} of {self.payload}, {self.move.op.value} from rank {pairs}"
+        if isinstance(self.payload, Matrices):
+            return f"{self.kind.value} of {self.payload}, {self.move.op.value} among {self.move.members} ranks"
         return f"{self.kind.value} of {self.payload}, {self.move.op.value} over {self.move.members} ranks"
 
 
@@ -214,6 +221,20 @@ def _sent_by_all(
         inside += sent.inside
         for node, nbytes in zip(nodes[:: grid.width], sent.leaving, strict=True):
             leaving[node] += nbytes
+    return Sent(inside, tuple(leaving))
+
+
+@lru_cache(maxsize=4096)
+def _sent_with_owners(
+    move: Move, topology: Topology, matrices: tuple[Matrix, ...], item: int, codec: Codec | None
+) -> Sent:
+    inside, leaving = 0, [0] * topology.nodes
+    for group in move.groups:
+        homes = {slot: topology.node_of(rank) for rank, slot in zip(group.ranks, group.slots, strict=True)}
+        by_slot = [homes[slot] for slot in range(len(homes))]
+        sent = sent_with_owners(move.op, matrices, by_slot, topology.nodes, item, codec)
+        inside += sent.inside
+        leaving = [a + b for a, b in zip(leaving, sent.leaving, strict=True)]
     return Sent(inside, tuple(leaving))
 
 

@@ -23,6 +23,12 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def overlap(offset: int, numel: int, cut: int, slot: int) -> tuple[int, int]:
+    """Which elements [start, end) of a parameter that begins at `offset` lie in slice `slot` of length `cut`."""
+    low = slot * cut - offset
+    return min(max(low, 0), numel), min(max(low + cut, 0), numel)
+
+
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
     """The parameters of a unit that lie in one flat buffer: one dtype, all trainable or all frozen.

@@ -8,7 +8,7 @@ from typing import Any
 from towpath.core.formats import Codec
 from towpath.core.low_rank import NAME as LOW_RANK
 from towpath.core.low_rank import LowRank
-from towpath.core.routes import ALL_TO_ALL, ROUTES, Grid, Op, travelled
+from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, travelled
 from towpath.errors import StrategyError
 
 FEEDBACK = ("none", "first", "second", "both")
@@ -85,6 +85,8 @@ class Wire:
 
     def route_on(self, op: Op, grid: Grid) -> str:
         """The route that is taken there."""
+        if op in WITH_OWNERS:
+            return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
         return travelled(self.route, grid)
@@ -93,6 +95,9 @@ class Wire:
         """Refuse what cannot be: a reduction over a route that would decode and encode at every member."""
         if op is Op.SEND:
             self._check_send(what)
+            return
+        if op in WITH_OWNERS:
+            self._check_owners(what)
             return
         if self.low_rank is not None:
             raise StrategyError(
@@ -119,6 +124,14 @@ class Wire:
             raise StrategyError(
                 f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
             )
+
+    def _check_owners(self, what: str) -> None:
+        if self.route != "flat":
+            raise StrategyError(f"{what}: pieces go straight to the owner, by no route; got {self.route!r}.")
+        if self.low_rank is not None or (self.encoding is not None and self.encoding.stochastic):
+            raise StrategyError(f"{what}: got {self.codec}. Take a codec of blocks, such as 'int8:64', or none.")
+        if self.feedback != "none" or self.until or self.after:
+            raise StrategyError(f"{what}: feedback=, until= and after= have no meaning here; got {self}.")
 
     def __str__(self) -> str:
         codec = "" if self.encoding is None and self.low_rank is None else f", {self.codec}"

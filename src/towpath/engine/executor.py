@@ -10,7 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -32,6 +32,12 @@ from towpath.engine.unit import Unit, Use
 from towpath.engine.usage import Usage
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError, StepError
+
+if TYPE_CHECKING:
+    from towpath.engine.matrix_steps import MatrixSteps
+
+# So that an optimizer, which knows parameters only, finds out whose they are.
+_ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
@@ -67,6 +73,8 @@ class Engine:
         # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
+        self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()  # of optimizers that need whole matrices
+        _ALIVE.add(self)
 
     @property
     def writes(self) -> int:
@@ -377,6 +385,11 @@ class Engine:
             listener = reference()
             if listener is not None:
                 listener()
+
+
+def engine_with(parameter: torch.Tensor) -> Engine | None:
+    """The engine of the sharded model that `parameter` belongs to."""
+    return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
 
 
 def engine_of(model: nn.Module) -> Engine:

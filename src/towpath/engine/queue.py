@@ -22,7 +22,7 @@ from typing import final
 
 import torch
 
-from towpath.collectives.bound_transfer import BoundTransfer
+from towpath.collectives.bound_transfer import BoundMatrices, BoundTransfer
 from towpath.collectives.workspace import WireBuffers, Workspace
 from towpath.core.journal import Journal
 from towpath.core.queues import QUEUES, WAYS
@@ -61,7 +61,7 @@ class Queues:
     def submit(
         self,
         kind: Kind,
-        transfers: Sequence[BoundTransfer],
+        transfers: Sequence[BoundTransfer] | Sequence[BoundMatrices],
         work: Work,
         after: Sequence[Handle] = (),
         begin: Work | None = None,

@@ -266,7 +266,8 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     if optimizer is not None:
         raise ShardTensorError(
             f"rank {span.replica.rank}: {optimizer} works on whole tensors ({func}), and each rank holds slices of "
-            "them: take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
+            f"them. If it handles each parameter by itself, call towpath.optim.whole_matrices({optimizer}(…)). Else "
+            "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
         )
     raise ShardTensorError(
         f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from towpath.core.units import overlap
 from towpath.engine.parallel import Parallel
 from towpath.engine.partial_sums import Replica
 
@@ -37,9 +38,7 @@ class Span:
 
     def bounds(self, slot: int | None = None) -> tuple[int, int]:
         """The elements [start, end) of the flattened tensor that the holder of `slot` has."""
-        low = (self.slot if slot is None else slot) * self.cut - self.offset
-        numel = self.shape.numel()
-        return min(max(low, 0), numel), min(max(low + self.cut, 0), numel)
+        return overlap(self.offset, self.shape.numel(), self.cut, self.slot if slot is None else slot)
 
     def describe(self) -> str:
         start, end = self.bounds()

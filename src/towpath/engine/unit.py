@@ -35,7 +35,7 @@ class Unit:
         mark: WriteMark,
         wiring: Wiring,
     ) -> None:
-        self.index, self.name, self.modules, self.plan = index, layout.name, layout.modules, plan
+        self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
         self.buckets, self.mark = buckets, mark
         self.kept = plan.spec.kept
         self.trainable = [b for b in buckets if b.trainable]

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
+from towpath.collectives.bound_transfer import BoundMatrices, BoundTransfer, CoalescedTransfers
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members
+from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.select import select
 from towpath.core.journal import Journal
 from towpath.core.queues import QUEUES
@@ -37,6 +38,15 @@ class Wiring:
         return [self._bind(t) for t in transfers]
 
     def _bind(self, transfer: Transfer) -> BoundTransfer:
+        members = self._members(transfer)
+        collective = select(transfer, members, self._backend, self.device)
+        return BoundTransfer(transfer, Binding.of(transfer), members, collective, self.record)
+
+    def bind_matrices(self, transfer: Transfer) -> BoundMatrices:
+        members = self._members(transfer)
+        return BoundMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
+
+    def _members(self, transfer: Transfer) -> Members:
         queue = QUEUES[transfer.kind]
         group = transfer.move.group_of(self.rank)
         partition = tuple(g.ranks for g in transfer.move.groups)
@@ -48,9 +58,7 @@ class Wiring:
         # NCCL runs a group's messages one after the other; gloo does not, and needs no second group to overlap them.
         if self._backend == "nccl" and transfer.route not in ("flat", "ring"):
             between = self.groups.of(partition, f"{queue} between nodes")
-        members = Members(within, between, group, group.ranks.index(self.rank), nodes)
-        collective = select(transfer, members, self._backend, self.device)
-        return BoundTransfer(transfer, Binding.of(transfer), members, collective, self.record)
+        return Members(within, between, group, group.ranks.index(self.rank), nodes)
 
     def coalesce(self, gathers: Sequence[BoundTransfer]) -> CoalescedTransfers:
         """Gathers that have the same members, in one message."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.move_shapes import MoveShape
-from towpath.core.payload import Activation
+from towpath.core.payload import Activation, Range
 from towpath.core.route_phases import Phase, phases
 from towpath.core.routes import Grid, Op, hops_of, parts_of, slice_bytes
 from towpath.core.transfer import Transfer
@@ -74,7 +74,7 @@ class TransferShape:
         else:
             size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
         shape = TransferShape(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
-        if isinstance(transfer.payload, Activation):
+        if not isinstance(transfer.payload, Range):
             return shape
         return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded)
 

@@ -89,7 +89,10 @@ class TrainConfig:
     batch: int = _key(32, "sequences of one optimizer step, over all ranks")
     micro_batch: int = _key(4, "sequences that a rank computes at once")
     length: int = _key(256, "tokens of a sequence")
+    optimizer: str = _key("adamw", "or muon: for the matrices of blocks; AdamW for all else")
     learning_rate: float = _key(1e-3, "its peak, after the warm-up")
+    muon_learning_rate: float = _key(0.02, "muon: the peak for what it steps")
+    muon_momentum: float = _key(0.95, "muon: Nesterov's")
     final_share: float = _key(0.1, "share of the peak at which the cosine ends")
     warmup: float = _key(0.1, "share of the steps that lead up to the peak")
     weight_decay: float = _key(0.1, "of matrices; vectors decay never")
@@ -112,6 +115,10 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _positive(self, "steps", "batch", "micro_batch", "length", "learning_rate", "eps", "evaluate_batches")
+        _positive(self, "muon_learning_rate")
+        _one_of(self, "optimizer", "adamw", "muon")
+        if not 0 <= self.muon_momentum < 1:
+            _refuse(self, "muon_momentum", self.muon_momentum, "a number from 0 up to, not including, 1")
         _not_negative(self, "weight_decay", "clip", "seed", "evaluate_every", "threads")
         if self.batch % self.micro_batch:
             _refuse(self, "micro_batch", self.micro_batch, f"a divisor of train.batch = {self.batch}")

@@ -1,6 +1,6 @@
 """The training loop: one optimizer step after the other, on one rank.
 
-step        micro-steps of forward and backward → global norm → finite on every rank? → AdamW → what was measured
+step        micro-steps of forward and backward → global norm → finite on every rank? → optimizer → what was measured
 samples     one counter for the whole job; which of them a rank computes follows from it (data.py)
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from towpath.core.strategy import Strategy
 from towpath.errors import TrainError
@@ -23,6 +23,7 @@ from towpath.train.data.windows import Windows
 from towpath.train.job import Job
 from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built
+from towpath.train.optimizers import peak_of
 from towpath.train.passes import Passes
 
 # So many steps in a row without a finite gradient, and skipping them does not help.
@@ -121,7 +122,8 @@ class Training:
         began = time.perf_counter()
         rate = learning_rate(self.config, self.done)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            # Of Muon's groups in the same proportion of their own peak.
+            group["lr"] = rate * (peak_of(group, self.config) / self.config.learning_rate)
         loss = self.passes.step(self._samples, self.micro_steps, self._on)
         with self._on("optimizer"):
             self.scale.unscale(self.model.parameters())
@@ -220,19 +222,3 @@ def learning_rate(config: TrainConfig, done: int) -> float:
     progress = (done - warmup) / max(1, config.steps - warmup)
     low = config.final_share
     return config.learning_rate * (low + (1 - low) * (1 + math.cos(math.pi * min(1.0, progress))) / 2)
-
-
-def adamw(parameters: Iterable[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:
-    """Matrices decay; vectors (norms, biases) do not."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [g for g in groups if g["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        fused=all(p.device.type in ("cpu", "cuda") for p in trained),
-    )

@@ -21,11 +21,12 @@ from towpath.train.choose import choose_strategy
 from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.windows import Tokens, open_tokens
 from towpath.train.job import Job, joined
-from towpath.train.loop import Training, adamw
+from towpath.train.loop import Training
 from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built, build, check_weights, checkpoint_blocks, compile_blocks
 from towpath.train.observe.bar import progress_bar
 from towpath.train.observe.watch import Watch, check_log
+from towpath.train.optimizers import optimizer_for
 from towpath.train.passes import OneModel, Passes
 from towpath.train.saves import Saves, goes_on
 from towpath.train.stages import copies_of, pipelined
@@ -97,7 +98,7 @@ def begin(config: Config, job: Job) -> Training:
         built=built,
         passes=passes,
         scale=scale,
-        optimizer=adamw(passes.model.parameters(), config.train),
+        optimizer=optimizer_for(passes.model.parameters(), config.train),
         windows=tokens.train,
         held_out=tokens.held_out,
         order={

@@ -43,7 +43,7 @@ def _same(a: Path, b: Path) -> bool:
 
 
 # Options of the optimizer that the configuration tells: what it says now counts, not what it said then.
-_TOLD = ("betas", "eps", "weight_decay")
+_TOLD = ("betas", "eps", "weight_decay", "momentum")
 
 # When the run fails, for the checkpoint that is being written: it ends by itself, also where a rank is lost.
 _PATIENCE_SECONDS = 60.0
@@ -103,7 +103,7 @@ class Saves:
 
     def _go_on(self, source: Path) -> None:
         groups = self._training.optimizer.param_groups
-        told = [{key: group[key] for key in _TOLD} for group in groups]
+        told = [{key: group[key] for key in _TOLD if key in group} for group in groups]
         loaded = checkpoint.load(source, self._state)
         for group, options in zip(groups, told, strict=True):
             group.update(options)

@@ -23,6 +23,7 @@ from towpath.checkpoint.disk.safe_open import DamagedError, shown
 from towpath.checkpoint.memory.names import Named
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
+from towpath.optim import WholeMatrices, members_of, whole_of
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # also of a parameter that is a number itself
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new optimizer's own choice
@@ -40,8 +41,37 @@ def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor]
         groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors.__setitem__)})
         for name, parameter in zip(mine, group["params"], strict=True):
             if parameter in optimizer.state:
-                states[name] = _state(name, parameter, optimizer.state[parameter], tensors)
-    return tensors, {"kind": type(optimizer).__name__, "groups": groups, "states": states}
+                whole = owns(optimizer, parameter)
+                states[name] = _state(name, parameter, optimizer.state[parameter], tensors, whole)
+    return tensors, {"kind": kind_of(optimizer), "groups": groups, "states": states}
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The class whose states these are."""
+    kinds = (each.kind if isinstance(each, WholeMatrices) else type(each).__name__ for each in members_of(optimizer))
+    return " + ".join(kinds)
+
+
+def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether this rank, and no other of a replica, has the states of the parameter, whole."""
+    return any(each.owns(parameter) for each in whole_of(optimizer))
+
+
+def is_spread(optimizer: Optimizer) -> bool:
+    """Whether ranks have the states of different parameters."""
+    return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
+
+
+def whole_states(
+    optimizer: Optimizer, model: Named, tensors: dict[str, torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, ShardTensor]]:
+    """Those of the collected `tensors` that this rank has as an owner, with their parameters."""
+    found: dict[str, tuple[torch.Tensor, ShardTensor]] = {}
+    for name, parameter in model.parameters.items() if whole_of(optimizer) else ():
+        if isinstance(parameter, ShardTensor) and owns(optimizer, parameter):
+            prefix = f"optimizer.{name}."
+            found.update({path: (t, parameter) for path, t in tensors.items() if path.startswith(prefix)})
+    return found
 
 
 def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -69,9 +99,11 @@ def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
     return names[id(parameter)]
 
 
-def _state(name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Any:
+def _state(
+    name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor], whole: bool
+) -> Any:
     like = [key for key, value in state.items() if is_like(key, value, parameter)]
-    if isinstance(parameter, ShardTensor):  # then what is like it was made like it
+    if isinstance(parameter, ShardTensor) and not whole:  # then what is like it was made like it
         like = [key for key in like if isinstance(state[key], ShardTensor)]
     tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
     rest = {key: value for key, value in state.items() if key not in like}
@@ -89,11 +121,13 @@ class Loading:
     def __init__(self, optimizer: Optimizer, model: Named, manifest: Manifest) -> None:
         self._optimizer, self._manifest = optimizer, manifest
         self._saved: dict[str, Any] = manifest.values["optimizer"]
-        if self._saved["kind"] != type(optimizer).__name__:
+        if self._saved["kind"] != kind_of(optimizer):
             raise CheckpointError(
                 f"the checkpoint has the states of {self._saved['kind']}, and the optimizer is "
-                f"{type(optimizer).__name__}. Make a {self._saved['kind']}, or load without an optimizer."
+                f"{kind_of(optimizer)}. Make a {self._saved['kind']}, or load without an optimizer."
             )
+        groups = (group for each in whole_of(optimizer) for group in each.param_groups)
+        self._stepped_whole = {id(p) for group in groups for p in group["params"]}
         self.targets: dict[str, torch.Tensor] = {}
         self._twins: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
         aliases: dict[str, str] = manifest.values.get("model", {"aliases": {}})["aliases"]
@@ -104,6 +138,8 @@ class Loading:
             self._names[id(parameter)] = next((n for n in known if n in self._saved["states"]), name)
         for group, parameter in self._parameters():
             saved = self._saved["states"].get(self._names[id(parameter)])
+            if self._is_elsewhere(parameter):
+                continue
             for key in saved["like"] if saved is not None else ():
                 self._take_like(parameter, key)
             for path in tensors_in(saved["rest"]) if saved is not None else ():
@@ -117,6 +153,15 @@ class Loading:
             for parameter in group["params"]:
                 yield group, parameter
 
+    def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether another rank has its states, and this one none."""
+        return id(parameter) in self._stepped_whole and not owns(self._optimizer, parameter)
+
+    def _empty_like(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
+        if owns(self._optimizer, parameter):
+            return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+
     def _take_like(self, parameter: nn.Parameter, key: str) -> None:
         path = f"optimizer.{self._names[id(parameter)]}.{key}"
         if path in self.targets:
@@ -127,7 +172,7 @@ class Loading:
         if isinstance(there, torch.Tensor) and there.dtype == dtype:
             self.targets[path] = there
         else:
-            self.targets[path] = torch.empty_like(parameter.detach(), dtype=dtype)
+            self.targets[path] = self._empty_like(parameter, dtype)
 
     def _take(self, path: str, beside: torch.Tensor | None) -> None:
         stored = self._manifest.tensors[path]
@@ -141,14 +186,14 @@ class Loading:
             name = self._names[id(parameter)]
             saved = self._saved["states"].get(name)
             state.pop(parameter, None)
-            if saved is not None:
+            if saved is not None and not self._is_elsewhere(parameter):
                 rest = from_json(saved["rest"], targets.__getitem__)
                 like = {key: targets[f"optimizer.{name}.{key}"] for key in saved["like"]}
                 state[parameter] = {**rest, **like}
         for parameter, key, path in self._twins:
             source = targets[path]
             whole = source.full_tensor() if isinstance(source, ShardTensor) else source
-            state[parameter][key] = torch.empty_like(parameter.detach(), dtype=source.dtype).copy_(whole)
+            state[parameter][key] = self._empty_like(parameter, source.dtype).copy_(whole)
         return [note for number in range(len(self._optimizer.param_groups)) for note in self._options(number, targets)]
 
     def _options(self, number: int, targets: dict[str, torch.Tensor]) -> Iterator[str]:

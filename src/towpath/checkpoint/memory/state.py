@@ -127,7 +127,10 @@ class State:
             values["engine"] = {"step": self.parts.engines[0].step, "fingerprint": self.parts.fingerprint}
         if self.optimizer is not None:
             tensors, values["optimizer"] = self._optimizer_state(self.optimizer, model)
-            found.update(self._mine(tensors, copies))
+            whole = optimizers.whole_states(self.optimizer, model, tensors)
+            rest = {name: tensor for name, tensor in tensors.items() if name not in whole}
+            found.update(self._mine(rest, copies))
+            found.update(self._whole(whole))
         for name, extra in self.extras.items():
             tensors = dict[str, torch.Tensor]()
             values[name] = to_json(extra.state_dict(), name, tensors.__setitem__)
@@ -156,7 +159,7 @@ class State:
         self, optimizer: torch.optim.Optimizer, model: Named
     ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """This rank's tensors, and what is none of all ranks."""
-        if self.parts.held is None:
+        if self.parts.held is None and not optimizers.is_spread(optimizer):
             return optimizers.collect(optimizer, model)
         tensors: dict[str, torch.Tensor] = {}
 
@@ -181,6 +184,14 @@ class State:
             if boxes:
                 steady = isinstance(tensor, ShardTensor) and self.optimizer is not None
                 yield name, Pieces(tensor.dtype, tensor.shape, boxes, steady)
+
+    def _whole(self, owned: Mapping[str, tuple[torch.Tensor, ShardTensor]]) -> Iterator[tuple[str, Pieces]]:
+        """Of the states that this rank and its like in the other replicas have whole, those that it writes."""
+        for name, (tensor, parameter) in owned.items():
+            holders = parameter.span.holders
+            writes = holders[crc32(name.encode()) % len(holders)] == parameter.span.replica.rank
+            if writes and not self._is_written_elsewhere(name, parameter):
+                yield name, Pieces(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor.detach()}, True)
 
     def _is_written_elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
         parts = self.parts

@@ -1,0 +1,124 @@
+"""Pieces of matrices to the ranks that own these, and back (`core/owner_messages.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.watched import watched
+from towpath.collectives.collective import Members
+from towpath.collectives.messages import Message, post
+from towpath.collectives.workspace import Workspace
+from towpath.core.formats import item_bytes
+from towpath.core.owner_messages import OwnerMessage, owner_messages, piece_bytes
+from towpath.core.payload import Matrices
+from towpath.core.routes import Op
+from towpath.core.transfer import Transfer
+from towpath.errors import StepError
+
+# Codecs that round at random are refused for these transfers: there is nothing to draw.
+_NO_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    """A message at one of its ends. `tensor`: where its elements are read, or belong; `content`: what travels."""
+
+    message: OwnerMessage
+    leaves: bool
+    tensor: torch.Tensor
+    content: torch.Tensor
+
+
+@final
+class OwnersExchange:
+    """One transfer of matrices on this rank: all messages at once, straight to where they belong."""
+
+    def __init__(self, transfer: Transfer, members: Members, device: torch.device) -> None:
+        assert isinstance(transfer.payload, Matrices)
+        self._transfer, self._members, self._op = transfer, members, transfer.move.op
+        self._matrices, self._codec = transfer.payload.matrices, transfer.wire.encoding
+        self._item, self._dtype = item_bytes(transfer.dtype), getattr(torch, transfer.dtype)
+        self._kernels = kernels_for(device) if self._codec is not None else None
+        self._mine = [
+            message
+            for message in owner_messages(self._op, self._matrices, members.group)
+            if members.position in (message.source, message.target)
+        ]
+
+    def run(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace) -> None:
+        """`pieces`: of each matrix what this rank holds; `wholes`: by number, those that it owns. All 1-D.
+
+        To the owners: every piece → `wholes`. From them: `wholes` → every piece.
+        """
+        self._check(pieces, wholes)
+        passages = self._passages(pieces, wholes, workspace)
+        for passage in passages:
+            if passage.leaves:
+                self._encode(passage, workspace)
+        posted = [
+            post(batch, self._members, f"{self._transfer.kind.value}", crossing, workspace.tag(0))
+            for crossing in (False, True)
+            if (batch := self._batch(passages, crossing))
+        ]
+        slot = self._members.slot
+        for number, whole in wholes.items():
+            start, end = self._matrices[number].bounds(slot)
+            source, target = whole[start:end], pieces[number]
+            if self._op is Op.TO_OWNERS:
+                source, target = target, source
+            target.copy_(source)
+        for batch in posted:
+            batch.wait()
+        for passage in passages:
+            if not passage.leaves:
+                self._decode(passage, workspace)
+
+    def _check(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor]) -> None:
+        slot = self._members.slot
+        wanted = [(piece, matrix.pieces[slot]) for piece, matrix in zip(pieces, self._matrices, strict=True)]
+        wanted += [(whole, self._matrices[number].numel) for number, whole in wholes.items()]
+        for tensor, elements in wanted:
+            if tensor.numel() != elements or tensor.dtype != self._dtype or not tensor.is_contiguous():
+                raise StepError(
+                    f"rank {self._members.rank}: {self._transfer}: got {tensor.numel()} elements of {tensor.dtype}, "
+                    f"expected {elements} of {self._dtype}, contiguous. Parameters and gradients keep the dtype that "
+                    "they had at shard()."
+                )
+
+    def _passages(
+        self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace
+    ) -> list[_Passage]:
+        lengths = [self._matrices[m.matrix].pieces[m.slot] for m in self._mine]
+        sizes = [piece_bytes(n, self._item, self._codec) for n in lengths]
+        wires = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
+        found: list[_Passage] = []
+        for index, message in enumerate(self._mine):
+            leaves, matrix = message.source == self._members.position, self._matrices[message.matrix]
+            start, end = matrix.bounds(message.slot)
+            is_piece = leaves is (self._op is Op.TO_OWNERS)
+            tensor = pieces[message.matrix] if is_piece else wholes[message.matrix][start:end]
+            found.append(_Passage(message, leaves, tensor, tensor if wires is None else wires[index]))
+        return found
+
+    def _batch(self, passages: Sequence[_Passage], crossing: bool) -> list[Message]:
+        found: list[Message] = []
+        for passage in passages:
+            peer = passage.message.target if passage.leaves else passage.message.source
+            if self._members.crosses(peer) is crossing:
+                found.append(Message(passage.leaves, peer, passage.content))
+        return found
+
+    def _encode(self, passage: _Passage, workspace: Workspace) -> None:
+        if self._kernels is not None and self._codec is not None:
+            kernels = watched(self._kernels, workspace.watch)
+            kernels.encode(self._codec, passage.tensor, passage.content, _NO_SEED)
+
+    def _decode(self, passage: _Passage, workspace: Workspace) -> None:
+        if self._kernels is not None and self._codec is not None:
+            kernels = watched(self._kernels, workspace.watch)
+            kernels.decode(self._codec, passage.content, passage.tensor)

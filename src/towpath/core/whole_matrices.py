@@ -1,0 +1,240 @@
+"""The step of an optimizer that needs whole matrices (Muon, Shampoo, Adafactor), as data.
+
+Each rank holds a slice of the parameters, and such an optimizer computes with a parameter as a whole. So each parameter
+has an *owner* among the ranks that hold one copy of the optimizer states (in every copy the same slot). In *rounds*,
+each of which gives every owner about as much to do:
+
+    matrix_gradients   every rank's slices of the gradients  → their owners
+    matrix_weights     every rank's slices of the parameters → their owners     (updates and decay read them)
+    matrix_updates     what the owners made of them          → back into every rank's slices
+
+While owners work on one round, the slices of the next travel. `step_actions` says what is done in which order: the
+engine carries it out, the simulator replays it, and the schedule lists its transfers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from math import prod
+from typing import TYPE_CHECKING
+
+from towpath.core.actions import Submit, Task, Wait
+from towpath.core.formats import ENCODED, item_bytes
+from towpath.core.payload import Matrices, Matrix
+from towpath.core.routes import Op
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.units import overlap
+from towpath.core.wire import Wire
+from towpath.errors import StrategyError
+
+if TYPE_CHECKING:
+    from towpath.core.schedule import BucketPlan, UnitPlan
+
+# Rounds in memory at a time: the one that owners work on, and the one whose slices travel meanwhile.
+ROUNDS_IN_FLIGHT = 2
+# Of each of them an owner holds the gradients and the weights.
+_TENSORS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParameter:
+    """One that its optimizer steps whole, and where it lies: parameter `index` of a bucket of a unit."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: int
+    bucket: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Matrices of one dtype that travel together, and are stepped then, each by its owner."""
+
+    dtype: str
+    matrices: tuple[Matrix, ...]
+
+    def owned(self, slot: int) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in self.matrices if matrix.owner == slot)
+
+    def held(self, slot: int) -> int:
+        """Elements that the owner at `slot` brings together."""
+        return sum(matrix.numel for matrix in self.owned(slot) if not matrix.stays)
+
+    @property
+    def flops(self) -> int:
+        """Of the owner with most to do, for each product in the iteration of an optimizer such as Muon."""
+        by_owner: dict[int, int] = {}
+        for matrix in self.matrices:
+            by_owner[matrix.owner] = by_owner.get(matrix.owner, 0) + 2 * cost(matrix.shape)
+        return max(by_owner.values(), default=0)
+
+    def of(self, names: Collection[str]) -> Round:
+        """With these only: the others have no gradient in this step."""
+        return replace(self, matrices=tuple(m for m in self.matrices if m.name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """`move`: among the ranks of each copy of the optimizer states; none where a copy is one rank, and nothing travels.
+    `gradients`: how they travel; all else travels as it is."""
+
+    strategy: Strategy
+    rounds: tuple[Round, ...]
+    gradients: Wire = Wire()
+    _made: dict[Round, tuple[Transfer, ...]] = field(
+        default_factory=dict[Round, tuple[Transfer, ...]], init=False, repr=False, compare=False
+    )
+
+    def step(self, names: Collection[str] | None = None) -> tuple[Round, ...]:
+        """The rounds of one step, of the parameters that have a gradient (all, unless given)."""
+        rounds = self.rounds if names is None else [r.of(names) for r in self.rounds]
+        return tuple(r for r in rounds if r.matrices)
+
+    def gathers(self, each: Round) -> tuple[Transfer, ...]:
+        """What travels before the owners' work on a round."""
+        return self._all(each)[:2]
+
+    def scatters(self, each: Round) -> tuple[Transfer, ...]:
+        """What travels after it."""
+        return self._all(each)[2:]
+
+    def _all(self, each: Round) -> tuple[Transfer, ...]:
+        if each not in self._made:
+            self._made[each] = tuple(self._transfers_of(each))
+        return self._made[each]
+
+    def _transfers_of(self, each: Round) -> Iterator[Transfer]:
+        if not self.strategy.moves.assemble:
+            return
+        # Also of matrices that stay where they are: ranks compare what they submit, and so which of them they step.
+        payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
+        groups = self.strategy.moves.assemble[0].groups
+        to_owners, from_owners = (Move(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
+        yield Transfer(Kind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology)
+        yield Transfer(Kind.MATRIX_WEIGHTS, payload, to_owners, Wire(), topology)
+        yield Transfer(Kind.MATRIX_UPDATES, payload, from_owners, Wire(), topology)
+
+    def transfers(self, names: Collection[str] | None = None) -> Iterator[Transfer]:
+        """Those of one step, in the order in which the engine submits them."""
+        for action in step_actions(self, self.step(names)):
+            if isinstance(action, Submit):
+                yield from action.task.transfers
+
+    @property
+    def room(self) -> dict[str, int]:
+        """By dtype, the elements of all that one owner brings together for a round, at most: of the gradients, and of
+        the weights."""
+        slots = range(self.strategy.moves.optimizer.count)
+        room: dict[str, int] = {}
+        for each in self.rounds:
+            room[each.dtype] = max(room.get(each.dtype, 0), *(each.held(slot) for slot in slots))
+        return room
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What every rank keeps to bring matrices together in."""
+        return sum(ROUNDS_IN_FLIGHT * _TENSORS * n * item_bytes(dtype) for dtype, n in self.room.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Iterate:
+    """The owners' work on a round. Its slices are there, in the half of the memory that is number `way`."""
+
+    round: int
+    way: int
+
+
+def step_actions(plan: MatrixPlan, rounds: Sequence[Round]) -> Iterator[Submit | Wait | Iterate]:
+    """What is done in one step of the optimizer."""
+    gathers = [_task(Kind.MATRIX_GRADIENTS, number, plan.gathers(each)) for number, each in enumerate(rounds)]
+    scatters = [_task(Kind.MATRIX_UPDATES, number, plan.scatters(each)) for number, each in enumerate(rounds)]
+    for number in range(len(rounds)):
+        for ahead in range(0 if number == 0 else number + 1, min(number + ROUNDS_IN_FLIGHT, len(rounds))):
+            gather, before = gathers[ahead], scatters[ahead - ROUNDS_IN_FLIGHT] if ahead >= ROUNDS_IN_FLIGHT else None
+            if gather is not None:
+                gather.after = () if before is None else (before,)  # they share memory
+                yield Submit(gather)
+        arrived, leaving = gathers[number], scatters[number]
+        if arrived is not None:
+            yield Wait(arrived)
+        yield Iterate(number, number % ROUNDS_IN_FLIGHT)
+        if leaving is not None:
+            yield Submit(leaving)
+    for leaving in scatters:
+        if leaving is not None:
+            yield Wait(leaving)
+
+
+def _task(kind: Kind, number: int, transfers: tuple[Transfer, ...]) -> Task | None:
+    return Task(kind, number, transfers=transfers) if transfers else None
+
+
+def cost(shape: Sequence[int]) -> int:
+    """Of a step that multiplies a matrix with its own transpose, as Newton and Schulz's iteration does: rows × columns
+    × the smaller of the two. Further dimensions count as columns."""
+    rows, columns = (*shape, 1, 1)[:2] if len(shape) < 2 else (shape[0], prod(shape[1:]))
+    return rows * columns * min(rows, columns)
+
+
+def plan_matrices(
+    strategy: Strategy, plans: Sequence[UnitPlan], chosen: Collection[WholeParameter], gradients: Wire | None = None
+) -> MatrixPlan:
+    """Who owns which of the `chosen` parameters, and when they travel: the same on all ranks, in whatever order they
+    are listed."""
+    gradients = gradients or Wire()
+    order = sorted(chosen, key=lambda p: (p.unit, p.bucket, p.index))
+    buckets = [plans[p.unit].buckets[p.bucket] for p in order]
+    for parameter, bucket in zip(order, buckets, strict=True):
+        _check_wire(strategy, gradients, parameter, bucket)
+    matrices = _with_owners([_matrix(p, b) for p, b in zip(order, buckets, strict=True)])
+    rounds: list[Round] = []
+    for dtype in dict.fromkeys(b.own_dtype for b in buckets):
+        mine = [m for m, b in zip(matrices, buckets, strict=True) if b.own_dtype == dtype]
+        rounds += (Round(dtype, batch) for batch in _batches(mine))
+    return MatrixPlan(strategy, tuple(rounds), gradients)
+
+
+def _check_wire(strategy: Strategy, wire: Wire, parameter: WholeParameter, bucket: BucketPlan) -> None:
+    what = f"{strategy.name}: {Kind.MATRIX_GRADIENTS.value}"
+    wire.check(Op.TO_OWNERS, what)
+    if wire.encoding is not None and bucket.own_dtype not in ENCODED:
+        raise StrategyError(
+            f"{what} in {wire.codec}: {parameter.name} is {bucket.own_dtype}, and codecs take {', '.join(ENCODED)}. "
+            "Leave the codec out."
+        )
+
+
+def _matrix(parameter: WholeParameter, bucket: BucketPlan) -> Matrix:
+    numel, offset = bucket.spec.numels[parameter.index], bucket.spec.offsets[parameter.index]
+    count = bucket.optimizer.count
+    bounds = [overlap(offset, numel, bucket.numel // count, slot) for slot in range(count)]
+    return Matrix(parameter.name, parameter.shape, tuple(end - start for start, end in bounds), owner=0)
+
+
+def _with_owners(matrices: Sequence[Matrix]) -> list[Matrix]:
+    """The costliest first, each to the slot with least to do so far; among equals, to the one that holds most of it."""
+    owners: dict[str, int] = {}
+    work = [0] * (len(matrices[0].pieces) if matrices else 0)
+    for matrix in sorted(matrices, key=lambda m: -cost(m.shape)):
+        owner = min(range(len(work)), key=lambda slot: (work[slot], -matrix.pieces[slot], slot))
+        owners[matrix.name] = owner
+        work[owner] += cost(matrix.shape)
+    return [replace(matrix, owner=owners[matrix.name]) for matrix in matrices]
+
+
+def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
+    """Of each owner the costliest first; small ones together, as many as take no more room than the largest."""
+    room = max(matrix.numel for matrix in matrices)
+    by_owner: dict[int, list[list[Matrix]]] = {}
+    for matrix in sorted(matrices, key=lambda m: -cost(m.shape)):
+        batches = by_owner.setdefault(matrix.owner, [])
+        if not batches or sum(m.numel for m in batches[-1]) + matrix.numel > room:
+            batches.append([])
+        batches[-1].append(matrix)
+    for together in zip_longest(*(by_owner[owner] for owner in sorted(by_owner)), fillvalue=()):
+        yield tuple(matrix for batch in together for matrix in batch)

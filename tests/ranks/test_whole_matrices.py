@@ -1,0 +1,415 @@
+"""Optimizers that need whole matrices train a sharded model as they would train it in one process.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import towpath
+from tests.ranks.models import MODELS
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from tests.ranks.test_never_silent import Net, _loss
+from tests.ranks.twin import Twin
+from towpath import checkpoint
+from towpath.collectives import messages
+from towpath.core.owner_messages import owner_messages, piece_bytes
+from towpath.core.payload import Matrices
+from towpath.core.strategy import Kind
+from towpath.errors import MismatchError, ShardError, StepError, StrategyError
+from towpath.optim import together, whole_matrices
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 2)
+LABELS = ["zero3", "mics", "paro-iig", "zero1", "ddp", "mics:2x2"]
+OWNERS = {Kind.MATRIX_GRADIENTS, Kind.MATRIX_WEIGHTS, Kind.MATRIX_UPDATES}
+
+
+class Iterated(optim.Optimizer):
+    """As Muon, but it iterates in the dtype of its parameters: so parity can be judged in float64."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.mul_(group["momentum"]).add_(p.grad)
+                x = momentum / (momentum.norm() + 1e-7)
+                for _ in range(3):
+                    x = 1.5 * x - 0.5 * x @ x.T @ x
+                p.mul_(1 - 0.1 * group["lr"]).add_(x, alpha=-group["lr"])
+
+
+def _matrices(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+def _others(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() != 2]
+
+
+def _muon(model: nn.Module) -> optim.Optimizer:
+    first, *rest = _matrices(model)
+    groups = [{"params": [first], "lr": 0.05, "adjust_lr_fn": "match_rms_adamw"}, {"params": rest, "nesterov": False}]
+    return optim.Muon(groups, lr=0.02, weight_decay=0.1, momentum=0.9)
+
+
+MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "Muon": _muon,
+    "Adafactor": lambda model: optim.Adafactor(model.parameters(), lr=0.01, weight_decay=0.1),
+    "AdamW": lambda model: optim.AdamW(model.parameters(), lr=0.01),
+}
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str) -> None:
+    world(4).run(_same_bits, name)
+
+
+def _same_bits(name: str) -> None:
+    for label in LABELS:
+        sharded, plain = _pair(label)
+        optimizer, expected = whole_matrices(MAKE[name](sharded)), MAKE[name](plain)
+        schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, expected)]
+        for step in range(3):
+            _backward(sharded, step)
+            unused = "blocks.1.widen.weight" if step == 1 else ""  # as if it had got no gradient
+            for (name_, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+                q.grad = p.grad.full_tensor()
+                if name_ == unused:
+                    p.grad = q.grad = None
+            for each in (optimizer, expected):
+                each.step()
+                each.zero_grad()
+            for scheduler in schedulers:
+                scheduler.step()
+            for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(p.full_tensor(), q), (label, step, key)
+
+
+def _pair(label: str) -> tuple[Any, nn.Module]:
+    sharded = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of(label, SHAPE))
+    return sharded, MODELS["gpt"].make(torch.float32)
+
+
+def _backward(model: nn.Module, step: int = 0) -> None:
+    entry = MODELS["gpt"]
+    entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, step, torch.float32)).backward()
+
+
+def test_in_float64_it_trains_as_one_process_does(world: Worlds) -> None:
+    world(4).run(_train)
+
+
+def _train() -> None:
+    for label in LABELS:
+        twin = Twin(Net, _loss, label, SHAPE)
+        twin.optimizer = whole_matrices(Iterated(_matrices(twin.sharded)))
+        twin.plain_optimizer = Iterated(_matrices(twin.plain))
+        for step in range(4):
+            twin.backward(step, micro_steps=2)
+            for model in (twin.sharded, twin.plain):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            twin.check_gradients()
+            twin.step(set_to_none=step % 2 == 0)
+        twin.check_parameters()
+        # What it counts in its groups it counts once a step, on every rank.
+        assert twin.optimizer.param_groups[0]["steps"] == 4
+
+
+def test_in_mixed_precision_the_masters_are_stepped(world: Worlds) -> None:
+    world(4).run(_mixed)
+
+
+def _mixed() -> None:
+    precision = towpath.Precision("bfloat16", "float32")
+    model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of("paro-iig", SHAPE), precision=precision)
+    plain = [p.full_tensor() for p in model.parameters()]
+    optimizer = whole_matrices(optim.Muon(_matrices(model), lr=0.02))
+    _backward(model)
+    whole = [nn.Parameter(p) for p in plain]
+    for p, q in zip(model.parameters(), whole, strict=True):
+        q.grad = p.grad.full_tensor()
+    optimizer.step()
+    optim.Muon([q for q in whole if q.dim() == 2], lr=0.02).step()
+    for p, q in zip(model.parameters(), whole, strict=True):
+        assert p.dtype == torch.float32 and torch.equal(p.full_tensor(), q)
+
+
+# --- the schedule -----------------------------------------------------------------------------------------------------
+
+
+def test_its_transfers_are_the_schedules_and_so_is_what_reaches_the_backend(world: Worlds) -> None:
+    world(4).run(_compare_transfers)
+
+
+def _compare_transfers() -> None:
+    for label in LABELS:
+        strategy = strategy_of(label, SHAPE)
+        model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy)
+        names = [name for name, p in model.named_parameters() if p.dim() == 2]
+        optimizer = whole_matrices(optim.Muon(_matrices(model), lr=0.02))
+        sent: Counter[int] = Counter()  # bytes by peer
+        with pytest.MonkeyPatch.context() as patch:
+            for step in range(3):
+                _backward(model, step)
+                if step == 2:
+                    patch.setattr(messages, "_launched", _counting(sent, messages._launched))
+                optimizer.step()
+                patch.undo()
+                optimizer.zero_grad()
+        schedule = towpath.schedule(strategy, model, 1, whole_matrices=names)
+        on_paper = towpath.schedule(strategy, MODELS["gpt"].make(torch.float32), whole_matrices=names)
+        assert on_paper.transfers == schedule.transfers, label
+        expected = [t for t in schedule.transfers if t.kind in OWNERS]
+        found = [t for t in towpath.stats(model).last_step if t.kind in OWNERS]
+        assert found == expected, label
+        assert bool(expected) == (label != "ddp"), label
+        assert sent == _scheduled(expected), label
+        if label == "mics":
+            assert not sum(t.inter_bytes for t in expected), (
+                "where the optimizer's states lie in the node nothing crosses"
+            )
+        memory = towpath.stats(model).memory_bytes
+        assert memory["whole matrices"] == schedule.buffer_bytes()["whole matrices"], label
+        assert {k: v for k, v in memory.items() if k in schedule.buffer_bytes()} == schedule.buffer_bytes(), label
+
+
+def _counting(sent: Counter[int], original: Callable[..., Any]) -> Callable[..., Any]:
+    def launched(posted: Any, group: Any, tag: int) -> Any:
+        for message in posted:
+            if message.leaves:
+                sent[dist.get_global_rank(group, message.peer)] += message.content.nbytes
+        return original(posted, group, tag)
+
+    return launched
+
+
+def _scheduled(transfers: list[Any]) -> Counter[int]:
+    """By peer, what this rank sends."""
+    sent: Counter[int] = Counter()
+    for transfer in transfers:
+        group, payload = transfer.move.group_of(dist.get_rank()), transfer.payload
+        assert isinstance(payload, Matrices)
+        for message in owner_messages(transfer.move.op, payload.matrices, group):
+            if group.ranks[message.source] == dist.get_rank():
+                elements = payload.matrices[message.matrix].pieces[message.slot]
+                sent[group.ranks[message.target]] += piece_bytes(elements, 4, transfer.wire.encoding)
+    return sent
+
+
+def test_gradients_may_travel_in_fewer_bits_and_replicas_stay_alike(world: Worlds) -> None:
+    world(4).run(_encoded)
+
+
+def _encoded() -> None:
+    sharded, _ = _pair("mics")
+    optimizer = whole_matrices(optim.Muon(_matrices(sharded), lr=0.02), gradients="int8:64")
+    before = [p.full_tensor() for p in _matrices(sharded)]
+    for step in range(2):
+        _backward(sharded, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    totals = [t for t in towpath.stats(sharded).transfers if t.transfer.kind is Kind.MATRIX_GRADIENTS]
+    plain = [t for t in towpath.stats(sharded).transfers if t.transfer.kind is Kind.MATRIX_WEIGHTS]
+    assert 0 < sum(t.intra_bytes for t in totals) < 0.4 * sum(t.intra_bytes for t in plain)
+    for p, old in zip(_matrices(sharded), before, strict=True):
+        here = p.full_tensor()
+        assert not torch.equal(here, old)
+        everywhere = [torch.empty_like(here) for _ in range(SHAPE.world)]
+        dist.all_gather(everywhere, here)
+        assert all(torch.equal(here, other) for other in everywhere)
+
+
+# --- what users call --------------------------------------------------------------------------------------------------
+
+
+def test_hooks_closures_and_scalers_work_as_with_any_optimizer(world: Worlds) -> None:
+    world(2).run(_around)
+
+
+def _around() -> None:
+    model = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
+    inner, called = optim.Muon(_matrices(model), lr=0.02), []
+    inner.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer = whole_matrices(inner)
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert called == ["before", "after"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.full_tensor() for p in _matrices(model)]
+    optimizer.zero_grad()
+    scaler.scale(model(torch.full((2, 6), torch.inf)).sum()).backward()
+    scaler.step(optimizer)
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(_matrices(model), before, strict=True))
+
+
+def test_what_cannot_be_is_refused_when_it_is_made(world: Worlds) -> None:
+    world(2).run(_refused)
+
+
+def _refused() -> None:
+    with pytest.raises(ShardError, match="not of a sharded model"):
+        whole_matrices(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
+    model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        optim.Muon(model.parameters())
+    with pytest.raises(ShardError, match="computes with all parameters at once"):
+        whole_matrices(optim.LBFGS(model.parameters()))
+    with pytest.raises(MismatchError, match=r"rank 0 has .options of group 0"):
+        whole_matrices(optim.Muon(_matrices(model), lr=0.1 + dist.get_rank()))
+    with pytest.raises(StrategyError, match="codec of blocks"):
+        whole_matrices(optim.Muon(_matrices(model)), gradients="low-rank:2")
+    with pytest.raises(StrategyError, match="names of the model's trainable parameters"):
+        towpath.schedule("zero3", model, whole_matrices=["first.weigh"])
+    optimizer = whole_matrices(optim.Muon(_matrices(model)))
+    with pytest.raises(ShardError, match="wrapped already"):
+        whole_matrices(optimizer)
+    with pytest.raises(ShardError, match="get_optimizer_state_dict"):
+        optimizer.state_dict()
+    with pytest.raises(ShardError, match="before it is wrapped"):
+        optimizer.add_param_group({"params": _others(model)})
+
+
+def test_ranks_that_step_other_matrices_all_learn_it(world: Worlds) -> None:
+    for text in world(2).run(_differ):
+        assert "the ranks ran different units" in text and "matrix_gradients of unit" in text, text
+
+
+def _differ() -> str:
+    model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
+    optimizer = whole_matrices(optim.Muon(_matrices(model)))
+    model(torch.ones(2, 6)).sum().backward()
+    if dist.get_rank() == 0:
+        model.blocks[1].a.weight.grad = None  # all of it lies on rank 0, and nothing of it would have travelled
+    optimizer.step()
+    with pytest.raises(StepError) as caught:
+        model(torch.ones(2, 6)).sum().backward()
+    return str(caught.value)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def _iterated_and_adamw(model: nn.Module, wrap: Callable[[Any], Any]) -> optim.Optimizer:
+    return together(wrap(Iterated(_matrices(model))), optim.AdamW(_others(model), lr=0.01))
+
+
+RESUMED: dict[str, Callable[[nn.Module, Callable[[Any], Any]], optim.Optimizer]] = {
+    "as large as the parameter": lambda model, wrap: wrap(Iterated(_matrices(model))),
+    "of its rows and columns": lambda model, wrap: wrap(optim.Adafactor(model.parameters(), lr=0.01)),
+    "and elementwise ones beside them": _iterated_and_adamw,
+}
+
+
+def _as_it_is(optimizer: optim.Optimizer) -> optim.Optimizer:
+    return optimizer
+
+
+@pytest.mark.parametrize("states", RESUMED)
+def test_saved_under_one_strategy_it_goes_on_under_another(world: Worlds, tmp_path: Path, states: str) -> None:
+    world(4).run(_resume, tmp_path, states)
+
+
+def _resume(root: Path, states: str) -> None:
+    labels = ["zero3", "mics", "ddp", "paro-iig", "zero3"]
+    twin = Twin(Net, _loss, labels[0], SHAPE)
+    twin.optimizer = RESUMED[states](twin.sharded, whole_matrices)
+    twin.plain_optimizer = RESUMED[states](twin.plain, _as_it_is)
+    twin.train(2)
+    for number, label in enumerate(labels[1:]):
+        assert checkpoint.save(root / str(number), 2 + number, checkpoint.State(twin.sharded, twin.optimizer)).ok
+        resumed = Twin(Net, _loss, label, SHAPE)
+        resumed.optimizer = RESUMED[states](resumed.sharded, whole_matrices)
+        loaded = checkpoint.load(root / str(number), checkpoint.State(resumed.sharded, resumed.optimizer))
+        assert loaded is not None and not loaded.notes
+        resumed.plain, resumed.plain_optimizer, twin = twin.plain, twin.plain_optimizer, resumed
+        twin.backward(2 + number)
+        twin.step()
+        twin.check_parameters()
+
+
+def test_full_state_dicts_are_those_of_one_process_and_load_again(world: Worlds) -> None:
+    world(4).run(_full_state_dicts)
+
+
+def _full_state_dicts() -> None:
+    twin = Twin(Net, _loss, "zero3", SHAPE)
+    twin.optimizer, twin.plain_optimizer = (Iterated(_matrices(m)) for m in (twin.sharded, twin.plain))
+    twin.optimizer = whole_matrices(twin.optimizer)
+    adamw = optim.AdamW(_others(twin.sharded), lr=1e-3)
+    twin.backward()
+    adamw.step()
+    twin.step()
+    names = dict(twin.plain.named_parameters())
+    for offload in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+        found = checkpoint.get_optimizer_state_dict(twin.sharded, [twin.optimizer, adamw], options=options)
+        if offload and dist.get_rank():
+            assert found == {}
+            continue
+        for name, p in names.items():
+            if p.dim() == 2:
+                expected = twin.plain_optimizer.state[p]["momentum_buffer"]
+                assert torch.allclose(found["state"][name]["momentum_buffer"], expected, rtol=0, atol=1e-12), name
+            else:
+                assert found["state"][name]["exp_avg"].shape == p.shape
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    resumed = whole_matrices(Iterated(_matrices(twin.sharded), lr=0.5))
+    fresh = optim.AdamW(_others(twin.sharded), lr=1e-3)
+    checkpoint.set_optimizer_state_dict(
+        twin.sharded, [resumed, fresh], found if dist.get_rank() == 0 else {}, options=options
+    )
+    assert resumed.param_groups[0]["lr"] == 0.02 and resumed.param_groups[0]["steps"] == 1
+    assert resumed.state.keys() == twin.optimizer.state.keys()
+    for parameter, state in resumed.state.items():
+        assert torch.equal(state["momentum_buffer"], twin.optimizer.state[parameter]["momentum_buffer"])
+    assert fresh.state.keys() == adamw.state.keys()
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_program_of_the_page_trains(world: Worlds) -> None:
+    assert all(world(2).run(_program))
+
+
+def _program() -> bool:
+    page = Path(__file__).parents[2] / "docs" / "optimizers.md"
+    (program,) = re.findall(r"^```python \w+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    torch.manual_seed(0)
+    model = Net()
+    before = model.blocks[0].a.weight.detach().clone()
+    scope: dict[str, Any] = {"towpath": towpath, "torch": torch, "model": model, "loader": [torch.ones(2, 6)] * 2}
+    exec(program, scope)
+    after = scope["model"].blocks[0].a.weight.full_tensor()
+    return after.isfinite().all().item() and not torch.equal(after, before)
