@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import towpath
-from harness.worker import timed
-from peers import Context, Kind, build
-from workload import Workload
+from towpath.bench.harness.worker import timed
+from towpath.bench.peers import Context, Kind, build
+from towpath.bench.workload import Workload
 
 
 class Step:

@@ -30,7 +30,7 @@ from typing import Any
 from torch import nn
 
 import towpath
-from workload import Workload
+from towpath.bench.workload import Workload
 
 # (the model, whether this micro-step is the last) → the context of a micro-step
 Context = Callable[[Any, bool], AbstractContextManager[Any]]

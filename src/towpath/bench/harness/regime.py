@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from towpath.bench.harness.failure import CaseError
 from towpath.lab import Rate
-
-from .failure import CaseError
 
 FIRST = Rate.parse("200mbit")
 TOLERANCE = 0.1

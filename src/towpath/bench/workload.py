@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-import gpt
 import towpath
+from towpath.bench import gpt
 
 WIDTH, TINY = 384, 48
 DEPTH, LONGEST, VOCABULARY = 9, 256, 2048
@@ -47,7 +47,7 @@ class Workload:
         if self.wait_seconds is not None:
             for block in made.blocks:
                 block.__class__ = Waiting
-                block.wait_seconds = self.wait_seconds
+                cast(Waiting, block).wait_seconds = self.wait_seconds
         return made
 
     def silent_model(self) -> gpt.GPT:
@@ -85,7 +85,9 @@ class Wait(torch.autograd.Function):
         return x.clone()  # of a view FSDP2 would warn
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
         return grad, None, None
 
@@ -99,7 +101,7 @@ class Touch(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
 
 
