@@ -20,7 +20,7 @@ WIDENED = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def widened(x: Tensor) -> Tensor:
-    return x.float() if WIDENED and x.dtype == torch.bfloat16 else x
+    return x.float() if WIDENED and x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
 
 
 class Linear(nn.Linear):

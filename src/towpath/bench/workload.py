@@ -1,4 +1,4 @@
-"""What the contestants of benchmarks/engine.py train: a GPT of about 17 million parameters, on what, how often."""
+"""What contestants train: a GPT of about 17 million parameters, on what, how often."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import towpath
+from towpath.auto.probe import device_of_job
 from towpath.bench import gpt
 
 WIDTH, TINY = 384, 48
@@ -41,9 +42,11 @@ class Workload:
         return replace(self, width=TINY, depth=2, batch=1, length=SHORT, micro_steps=min(self.micro_steps, 2))
 
     def model(self) -> gpt.GPT:
-        """The same values on every rank."""
+        """The same values on every rank, on the rank's device."""
         torch.manual_seed(0)
-        made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=LONGEST, vocabulary=VOCABULARY)
+        context = max(LONGEST, self.length)
+        made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=context, vocabulary=VOCABULARY)
+        made.to(device_of_job())
         if self.wait_seconds is not None:
             for block in made.blocks:
                 block.__class__ = Waiting
@@ -59,11 +62,18 @@ class Workload:
         return made
 
     def data(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return gpt.batches(rank, self.batch, self.length)
+        device = device_of_job()
+        for inputs, targets in gpt.batches(rank, self.batch, self.length):
+            yield inputs.to(device), targets.to(device)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def computes_narrow(self) -> bool:
+        """Whether matrices are multiplied in a `dtype` that is not fp32: a CPU has to have instructions for it."""
+        return self.dtype != "float32" and not (gpt.WIDENED and device_of_job().type == "cpu")
 
 
 PLAIN = Workload()
@@ -102,7 +112,7 @@ class Touch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
+        return grad, *(torch.zeros(shape, dtype=dtype, device=grad.device) for shape, dtype in ctx.like)
 
 
 class SilentBlock(gpt.Block):
@@ -113,7 +123,7 @@ class SilentBlock(gpt.Block):
 class SilentGPT(gpt.GPT):
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         own = (self.tokens.weight, self.positions, *self.norm.parameters())  # the head's is the tokens'
-        x = torch.zeros(1, 1, dtype=self.positions.dtype, requires_grad=True)
+        x = torch.zeros(1, 1, dtype=self.positions.dtype, device=self.positions.device, requires_grad=True)
         x = Touch.apply(x, *own)
         for block in self.blocks:
             x = block(x)

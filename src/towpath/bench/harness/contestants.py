@@ -275,14 +275,27 @@ def _joined(connection: socket.socket) -> _Rank:
 
 
 @contextmanager
-def started(entries: Mapping[str, Entry], say: Callable[[str], None]) -> Generator[dict[str, Contestant | InJob]]:
-    """All of them, one after the other, each warmed up while the others are stopped; gone at the end, or on Ctrl-C."""
+def started(
+    entries: Mapping[str, Entry], say: Callable[[str], None], failures: dict[str, str] | None = None
+) -> Generator[dict[str, Contestant | InJob]]:
+    """All of them, one after the other, each warmed up while the others are stopped; gone at the end, or on Ctrl-C.
+
+    One that cannot be started ends them all, unless there are `failures`: then it is left out, and named there.
+    """
     with ExitStack() as stack:
         made: dict[str, Contestant | InJob] = {}
         for number, (name, entry) in enumerate(entries.items(), start=1):
             say(f"starting {name} ({number} of {len(entries)})")
-            made[name] = entry.place.start(name, entry)
-            stack.callback(made[name].close)
-            for _ in range(entry.warm_turns):
-                made[name].ask("turn")
+            try:
+                one = entry.place.start(name, entry)
+                stack.callback(one.close)
+                for _ in range(entry.warm_turns):
+                    one.ask("turn")
+            except CaseError as error:
+                if failures is None:
+                    raise
+                failures[name] = str(error)
+                say(f"{name} is left out: {error}")
+                continue
+            made[name] = one
         yield made
