@@ -154,8 +154,8 @@ def _refuse_shaping(options: argparse.Namespace) -> None:
     given = [f"--{name}" for name in ("nodes", "ranks", "inter", "regime") if getattr(options, name)]
     if given:
         raise ConfigError(
-            f"{', '.join(given)}: for the cluster of this machine; the ranks of a job are where the launcher placed them, on "
-            "the links that there are. Leave it out."
+            f"{', '.join(given)}: for the cluster of this machine; the ranks of a job are where the launcher placed "
+            "them, on the links that there are. Leave it out."
         )
 
 

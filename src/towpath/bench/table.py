@@ -9,7 +9,6 @@ from towpath.bench.harness.figures import verdict
 from towpath.train.observe.progress import size
 
 WIDTH = 100
-# Contestant, kind, seconds of a step, its interval, times as fast, not computing, sent between nodes, processors, memory.
 _HEADS = ("contestant", "", "step", "interval", "speed", "comm.", "sent", "cpu s", "memory")
 _COLUMNS = (29, 2, 8, 15, 6, 5, 9, 7, 9)
 

@@ -13,8 +13,8 @@ screened once; the best five of ours, the best peers and the pair of equal rank 
     lossless                 our best lossless strategy against the best lossless peer, which may have our ring in place
                              of gloo's reduce-scatter (that sends twice the bytes); at least 0.97 times as fast
     lossless, as they come   the same without such help
-    lossy against lossless   our best strategy with codecs against the best lossless peer; from a regime of 4 on at least
-                             2.2 times as fast
+    lossy against lossless   our best strategy with codecs against the best lossless peer; from a regime of 4 on
+                             at least 2.2 times as fast
     low rank                 ddp with low-rank gradients against DDP's PowerSGD hook of the same rank; at least 0.97
 
 Lossless is what sends nothing in fewer bits than the run computes in. Under torchrun all ranks run each contestant in
