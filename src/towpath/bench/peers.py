@@ -197,7 +197,7 @@ def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
             model, bucket_cap_mb=BUCKET_MEBIBYTES, gradient_as_bucket_view=True, static_graph=True
         )
     if kind.has("bf16"):
-        made.register_comm_hook(None, _bf16_hook)
+        made.register_comm_hook(None, _bf16_hook())
     if kind.has("powersgd"):
         rank = int(kind.options["powersgd"])
         state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=POWERSGD_FROM_STEP)
@@ -206,11 +206,11 @@ def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
     return made, _in_narrow(context, workload) if workload.computes_narrow else context
 
 
-def _bf16_hook(state: Any, bucket: Any) -> Any:
-    """PyTorch's own, which is refused under its own name except on NCCL."""
+def _bf16_hook() -> Callable[..., Any]:
+    """PyTorch's own, which is refused under its own name except on NCCL. (Annotated, DDP would compare the types.)"""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
-    return bf16_compress_hook(state, bucket)
+    return lambda state, bucket: bf16_compress_hook(state, bucket)  # pyright: ignore[reportUnknownLambdaType]
 
 
 def _in_narrow(context: Context, workload: Workload) -> Context:

@@ -9,7 +9,7 @@ from typing import Any
 
 from towpath import lab
 from towpath.bench.harness.contestants import Cluster, ThisJob, preloaded
-from towpath.bench.harness.failure import CaseError
+from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import Job, agreed
 from towpath.bench.steps import Step
 from towpath.bench.workload import Workload
@@ -80,12 +80,6 @@ def _screened(names: Sequence[str], run: Callable[[str], list[Tried]], say: Say)
         left = (time.monotonic() - began) / number * (len(names) - number)
         say(f"screening {number} of {len(names)}: {name}: {ranks[0].seconds:.3f} s a step; {left:.0f} s to go")
     return found
-
-
-def reason(error: Exception) -> str:
-    """The last line of what a rank said: of a traceback that is the error."""
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else type(error).__name__
 
 
 def tried(rank: int, world: int, name: str, workload: Workload, turns: int) -> Tried:

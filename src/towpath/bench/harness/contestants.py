@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from towpath import lab
-from towpath.bench.harness.failure import CaseError
+from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import InJob, Job
 from towpath.bench.harness.worker import serve
 from towpath.lab import LinkBytes, Rate
@@ -294,8 +294,8 @@ def started(
             except CaseError as error:
                 if failures is None:
                     raise
-                failures[name] = str(error)
-                say(f"{name} is left out: {error}")
+                failures[name] = reason(error)
+                say(f"{name} is left out: {failures[name]}")
                 continue
             made[name] = one
         yield made
