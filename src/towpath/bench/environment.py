@@ -23,6 +23,9 @@ _TRIAL_TURNS = 3
 # Short sequences, and blocks that wait about as long as they would compute on a device of their own.
 _WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS = 16, 1, 0.0155
 
+_WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=_WAIT_SECONDS)
+_SIZES = ("width", "depth", "batch", "length")
+
 Value = TypeVar("Value")
 
 
@@ -50,11 +53,14 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """As it is given on the command line: 2x2-regime4-micro1."""
+        """As it is given on the command line: 2x2-regime4-micro1. What is not as usual is named, too: -width192."""
         w = self.workload
+        usual = _WAITING if w.wait_seconds is not None else Workload()
+        sizes = [f"-{n}{getattr(w, n)}" for n in _SIZES if getattr(w, n) != getattr(usual, n)]
         dtype = {"bfloat16": "", "float32": "-fp32"}.get(w.dtype, f"-{w.dtype}")
         waits = "-waiting" if w.wait_seconds is not None else ""
-        return f"{w.topology.nodes}x{w.topology.ranks_per_node}-{self.link}-micro{w.micro_steps}{dtype}{waits}"
+        shape = f"{w.topology.nodes}x{w.topology.ranks_per_node}"
+        return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, *sizes])
 
     def quick(self) -> Environment:
         return replace(self, workload=self.workload.quick())
@@ -164,7 +170,7 @@ def _rate(text: str) -> str | None:
 
 
 def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace) -> Workload:
-    given = {name: getattr(options, name) for name in ("width", "depth", "batch", "length")}
+    given = {name: getattr(options, name) for name in _SIZES}
     if options.waiting:
         given |= {"batch": given["batch"] or _WAITING_BATCH, "length": given["length"] or _WAITING_LENGTH}
         given["wait_seconds"] = _WAIT_SECONDS

@@ -83,7 +83,7 @@ class Case:
             derived = _RATES.of(self.link.regime, workload, settings.say)
             inter = derived.rate
         venue = Venue(settings.job, inter)
-        entrants = entrants_of(settings, workload)
+        entrants = entrants_of(settings.options, workload)
         screening = screened(entrants, venue, workload, settings)
         raced = list(entrants) if screening is None else finalists(entrants, screening.seconds)
         found, failures = measured(raced, venue, workload, settings)
@@ -105,9 +105,9 @@ class Case:
         }
 
 
-def entrants_of(settings: Settings, workload: Workload) -> list[Entrant]:
-    named: Sequence[str] | None = settings.options.contestants
-    names = named or (QUICK if settings.quick else everyone(workload.micro_steps))
+def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant]:
+    named: Sequence[str] | None = options.contestants
+    names = named or (QUICK if options.quick else everyone(workload.micro_steps))
     try:
         return [Entrant.of(name, workload.topology, workload.dtype) for name in dict.fromkeys(names)]
     except (ValueError, TowpathError) as error:
@@ -191,7 +191,10 @@ def chosen(cases: Sequence[Any], options: argparse.Namespace) -> list[Case]:
     if options.quick:
         shapes, links, micro_steps = SHAPES[:1], QUICK_LINKS, (1,)
         options.width, options.depth = options.width or QUICK_WIDTH, options.depth or QUICK_DEPTH
-    return cases_of(asked_for(options, shapes, links, micro_steps))
+    cases = cases_of(asked_for(options, shapes, links, micro_steps))
+    for case in cases:
+        entrants_of(options, case.workload)  # a name that nobody has is refused before anything starts
+    return cases
 
 
 def _all_cases() -> list[Case]:
