@@ -9,7 +9,7 @@ import typer
 
 from towpath.errors import ConfigError
 
-# By name, what each measures: the modules load torch, and are not needed for this list.
+# By name, what each measures. Their modules load torch, and are not needed for this list.
 SUITES = {
     "strategies": "steps of every strategy beside DDP, FSDP2 and HSDP of PyTorch, as their experts tune them",
     "collectives": "our routes beside the flat one",
