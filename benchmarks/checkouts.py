@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness import figures, stamp, turns
-from harness.failure import CaseError
-from harness.suite import Settings, Suite
+from towpath.bench.harness import figures, stamp, turns
+from towpath.bench.harness.failure import CaseError
+from towpath.bench.harness.suite import Settings, Suite
 
 RANK = Path(__file__).with_name("checkout_rank.py")
 STEPS, WARM_UP = 8, 5

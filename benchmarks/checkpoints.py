@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import nn
 
 import towpath
-from harness import figures, race
-from harness.contestants import Cluster, Entry, started
-from harness.suite import Settings, Suite
 from towpath import checkpoint
+from towpath.bench.harness import figures, race
+from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.suite import Settings, Suite
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined
 from towpath.train.run import begin

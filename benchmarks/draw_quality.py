@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import results
 from quality import VARIANTS
+from towpath.bench.harness import results
 
 
 def judged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

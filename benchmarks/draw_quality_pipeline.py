@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from draw_quality import plot
-from harness import results
 from quality_pipeline import COMPRESSIONS, SETTING
+from towpath.bench.harness import results
 
 # By which share of the baseline's perplexity each may be worse, beyond the spread of the control; what is naive is to
 # be worse by so many spreads.

@@ -12,11 +12,11 @@ benchmarks/results/engine.jsonl; `python benchmarks/report.py engine` shows them
 from __future__ import annotations
 
 import towpath
-from harness.suite import Suite
 from overlap import Overlap
 from races import Field, Race
 from steady import Steady
-from workload import PLAIN, SHORT, TINY, Workload
+from towpath.bench.harness.suite import Suite
+from towpath.bench.workload import PLAIN, SHORT, TINY, Workload
 
 # Communication over compute. The first cases had 200 mbit once, where FSDP2 communicated six times as long as the
 # module computed; codecs are judged where it is eight.

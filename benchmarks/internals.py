@@ -30,8 +30,3 @@ def communicate(model: Any) -> None:
             if not isinstance(action, (Compute, Show, Seal, Compare, Deliver)):
                 engine.carry_out([action])
         engine._abandon()  # forgets the gradients, which were nobody's
-
-
-def unit_elements(model: Any) -> list[int]:
-    """How many parameters each unit has."""
-    return [sum(bucket.plan.numel for bucket in unit.buckets) for unit in model.towpath_engine.units]

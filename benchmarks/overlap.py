@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 
 import towpath
-from harness import race
-from harness.contestants import Cluster, Contestant, Entry, started
-from harness.figures import Check
-from harness.suite import Settings
-from harness.worker import timed
 from internals import communicate, without_transfers
-from peers import build
-from steps import stepper
-from workload import LENGTH, SHORT, SQUARE, Workload
+from towpath.bench.harness import race
+from towpath.bench.harness.contestants import Cluster, Contestant, Entry, started
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings
+from towpath.bench.harness.worker import timed
+from towpath.bench.peers import build
+from towpath.bench.steps import stepper
+from towpath.bench.workload import LENGTH, SHORT, SQUARE, Workload
 
 PARTS = ("step", "compute", "communication")
 

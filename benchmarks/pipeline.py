@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from harness import figures, race
-from harness.contestants import Cluster, Entry, started
-from harness.figures import Check
-from harness.suite import Settings, Suite
 from pipelines import TOPOLOGY, Piped, Sizes
+from towpath.bench.harness import figures, race
+from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings, Suite
 from towpath.core.low_rank import LowRank
 from towpath.core.wire import Wire
 from towpath.pipeline.stage_link import Encoding, Sender

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from harness.suite import Suite
 from pipeline_prediction import COMPUTING, WAITING, Predicted, Setting
+from towpath.bench.harness.suite import Suite
 
 CASES = [
     Predicted("100mbit", (Setting(), Setting(compression="cb"), Setting("GPipe", "zero1"), Setting("Interleaved1F1B"))),

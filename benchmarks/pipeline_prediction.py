@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
-from harness import race
-from harness.contestants import Cluster, Entry, started
-from harness.figures import Check
-from harness.suite import Settings
 from pipelines import COPIES, STAGES, TOPOLOGY, Piped, Sizes, Stage, compression_of, loss_of, mesh_of_nodes
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
+from towpath.bench.harness import race
+from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings
 from towpath.core.pipeline import SCHEDULES
 from towpath.engine.layout import lay_out
 from towpath.pipeline.schedules import owners_of, schedule_class, walks

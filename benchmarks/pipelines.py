@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
-import gpt
 import towpath
-from harness.worker import timed
+from towpath.bench import gpt
+from towpath.bench.harness.worker import timed
+from towpath.bench.workload import Touch, Wait, Waiting
 from towpath.core.pipeline import SCHEDULES
 from towpath.pipeline import Compression, Pipeline, pipeline
-from workload import Touch, Wait, Waiting
 
 TOPOLOGY = towpath.Topology(8, 1)
 STAGES, COPIES = 4, 2

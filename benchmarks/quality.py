@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gpt
 import towpath
-from harness.figures import Check
-from harness.suite import Settings, Suite
 from towpath import lab
+from towpath.bench import gpt
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings, Suite
 
 SHAPE = towpath.Topology(2, 2)
 LENGTH, BATCH = 128, 1

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gpt
 import pipelines
-from harness.figures import Check
-from harness.suite import Settings, Suite
 from pipelines import COPIES, STAGES, TOPOLOGY, Sizes
 from quality import Result, of_seeds, windows
 from towpath import lab
+from towpath.bench import gpt
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings, Suite
 from towpath.core.wire import Wire
 from towpath.pipeline import Compression, Pipeline
 

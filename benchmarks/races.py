@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness import figures, race
-from harness.contestants import Cluster, Contestant, Entry, started
-from harness.regime import FIRST, Derived, Trial, derive, near
-from harness.suite import Settings
-from peers import Kind, tuned
-from steps import Step
+from towpath.bench.harness import figures, race
+from towpath.bench.harness.contestants import Cluster, Contestant, Entry, started
+from towpath.bench.harness.regime import FIRST, Derived, Trial, derive, near
+from towpath.bench.harness.suite import Settings
+from towpath.bench.peers import Kind, tuned
+from towpath.bench.steps import Step
+from towpath.bench.workload import PLAIN, Workload
 from towpath.lab import Rate
-from workload import PLAIN, Workload
 
 WARM_TURNS = 2
 # A regime is of these two.

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import results
-from harness.figures import bound
+from towpath.bench.harness import results
+from towpath.bench.harness.figures import bound
 
 WIDTH = 100
 COLUMNS = (30, 27, 7, 15, 17)  # case or date, what, found, interval or asked

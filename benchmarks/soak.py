@@ -32,10 +32,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.failure import CaseError
+from towpath.bench.harness.failure import CaseError
 
 if TYPE_CHECKING:  # a rank that starts imports nothing that it does not need
-    from harness.suite import Settings
+    from towpath.bench.harness.suite import Settings
 
 RANKS = 4
 SAVED_EVERY = 2
@@ -53,7 +53,7 @@ class Case:
     train: tuple[str, ...]
 
     def measure(self, settings: Settings) -> dict[str, Any]:
-        from harness.figures import Check
+        from towpath.bench.harness.figures import Check
 
         options = settings.options
         kills = QUICK_KILLS if settings.quick else options.kills
@@ -252,7 +252,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> None:
-    from harness.suite import Suite
+    from towpath.bench.harness.suite import Suite
 
     Suite("soak", __doc__ or "", CASES, options=add_options).main()
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-import gpt
 import towpath
-from harness.figures import Check
-from harness.suite import Settings
-from steps import stepper
 from towpath import lab
-from workload import SQUARE
+from towpath.bench import gpt
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings
+from towpath.bench.steps import stepper
+from towpath.bench.workload import SQUARE
 
 NO_THREAD_CACHES = "glibc.malloc.tcache_count=0"
 SETTLED = 20  # steps after which resident memory is to stay as it is

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import gpt
 import towpath
-from harness.figures import Check
-from harness.suite import Settings, Suite
+from towpath.bench import gpt
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings, Suite
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
 from towpath.train.observe import perfetto
 

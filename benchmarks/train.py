@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import towpath
-from harness import figures, race
-from harness.contestants import Cluster, Entry, started
-from harness.suite import Settings, Suite
-from harness.worker import timed
+from towpath.bench.harness import figures, race
+from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.suite import Settings, Suite
+from towpath.bench.harness.worker import timed
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined
 from towpath.train.loop import Training

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import gpt
 
 import towpath
 from tests.ranks.strategies import ROUNDING, seldom, strategy_of
+from towpath.bench import gpt
 from towpath.core.payload import Matrices
 from towpath.lab import Lab, link_counters
 from towpath.optim import whole_matrices

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks import gpt
 
 import towpath
 from tests.ranks.strategies import seldom
+from towpath.bench import gpt
 from towpath.errors import StepError
 from towpath.lab import Lab
 from towpath.lab.counters import CABLE

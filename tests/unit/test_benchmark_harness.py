@@ -16,10 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.harness import figures, migrate, race, regime, results, stamp, suite, turns
-from benchmarks.harness.contestants import Contestant, ContestantError, Entry, ThisHost
-from benchmarks.harness.failure import CaseError
 
+from towpath.bench import peers
+from towpath.bench.harness import figures, migrate, race, regime, results, stamp, suite, turns
+from towpath.bench.harness.contestants import ContestantError, Entry, ThisHost
+from towpath.bench.harness.failure import CaseError
+from towpath.bench.suites import prediction, timelines
+from towpath.bench.workload import Workload
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
@@ -36,7 +39,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules as a script has them: with its own folder in the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(BENCHMARKS)
-        names = ("engine", "peers", "prediction", "races", "report", "timeline", "timelines", "workload")
+        names = ("engine", "races", "report", "timeline")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -148,7 +151,19 @@ class TestStamp:
     def test_without_git_that_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         assert stamp.code(tmp_path) == {"commit": None, "clean": None}
-        assert stamp.warnings(0.0, None) == ["no commit: this is no git checkout"]
+        assert stamp.warnings(0.0, None) == []
+
+    def test_installed_inside_somebody_elses_checkout_it_takes_no_commit_of_theirs(self, checkout: Path) -> None:
+        (checkout / "site-packages").mkdir()
+        assert stamp.code(checkout / "site-packages") == {"commit": None, "clean": None}
+
+    def test_without_git_a_result_is_of_this_code_where_the_version_is_the_same(self) -> None:
+        without = {"commit": None, "clean": None}
+        assert stamp.same_code({**without, "versions": {"towpath": "1"}}, without, "1")
+        assert not stamp.same_code({**without, "versions": {"towpath": "1"}}, without, "2")
+        here = {"commit": "a", "clean": True}
+        assert stamp.same_code(here, here, "1") and not stamp.same_code({"commit": "b", "clean": True}, here, "1")
+        assert not stamp.same_code({"commit": "a", "clean": False}, here, "1")
 
     def test_it_says_where_and_with_what(self) -> None:
         found = stamp.stamp()
@@ -412,7 +427,7 @@ class TestEngine:
         for case in cases:
             listed: Sequence[str] = getattr(case, "contestants", ())
             for text in (*listed, *(getattr(case, side) for side in ("ours", "theirs") if hasattr(case, side))):
-                kind = scripts.peers.Kind.parse(text)
+                kind = peers.Kind.parse(text)
                 if not kind.foreign:
                     import towpath
 
@@ -428,13 +443,13 @@ class TestEngine:
     )
     def test_an_unknown_contestant_is_refused(self, scripts: SimpleNamespace, text: str, words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            scripts.peers.Kind.parse(text)
+            peers.Kind.parse(text)
 
     def test_whoever_races_a_peer_races_what_an_expert_makes_of_it(
         self, scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        assert scripts.peers.tuned("fsdp2 reshard=2") == "fsdp2 tuned reshard=2"
-        assert [scripts.peers.tuned(kind) for kind in ("hsdp tuned", "bare", "zero3")] == [None] * 3
+        assert peers.tuned("fsdp2 reshard=2") == "fsdp2 tuned reshard=2"
+        assert [peers.tuned(kind) for kind in ("hsdp tuned", "bare", "zero3")] == [None] * 3
         asked: list[Any] = []
         monkeypatch.setattr(scripts.races, "raced", lambda *arguments: asked.append(arguments[1:3]) or {})
         scripts.races.Race("x", "mics", "hsdp", 0.85).measure(SimpleNamespace())
@@ -443,7 +458,7 @@ class TestEngine:
     def test_what_communicates_alone_has_every_parameter_of_the_model_and_a_gradient_for_it(
         self, scripts: SimpleNamespace
     ) -> None:
-        workload = scripts.workload.Workload().quick()
+        workload = Workload().quick()
         model, silent = workload.model(), workload.silent_model()
         silent(*next(workload.data(0))).backward()
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -467,7 +482,7 @@ class TestProcesses:
     def test_a_contestant_runs_only_while_it_is_asked_and_is_gone_in_the_end(
         self, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        contestant = Contestant("nine", Entry(ThisHost(), Worker, (9,), warm_turns=1))
+        contestant = ThisHost().start("nine", Entry(ThisHost(), Worker, (9,)))
         try:
             assert contestant.parked
             assert contestant.ask("turn") == [9]
@@ -520,12 +535,12 @@ class TestPrediction:
     def test_a_prediction_is_judged_by_medians_and_the_choice_by_the_best_of_its_kind(
         self, scripts: SimpleNamespace
     ) -> None:
-        names = [*scripts.prediction.LOSSLESS, *scripts.prediction.LOSSY, "the plan's", "the plan's with codecs"]
+        names = [*prediction.LOSSLESS, *prediction.LOSSY, "the plan's", "the plan's with codecs"]
         predicted = {name: float(number + 1) for number, name in enumerate(names)}
         measured = {name: [seconds, 9 * seconds, seconds / 2] for name, seconds in predicted.items()}
         measured[names[0]] = [2.0, 2.0, 2.0]  # predicted as 1
 
-        found = scripts.prediction.compared(predicted, measured)
+        found = prediction.compared(predicted, measured)
 
         assert found["errors"][names[0]] == -0.5 and found["mean_error"] == pytest.approx(0.5 / len(names))
         assert found["regret"]["lossless"] == pytest.approx(predicted["the plan's"] / 2 - 1)
@@ -534,8 +549,8 @@ class TestPrediction:
         assert found["rank_correlation"] > 0.9
 
     def test_a_rank_correlation_looks_at_places_only(self, scripts: SimpleNamespace) -> None:
-        assert scripts.prediction.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
-        assert scripts.prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+        assert prediction.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
+        assert prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
 
     def test_a_traced_step_and_a_replayed_one_are_compared_task_by_task(self, scripts: SimpleNamespace) -> None:
         def message(kind: str, start: float, track: str = BETWEEN, unit: str = "a") -> Interval:
@@ -545,7 +560,7 @@ class TestPrediction:
         def event(kind: Kind, start: float) -> Event:
             return Event(QUEUES[kind], "", start, start + 1, kind, "a")
 
-        timelines, zero3 = scripts.timelines, strategy("zero3", Topology(2, 1))
+        zero3 = strategy("zero3", Topology(2, 1))
         trace = [
             message("gather", 1.0),
             message("gather", 1.5, INSIDE),

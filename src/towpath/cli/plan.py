@@ -384,8 +384,8 @@ def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
 
 
 def _write_trace(path: Path, solver: Solver, strategy: Strategy, batching: Batching) -> None:
-    from towpath.cli.simulated import intervals_of  # with the engine's trace, and so with torch
     from towpath.train.observe import perfetto
+    from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
 
     intervals = intervals_of(solver.timeline(strategy, batching).events)
     perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

@@ -66,8 +66,8 @@ def simulated(
     pipelines = _pipelines(solver, name, length, (layout.schedule,))
     pipelines.check(layout, batching)
     if trace is not None:
-        from towpath.cli.simulated import intervals_of  # with the engine's trace, and so with torch
         from towpath.train.observe import perfetto
+        from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
 
         timeline = pipelines.replay(layout, batching)
         ranks = {rank: intervals_of(each.events) for rank, each in enumerate(timeline.ranks)}

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from towpath.cli.simulated import intervals_of
 from towpath.core import presets
 from towpath.core.strategy import Kind
 from towpath.errors import TowpathError
@@ -18,6 +17,7 @@ from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.solver import Batching, Priced, Ranking, Solver
 from towpath.train.observe.plots import COLOURS, axes_of, colour, draw_stacked, draw_timelines, svg
 from towpath.train.observe.report import figure_html, table_html, write_page
+from towpath.train.observe.simulated import intervals_of
 
 # What is drawn over link rates and numbers of nodes: of lossless presets those that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")

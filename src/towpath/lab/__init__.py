@@ -10,8 +10,8 @@ May import: core, topology, errors; torch only inside a rank.
 """
 
 from towpath.lab.counters import LinkBytes, link_counters
-from towpath.lab.lab import Lab, available
+from towpath.lab.lab import PRELOAD, Lab, available
 from towpath.lab.run import Result, Run
 from towpath.lab.shaping import Rate
 
-__all__ = ["Lab", "LinkBytes", "Rate", "Result", "Run", "available", "link_counters"]
+__all__ = ["PRELOAD", "Lab", "LinkBytes", "Rate", "Result", "Run", "available", "link_counters"]

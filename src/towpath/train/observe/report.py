@@ -100,6 +100,12 @@ figure { margin: 0; background: #fff; padding: 14px 16px 6px; border-radius: 8px
 figure.wide { grid-column: 1 / -1; } svg { width: 100%; height: auto; }
 /* On a narrow screen a table, or a wide figure, is moved sideways; the page is not. */
 .scrolls, figure.wide { overflow-x: auto; } figure { min-width: 0; } th, td { white-space: nowrap; }
+/* Pictures are drawn for a light ground, and keep it. */
+@media (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; } body { color: #e6e8ea; background: #14171a; }
+  main > p, th { color: #aab2bb; } table { background: #1d2125; } th, td { border-color: #2c3238; }
+  figure { color: #1c2024; }
+}
 @media (max-width: 600px) {
   main { padding: 16px 10px 40px; } figure { padding: 10px 6px 4px; } figure.wide svg { width: 760px; }
 }

@@ -1,6 +1,6 @@
 """Results from before the harness, as the first lines of its files; what they said is kept word for word.
 
-    python benchmarks/harness/migrate.py benchmarks/results/*.json
+    python -m towpath.bench.harness.migrate benchmarks/results/*.json
 
 Each suite had a form of its own for what was asked: `checks` says it in that of the harness besides.
 """

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from towpath.bench.harness import turns
+from towpath.bench.harness.figures import medians, spreads
 from towpath.lab import LinkBytes
-
-from . import turns
-from .figures import medians, spreads
 
 
 class Racer(Protocol):

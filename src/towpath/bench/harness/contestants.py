@@ -18,7 +18,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from towpath import lab
+from towpath.bench.harness.failure import CaseError, reason
+from towpath.bench.harness.job import InJob, Job
+from towpath.bench.harness.worker import serve
 from towpath.lab import LinkBytes, Rate
 from towpath.topology.cluster import Topology
-
-from .failure import CaseError
-from .worker import serve
 
 # The timeout of a lab's call is also that of its process group, and runs on while the ranks are stopped.
 _WHOLE_RACE_SECONDS = 7 * 86_400.0
@@ -72,21 +72,36 @@ class Cluster:
     inter: str | Rate | None = None
     intra: str | Rate | None = None
 
-    def raise_up(self) -> Place:
-        return _OnLab(self)
+    def start(self, name: str, entry: Entry) -> Contestant:
+        return Contestant(name, entry, _OnLab(self, preloaded(entry.make)))
 
 
 @dataclass(frozen=True, slots=True)
 class ThisHost:
     """One process beside this one: for what sends nothing, and for machines without network namespaces."""
 
-    def raise_up(self) -> Place:
-        return _OnHost()
+    def start(self, name: str, entry: Entry) -> Contestant:
+        return Contestant(name, entry, _OnHost())
+
+
+@dataclass(frozen=True, slots=True)
+class ThisJob:
+    """The ranks of the job that this process is one of, on whatever links there are."""
+
+    job: Job
+
+    def start(self, name: str, entry: Entry) -> InJob:
+        return InJob(name, entry.make, entry.arguments, self.job)
+
+
+def preloaded(make: Callable[..., Any]) -> tuple[str, ...]:
+    """What the server of a lab's ranks imports once, for all of them: torch, and ours that the worker is from."""
+    return (*lab.PRELOAD, *([make.__module__] if make.__module__.startswith("towpath.") else []))
 
 
 class _OnLab:
-    def __init__(self, cluster: Cluster) -> None:
-        self._lab = lab.Lab(cluster.topology, inter=cluster.inter, intra=cluster.intra)
+    def __init__(self, cluster: Cluster, preload: Sequence[str]) -> None:
+        self._lab = lab.Lab(cluster.topology, inter=cluster.inter, intra=cluster.intra, preload=preload)
         self.world = cluster.topology.world
         self.counters = self._lab.counters
         self.close = self._lab.close
@@ -121,7 +136,7 @@ class _OnHost:
 class Entry:
     """How to start a contestant: `make(rank, world, *arguments)`, a function or class of a module, on every rank."""
 
-    place: Cluster | ThisHost
+    place: Cluster | ThisHost | ThisJob
     make: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     warm_turns: int = 0
@@ -136,21 +151,18 @@ class _Rank:
 class Contestant:
     """Started, and stopped until somebody asks."""
 
-    def __init__(self, name: str, entry: Entry) -> None:
+    def __init__(self, name: str, entry: Entry, place: Place) -> None:
         self.name = name
         self._failure: BaseException | None = None
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="towpath-race-"))
-        self._place: Place | None = None
+        self._place = place
+        self.counters = place.counters
         self._thread: threading.Thread | None = None
         try:
-            self._place = entry.place.raise_up()
-            self.counters = self._place.counters
             self._start(entry)
             self._answers(_START_SECONDS)
             self._park()
-            for _ in range(entry.warm_turns):
-                self.ask("turn")
         except BaseException:
             self.close()
             raise
@@ -175,8 +187,7 @@ class Contestant:
         return self._all_are(_GONE)
 
     def close(self) -> None:
-        if self._place is not None:
-            self._place.close()
+        self._place.close()
         if self._thread is not None:
             self._thread.join(_LAST_WORDS_SECONDS)
         for rank in self._ranks:
@@ -184,7 +195,6 @@ class Contestant:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, entry: Entry) -> None:
-        assert self._place is not None
         place, address = self._place, str(self._folder / "driver")
 
         def host() -> None:
@@ -265,12 +275,27 @@ def _joined(connection: socket.socket) -> _Rank:
 
 
 @contextmanager
-def started(entries: Mapping[str, Entry], say: Callable[[str], None]) -> Generator[dict[str, Contestant]]:
-    """All of them, one after the other, each warmed up while the others are stopped; gone at the end, or on Ctrl-C."""
+def started(
+    entries: Mapping[str, Entry], say: Callable[[str], None], failures: dict[str, str] | None = None
+) -> Generator[dict[str, Contestant | InJob]]:
+    """All of them, one after the other, each warmed up while the others are stopped; gone at the end, or on Ctrl-C.
+
+    One that cannot be started ends them all, unless there are `failures`: then it is left out, and named there.
+    """
     with ExitStack() as stack:
-        made: dict[str, Contestant] = {}
+        made: dict[str, Contestant | InJob] = {}
         for number, (name, entry) in enumerate(entries.items(), start=1):
             say(f"starting {name} ({number} of {len(entries)})")
-            made[name] = Contestant(name, entry)
-            stack.callback(made[name].close)
+            try:
+                one = entry.place.start(name, entry)
+                stack.callback(one.close)
+                for _ in range(entry.warm_turns):
+                    one.ask("turn")
+            except CaseError as error:
+                if failures is None:
+                    raise
+                failures[name] = reason(error)
+                say(f"{name} is left out: {failures[name]}")
+                continue
+            made[name] = one
         yield made

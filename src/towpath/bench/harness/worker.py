@@ -31,8 +31,16 @@ def serve(rank: int, world: int, make: Callable[..., Any], arguments: tuple[Any,
 
 def timed(work: Callable[[], Any]) -> float:
     """Seconds until the last rank is through, from when all are there."""
-    dist.barrier()
+    _wait_for_all()
     began = time.perf_counter()
     work()
-    dist.barrier()
+    _wait_for_all()
     return time.perf_counter() - began
+
+
+def _wait_for_all() -> None:
+    """For this rank's device, and then for the other ranks."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,17 +1,18 @@
-"""What the contestants of benchmarks/engine.py train: a GPT of about 17 million parameters, on what, how often."""
+"""What contestants train: a GPT of about 17 million parameters, on what, how often."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-import gpt
 import towpath
+from towpath.auto.probe import device_of_job
+from towpath.bench import gpt
 
 WIDTH, TINY = 384, 48
 DEPTH, LONGEST, VOCABULARY = 9, 256, 2048
@@ -41,13 +42,15 @@ class Workload:
         return replace(self, width=TINY, depth=2, batch=1, length=SHORT, micro_steps=min(self.micro_steps, 2))
 
     def model(self) -> gpt.GPT:
-        """The same values on every rank."""
+        """The same values on every rank, on the rank's device."""
         torch.manual_seed(0)
-        made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=LONGEST, vocabulary=VOCABULARY)
+        context = max(LONGEST, self.length)
+        made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=context, vocabulary=VOCABULARY)
+        made.to(device_of_job())
         if self.wait_seconds is not None:
             for block in made.blocks:
                 block.__class__ = Waiting
-                block.wait_seconds = self.wait_seconds
+                cast(Waiting, block).wait_seconds = self.wait_seconds
         return made
 
     def silent_model(self) -> gpt.GPT:
@@ -59,11 +62,18 @@ class Workload:
         return made
 
     def data(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-        return gpt.batches(rank, self.batch, self.length)
+        device = device_of_job()
+        for inputs, targets in gpt.batches(rank, self.batch, self.length):
+            yield inputs.to(device), targets.to(device)
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def computes_narrow(self) -> bool:
+        """Whether matrices are multiplied in a `dtype` that is not fp32: a CPU has to have instructions for it."""
+        return self.dtype != "float32" and not (gpt.WIDENED and device_of_job().type == "cpu")
 
 
 PLAIN = Workload()
@@ -85,7 +95,9 @@ class Wait(torch.autograd.Function):
         return x.clone()  # of a view FSDP2 would warn
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None]:
         time.sleep(ctx.seconds)
         return grad, None, None
 
@@ -99,8 +111,8 @@ class Touch(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad, *(torch.zeros(shape, dtype=dtype) for shape, dtype in ctx.like)
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grad, *(torch.zeros(shape, dtype=dtype, device=grad.device) for shape, dtype in ctx.like)
 
 
 class SilentBlock(gpt.Block):
@@ -111,7 +123,7 @@ class SilentBlock(gpt.Block):
 class SilentGPT(gpt.GPT):
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         own = (self.tokens.weight, self.positions, *self.norm.parameters())  # the head's is the tokens'
-        x = torch.zeros(1, 1, dtype=self.positions.dtype, requires_grad=True)
+        x = torch.zeros(1, 1, dtype=self.positions.dtype, device=self.positions.device, requires_grad=True)
         x = Touch.apply(x, *own)
         for block in self.blocks:
             x = block(x)

@@ -11,18 +11,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import timelines
 import towpath
-from harness import race
-from harness.contestants import Cluster, Entry, started
-from harness.figures import Check
-from harness.suite import Settings
-from harness.worker import timed
-from peers import Kind
-from steps import stepper
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
-from towpath.cli.simulated import intervals_of
+from towpath.bench.harness import race
+from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.figures import Check
+from towpath.bench.harness.suite import Settings
+from towpath.bench.harness.worker import timed
+from towpath.bench.peers import Kind
+from towpath.bench.steps import stepper
+from towpath.bench.suites import timelines
+from towpath.bench.workload import Workload
 from towpath.engine.layout import lay_out
 from towpath.observing import Interval
 from towpath.planner.model import Model
@@ -30,7 +30,7 @@ from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Ranking, Solver
 from towpath.sim.timeline import Timeline
-from workload import Workload
+from towpath.train.observe.simulated import intervals_of
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")

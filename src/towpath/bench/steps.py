@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import towpath
-from harness.worker import timed
-from peers import Context, Kind, build
-from workload import Workload
+from towpath.bench.harness.worker import timed
+from towpath.bench.peers import Context, Kind, build
+from towpath.bench.workload import Workload
+
+_STATUS = Path("/proc/self/status")
 
 
 class Step:
@@ -19,6 +23,7 @@ class Step:
 
     def __init__(self, rank: int, world: int, contestant: str, workload: Workload) -> None:
         kind = Kind.parse(contestant)
+        self._bytes_before = held_bytes()
         self._model, context = build(contestant, workload)
         data = workload.data(rank)
         if kind.name == "compute" or kind.has("silent"):
@@ -26,21 +31,46 @@ class Step:
         else:
             self._work = stepper(self._model, context, data, workload.micro_steps)
         self._ours = not kind.foreign
-        self._seconds = self._host_seconds = 0.0
+        self._turns = 0
+        self._seconds = self._host_seconds = self._processor_seconds = 0.0
 
     def turn(self) -> float:
         before = towpath.stats(self._model).seconds_host if self._ours else 0.0
+        processor = time.process_time()
         seconds = timed(self._work)
+        self._processor_seconds += time.process_time() - processor
         self._seconds += seconds
+        self._turns += 1
         if self._ours:
             self._host_seconds += towpath.stats(self._model).seconds_host - before
         return seconds
 
     def facts(self) -> dict[str, Any]:
-        """What the engine says of all turns, the warm ones too."""
+        """What this rank says of all turns, the warm ones too. `memory_bytes`: more than before the model was made."""
+        found: dict[str, Any] = {
+            "processor_seconds": self._processor_seconds / max(1, self._turns),
+            "memory_bytes": max(0, held_bytes() - self._bytes_before),
+        }
         if not self._ours:
-            return {}
-        return {"host_share": self._host_seconds / self._seconds, "stats": str(towpath.stats(self._model))}
+            return found
+        stats = towpath.stats(self._model)
+        engine = self._model.towpath_engine
+        return found | {
+            "host_share": self._host_seconds / self._seconds,
+            "exposed_seconds": stats.seconds_exposed / self._turns,
+            "stats": str(stats),
+            "strategy": str(engine.strategy),
+        }
+
+
+def held_bytes() -> int:
+    """Of this process: on a GPU the most that tensors have held, else its private memory; 0 where nobody tells."""
+    if torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    if not _STATUS.exists():
+        return 0
+    with _STATUS.open() as lines:
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
 def stepper(model: Any, context: Context, data: Any, micro_steps: int) -> Callable[[], None]:

@@ -6,6 +6,7 @@ import sysconfig
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,14 @@ WIDENED = not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def widened(x: Tensor) -> Tensor:
-    return x.float() if WIDENED and x.dtype == torch.bfloat16 else x
+    return x.float() if WIDENED and x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
 
 
 class Linear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else widened(self.bias)
-        return F.linear(widened(x), widened(self.weight), bias).to(x.dtype)
+    def forward(self, input: Tensor) -> Tensor:
+        own = cast("Tensor | None", self.bias)
+        bias = None if own is None else widened(own)
+        return F.linear(widened(input), widened(self.weight), bias).to(input.dtype)
 
 
 class Block(nn.Module):
@@ -70,7 +72,7 @@ class GPT(nn.Module):
 def _initialise(module: nn.Module) -> None:
     if isinstance(module, (nn.Linear, nn.Embedding)):
         nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
+    if isinstance(module, nn.Linear) and "bias" in dict(module.named_parameters(recurse=False)):
         nn.init.zeros_(module.bias)
 
 

@@ -8,7 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parents[1] / "results"
+from towpath.bench.harness import stamp
+
+_CHECKOUT = stamp.checkout()
+# In a checkout, with what is committed; else where one is.
+FOLDER = _CHECKOUT / "benchmarks" / "results" if _CHECKOUT is not None else Path("bench-results")
 # Which form a line has. 1: from before the harness.
 HARNESS = 2
 

@@ -3,11 +3,14 @@
     fsdp2 · hsdp      each block its own unit, gathered again for the backward pass; HSDP all-reduces at the boundary
       tuned           asynchronous unshard, and the next block's gather begun a block ahead, in both directions
       reshard=no      weights stay gathered between forward and backward, and between micro-steps: the memory of ZeRO-2
-      reshard=2       the backward pass gathers inside groups of two ranks (what ZeRO++ calls hpZ)
+      reshard=2       the backward pass gathers inside groups of two ranks (what ZeRO++ calls hpZ); =node: of a node's
+      ring            its reduce-scatter is our ring: gloo's own sends twice the bytes (ring_reduce_scatter.py)
       sync=last       gradients stay unsharded and are reduced at the boundary only: the memory of DDP's gradients
     torch-ddp         DistributedDataParallel as it comes, which sums at every micro-step
       tuned           gradients are views of its buckets, of 8 MiB; a static graph; sums at the boundary only
       bf16            its gradients travel in bf16 (its own hook), whatever computes
+      powersgd=4      its PowerSGD hook of rank 4, from the third step on, with error feedback and a warm start
+    auto              our planner's choice; allow=int8,int4:64: these codecs between nodes as well
     bare · compute    the module alone, with its optimizer, or only forward and backward in the dtype of the workload
     fsdp2 silent      FSDP2 with nothing computed: its communication alone
 
@@ -22,24 +25,29 @@ All of them work on a CPU with gloo (torch 2.13), and train alike. What does les
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
 import towpath
-from workload import Workload
+from towpath.auto.probe import device_of_job
+from towpath.bench.ring_reduce_scatter import use_ring
+from towpath.bench.workload import Workload
 
 # (the model, whether this micro-step is the last) → the context of a micro-step
 Context = Callable[[Any, bool], AbstractContextManager[Any]]
 
 BUCKET_MEBIBYTES = 8
+AUTO = "auto"
+POWERSGD_FROM_STEP = 2  # the first that its state takes with error feedback and a warm start
 OPTIONS = {
-    "fsdp2": ("tuned", "reshard", "sync", "silent"),
-    "hsdp": ("tuned", "reshard", "sync"),
-    "torch-ddp": ("tuned", "bf16"),
+    "fsdp2": ("tuned", "reshard", "sync", "silent", "ring"),
+    "hsdp": ("tuned", "reshard", "sync", "ring"),
+    "torch-ddp": ("tuned", "bf16", "powersgd"),
     "bare": (),
     "compute": (),
 }
@@ -61,8 +69,8 @@ class Kind:
                 f"contestant {text!r}: {name} has no option {', '.join(sorted(unknown))}; "
                 f"there are {', '.join(OPTIONS[name]) or 'none'}."
             )
-        if name not in OPTIONS and name not in towpath.strategies():
-            there = ", ".join((*OPTIONS, *towpath.strategies()))
+        if name not in OPTIONS and name not in (AUTO, *towpath.strategies()):
+            there = ", ".join((*OPTIONS, AUTO, *towpath.strategies()))
             raise ValueError(f"contestant {text!r}: there is neither a peer nor a strategy {name!r}, only {there}.")
         return Kind(name, options)
 
@@ -103,11 +111,25 @@ def _nothing(model: Any, last: bool) -> AbstractContextManager[Any]:
 
 
 def _ours(kind: Kind, workload: Workload) -> tuple[Any, Context]:
-    strategy = towpath.strategy(kind.name, workload.topology, **kind.options)
     narrow = workload.dtype != "float32"
     precision = towpath.Precision(params=workload.dtype, reduce=workload.dtype) if narrow else None
-    made = towpath.shard(workload.model(), strategy, precision=precision)
-    return made, lambda model, last: nullcontext() if last else model.no_sync()
+    if kind.name == AUTO:
+        made = towpath.shard(workload.model(), AUTO, precision=precision, workload=_planned(kind, workload))
+    else:
+        strategy = towpath.strategy(kind.name, workload.topology, **kind.options)
+        made = towpath.shard(workload.model(), strategy, precision=precision)
+    return made, _no_sync_before_the_last
+
+
+def _no_sync_before_the_last(model: Any, last: bool) -> AbstractContextManager[Any]:
+    return nullcontext() if last else model.no_sync()
+
+
+def _planned(kind: Kind, workload: Workload) -> towpath.Workload:
+    """What "auto" is told of the training loop."""
+    allowed = tuple(kind.options["allow"].split(",")) if kind.has("allow") else ()
+    tokens, inputs = workload.batch * workload.length, next(workload.data(0))
+    return towpath.Workload(tokens, workload.micro_steps, allow=allowed, inputs=inputs)
 
 
 def _fsdp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
@@ -119,16 +141,24 @@ def _fsdp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
     policy = MixedPrecisionPolicy(dtype, dtype) if narrow else MixedPrecisionPolicy()
     nodes, ranks_per_node = workload.topology.nodes, workload.topology.ranks_per_node
     shape = (workload.topology.world,) if kind.name == "fsdp2" else (nodes, ranks_per_node)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = init_device_mesh(device_of_job().type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     reshard: bool | int | None = None
     if kind.has("reshard"):
-        reshard = False if kind.options["reshard"] == "no" else int(kind.options["reshard"])
+        reshard = _reshard(kind.options["reshard"], ranks_per_node)
     made: Any = workload.silent_model() if kind.has("silent") else workload.model()
     for module in (*made.blocks, made):
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if kind.has("tuned"):
         _prefetched(made)
+    if kind.has("ring"):
+        use_ring(made, workload.topology)
     return made, _fsdp_context(kind)
+
+
+def _reshard(text: str, ranks_per_node: int) -> bool | int:
+    if text == "no":
+        return False
+    return ranks_per_node if text == "node" else int(text)
 
 
 def _prefetched(made: Any) -> None:
@@ -156,7 +186,7 @@ def _fsdp_context(kind: Kind) -> Context:
 
 
 def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
     model: nn.Module = workload.model()
@@ -167,8 +197,32 @@ def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
             model, bucket_cap_mb=BUCKET_MEBIBYTES, gradient_as_bucket_view=True, static_graph=True
         )
     if kind.has("bf16"):
-        made.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    return made, _no_sync_after_the_first() if kind.has("tuned") else _nothing
+        made.register_comm_hook(None, _bf16_hook())
+    if kind.has("powersgd"):
+        rank = int(kind.options["powersgd"])
+        state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=POWERSGD_FROM_STEP)
+        made.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    context = _no_sync_after_the_first() if kind.has("tuned") else _nothing
+    return made, _in_narrow(context, workload) if workload.computes_narrow else context
+
+
+def _bf16_hook() -> Callable[..., Any]:
+    """PyTorch's own, which is refused under its own name except on NCCL. (Annotated, DDP would compare the types.)"""
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+    return lambda state, bucket: bf16_compress_hook(state, bucket)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def _in_narrow(context: Context, workload: Workload) -> Context:
+    """DDP keeps its parameters in fp32; what computes in the workload's dtype is autocast, as its users have it."""
+
+    def narrow(model: Any, last: bool) -> AbstractContextManager[Any]:
+        stack = ExitStack()
+        stack.enter_context(context(model, last))
+        stack.enter_context(torch.autocast(device_of_job().type, workload.torch_dtype))
+        return stack
+
+    return narrow
 
 
 def _no_sync_after_the_first() -> Context:

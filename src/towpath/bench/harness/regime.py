@@ -6,13 +6,13 @@ multiple, and the rate that gives it is looked for before each race, by measurin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from towpath.bench.harness.failure import CaseError
 from towpath.lab import Rate
-
-from .failure import CaseError
 
 FIRST = Rate.parse("200mbit")
 TOLERANCE = 0.1
@@ -60,10 +60,22 @@ def near(found: float, asked: float) -> bool:
     return abs(found / asked - 1) <= TOLERANCE
 
 
-def derive(asked: float, measure: Callable[[Rate], Trial], say: Callable[[str], None], first: Rate = FIRST) -> Derived:
-    """Try rates until one gives the regime asked for; after the last trial, the nearest of them, tried once more."""
+def derive(
+    asked: float,
+    measure: Callable[[Rate], Trial],
+    say: Callable[[str], None],
+    first: Rate = FIRST,
+    known: Sequence[tuple[Rate, Trial]] = (),
+) -> Derived:
+    """Try rates until one gives the regime asked for; after the last trial, the nearest of them, tried once more.
+
+    `known`: trials of other regimes of the same workload, which tell a better first rate than `first`.
+    """
     tried: list[tuple[Rate, Trial]] = []
     rate = first
+    if known:
+        with suppress(RegimeError):  # what they say of a rate far from theirs may be nonsense
+            rate = next_rate(asked, list(known))
     for _ in range(MOST_TRIALS):
         trial = measure(rate)
         tried.append((rate, trial))

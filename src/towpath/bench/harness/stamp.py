@@ -6,14 +6,19 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 # Above this somebody else is at work: a figure is then theirs as much as ours.
 IDLE_LOAD = 0.5
+# What a checkout of Towpath has, and an installed package has not.
+_RESULTS = Path("benchmarks", "results")
+
+# Where this package lies in a checkout: <ROOT>/src/towpath/bench/harness/stamp.py.
+ROOT = Path(__file__).parents[4]
 
 
 def stamp() -> dict[str, Any]:
@@ -25,24 +30,43 @@ def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def checkout() -> Path | None:
+    """The checkout that this package runs from; None where it was installed."""
+    return ROOT if (ROOT / _RESULTS).is_dir() else None
+
+
 def code(root: Path) -> dict[str, Any]:
-    """The commit, and whether the tree was as committed; results do not count, each run adds to them. None: no git."""
-    commit = _git(root, "rev-parse", "HEAD")
-    changed = _git(root, "status", "--porcelain", "--", ".", ":(exclude)benchmarks/results")
-    return {"commit": commit, "clean": None if changed is None else changed == ""}
+    """The commit, and whether the tree was as committed; results do not count, each run adds to them.
+
+    None where `root` is no git checkout itself: a package may be installed inside somebody else's. Its version, which
+    every stamp has, then says which code it was.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():
+        return {"commit": None, "clean": None}
+    changed = _git(root, "status", "--porcelain", "--", ".", f":(exclude){_RESULTS}")
+    return {"commit": _git(root, "rev-parse", "HEAD"), "clean": None if changed is None else changed == ""}
+
+
+def same_code(line: Mapping[str, Any], now: Mapping[str, Any], version: str) -> bool:
+    """Whether a result is of the code that runs now: of its commit with nothing changed; without git, its version."""
+    if now["commit"] is not None:
+        return bool(line.get("commit") == now["commit"] and line.get("clean") and now["clean"])
+    return line.get("commit") is None and line.get("versions", {}).get("towpath") == version
 
 
 def host() -> dict[str, Any]:
     import torch
 
     cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return {
+    found: dict[str, Any] = {
         "cpu": processor(cpu) or platform.processor(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "kernel": platform.release(),
         "machine": platform.machine(),
     }
+    return found | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {})
 
 
 def processor(cpuinfo: str) -> str | None:
@@ -53,7 +77,11 @@ def processor(cpuinfo: str) -> str | None:
 def versions() -> dict[str, str]:
     import torch
 
-    return {"python": platform.python_version(), "torch": torch.__version__, "towpath": metadata.version("towpath")}
+    return {"python": platform.python_version(), "torch": torch.__version__, "towpath": version()}
+
+
+def version() -> str:
+    return metadata.version("towpath")
 
 
 def load() -> float:
@@ -70,12 +98,12 @@ def wait_for_quiet(at_most_seconds: float) -> float:
 
 
 def warnings(load_before: float, clean: bool | None) -> list[str]:
-    """What a reader of the figure has to know."""
+    """What a reader of the figure has to know. `clean` is None where there is no git: a version is as good then."""
     found: list[str] = []
     if load_before > IDLE_LOAD:
         found.append(f"the load before was {load_before:.2f}: something else was using the machine")
-    if not clean:
-        found.append("the tree was not as committed" if clean is not None else "no commit: this is no git checkout")
+    if clean is False:
+        found.append("the tree was not as committed")
     return found
 
 

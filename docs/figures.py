@@ -1,0 +1,103 @@
+"""The tables of measured figures in docs/*.md and README.md, between markers, from benchmarks/results/*.jsonl.
+
+    python docs/figures.py            writes them anew
+    python docs/figures.py --check    says which are old
+
+A page has `<!-- figures: strategies -->` where the table of that suite begins, and `<!-- end of figures -->` where it
+ends. Each row says the commit that it was measured at, or, where the code that the suite measures is another now, that
+it was "measured before" it changed. The working tree is compared with the commit that was measured: so the change that
+makes a figure one of the past says so itself, once; later changes find the page as it has to be. A test of `make test`
+holds the pages to this.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from towpath.bench.harness import results
+from towpath.bench.harness.figures import bound
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+_MARKED = re.compile(r"(<!-- figures: ([a-z]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
+NOT_YET = "Not measured yet.\n"
+
+_ENGINE = tuple(f"src/towpath/{part}" for part in ("api.py", "engine", "collectives", "codecs", "core", "topology"))
+# What each suite measures: when it changes, figures are of the code before.
+SOURCES: Mapping[str, tuple[str, ...]] = {
+    "strategies": _ENGINE,
+    "scaling": _ENGINE,
+    "overhead": _ENGINE,
+    "memory": (*_ENGINE, "src/towpath/checkpoint"),
+    "collectives": ("src/towpath/collectives", "src/towpath/core/routes.py"),
+    "kernels": ("src/towpath/codecs/kernels",),
+    "planner": (*_ENGINE, "src/towpath/planner", "src/towpath/sim", "src/towpath/auto"),
+}
+_HEAD = ("case", "figure", "found", "95 % interval", "asked", "measured")
+
+
+def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
+    """The last run of each case, whether it met what was asked or not."""
+    lines = results.last(results.read(folder / f"{suite}.jsonl")).values()
+    body = [row for line in lines for row in rows(line, when(line, SOURCES[suite], root))]
+    if not body:
+        return NOT_YET
+    return "".join(f"| {' | '.join(row)} |\n" for row in (_HEAD, ["---"] * len(_HEAD), *body))
+
+
+def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
+    for check in line["checks"]:
+        interval = f"{check['low']:.3g} – {check['high']:.3g}" if "low" in check else ""
+        missed = ", missed" if check.get("met") is False else ""
+        yield (
+            line["case"]["name"],
+            check["what"],
+            f"{check['found']:.4g}",
+            interval,
+            f"{bound(check)}{missed}",
+            measured,
+        )
+
+
+def when(line: Mapping[str, Any], paths: Sequence[str], root: Path) -> str:
+    """The commit that was measured, and whether its code is still what there is."""
+    commit = line.get("commit") or line.get("environment", {}).get("commit")
+    if commit:
+        return f"at {commit[:10]}{', before its code changed' * changed_since(commit, paths, root)}"
+    version = line.get("versions", {}).get("towpath")
+    return f"version {version}" if version else f"on {str(line.get('date'))[:10]}"
+
+
+def changed_since(commit: str, paths: Sequence[str], root: Path) -> bool:
+    """Whether `paths` in the working tree are others than in `commit`; not where git does not know that commit."""
+    git = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *paths]
+    return subprocess.run(git, capture_output=True).returncode == 1
+
+
+def written(page: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
+    """A page with its tables as they are now."""
+    return _MARKED.sub(lambda found: f"{found[1]}{table(found[2], folder, root)}{found[4]}", page)
+
+
+def old_pages() -> list[Path]:
+    return [page for page in PAGES if written(text := page.read_text(encoding="utf-8")) != text]
+
+
+def main(arguments: Sequence[str]) -> None:
+    old = old_pages()
+    for page in old:
+        if "--check" not in arguments:
+            page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"{page.relative_to(ROOT)} {'is old' if '--check' in arguments else 'is written anew'}")
+    if old and "--check" in arguments:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,178 @@
+"""An environment of `strategies`, `scaling` and `overhead`: a workload, and the links between its ranks."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any, TypeVar
+
+from towpath.bench.harness.job import Job
+from towpath.bench.harness.regime import FIRST, Derived, Trial, derive, near
+from towpath.bench.venue import Say, Venue
+from towpath.bench.workload import Workload
+from towpath.errors import ConfigError
+from towpath.lab import Rate
+from towpath.topology.cluster import Topology
+
+# A regime is of these two: FSDP2's communication alone, and what the bare module computes.
+COMMUNICATION, COMPUTE = "fsdp2 silent", "compute"
+UNSHAPED = "unshaped"
+_TRIAL_TURNS = 3
+# Short sequences, and blocks that wait about as long as they would compute on a device of their own.
+_WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS = 16, 1, 0.0155
+
+_WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=_WAIT_SECONDS)
+_SIZES = ("width", "depth", "batch", "length")
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between the nodes: cables for which communication takes `regime` times as long as computation, or of a rate, or
+    as fast as the machine goes; or, of a user's own cluster (`own`), what there is."""
+
+    regime: float | None = None
+    inter: str | None = None
+    own: bool = False
+
+    def __str__(self) -> str:
+        if self.own:
+            return "cluster"
+        if self.regime is not None:
+            return f"regime{self.regime:g}"
+        return self.inter or UNSHAPED
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    workload: Workload
+    link: Link
+
+    @property
+    def name(self) -> str:
+        """As it is given on the command line: 2x2-regime4-micro1. What is not as usual is named, too: -width192."""
+        w = self.workload
+        usual = _WAITING if w.wait_seconds is not None else Workload()
+        sizes = [f"-{n}{getattr(w, n)}" for n in _SIZES if getattr(w, n) != getattr(usual, n)]
+        dtype = {"bfloat16": "", "float32": "-fp32"}.get(w.dtype, f"-{w.dtype}")
+        waits = "-waiting" if w.wait_seconds is not None else ""
+        shape = f"{w.topology.nodes}x{w.topology.ranks_per_node}"
+        return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, *sizes])
+
+    def quick(self) -> Environment:
+        return replace(self, workload=self.workload.quick())
+
+
+@dataclass(slots=True)
+class Rates:
+    """The rates that give the regimes asked for; what one regime's trials showed tells the next where to begin."""
+
+    tried: dict[Workload, list[tuple[Rate, Trial]]] = field(default_factory=dict)
+
+    def of(self, regime: float, workload: Workload, say: Say) -> Derived:
+        known = self.tried.setdefault(replace(workload, micro_steps=1), [])
+
+        def measure(rate: Rate) -> Trial:
+            trial = trial_of(Venue(None, rate), workload)
+            known.append((rate, trial))
+            return trial
+
+        return derive(regime, measure, say, FIRST, list(known))
+
+
+def trial_of(venue: Venue, workload: Workload) -> Trial:
+    """Of one micro-step."""
+    found = venue.screen((COMMUNICATION, COMPUTE), replace(workload, micro_steps=1), _TRIAL_TURNS, lambda text: None)
+    for name, why in found.skipped.items():
+        raise ConfigError(f"the regime cannot be found: {name} failed ({why}).")
+    return Trial(str(venue.inter), found.seconds[COMMUNICATION], found.seconds[COMPUTE])
+
+
+def regime_recorded(derived: Derived | None, found: float) -> tuple[dict[str, Any], list[str]]:
+    """The regime asked for, and the one of the race itself (`found`); with what a reader has to know."""
+    seen = {"found in the race": round(found, 3)}
+    if derived is None:
+        return seen, []
+    warnings = (
+        [] if near(found, derived.asked) else [f"the regime was {found:.2f} in the race; asked {derived.asked:g}"]
+    )
+    return derived.recorded() | seen, warnings
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Each takes one value or several, by commas: the environments are all their combinations."""
+    parser.add_argument("--nodes", type=several(int), metavar="N,…", help="nodes of the cluster")
+    parser.add_argument("--ranks", type=several(int), metavar="R,…", help="ranks of each node")
+    parser.add_argument("--inter", type=several(str), metavar="RATE,…", help="rates of the cables: 200mbit, unshaped")
+    parser.add_argument(
+        "--regime",
+        type=several(float),
+        metavar="X,…",
+        help="cables on which communication takes X times the computation",
+    )
+    parser.add_argument("--micro-steps", type=several(int), metavar="M,…", help="forward passes of a step")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
+    parser.add_argument("--width", type=int, help="of the model")
+    parser.add_argument("--depth", type=int, help="of the model, in blocks")
+    parser.add_argument("--batch", type=int, help="sequences of a micro-step of a rank")
+    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument(
+        "--waiting", action="store_true", help="blocks wait instead of computing: nothing shares the cores"
+    )
+
+
+def several(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
+    """For argparse: '1,4' as (1, 4)."""
+
+    def values(text: str) -> tuple[Value, ...]:
+        return tuple(kind(part) for part in text.split(","))
+
+    values.__name__ = f"list of {getattr(kind, '__name__', 'value')}"
+    return values
+
+
+def asked_for(
+    options: argparse.Namespace, shapes: Iterable[Topology], links: Iterable[Link], micro_steps: Iterable[int]
+) -> list[Environment]:
+    """The combinations of what the options name, and of the defaults given here where they name nothing."""
+    job: Job | None = options.job
+    if job is not None:
+        _refuse_shaping(options)
+        shapes, links = [job.topology], [Link(own=True)]
+    elif options.nodes or options.ranks:
+        shapes = [Topology(n, r) for n, r in product(options.nodes or (2,), options.ranks or (2,))]
+    if options.regime or options.inter:
+        regimes = [Link(regime=regime) for regime in options.regime or ()]
+        links = [*regimes, *(Link(inter=_rate(text)) for text in options.inter or ())]
+    counts = options.micro_steps or micro_steps
+    return [
+        Environment(_workload(shape, count, options), link) for shape, link, count in product(shapes, links, counts)
+    ]
+
+
+def _refuse_shaping(options: argparse.Namespace) -> None:
+    given = [f"--{name}" for name in ("nodes", "ranks", "inter", "regime") if getattr(options, name)]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: for the cluster of this machine; the ranks of a job are where the launcher placed "
+            "them, on the links that there are. Leave it out."
+        )
+
+
+def _rate(text: str) -> str | None:
+    return None if text == UNSHAPED else str(Rate.parse(text))
+
+
+def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace) -> Workload:
+    given = {name: getattr(options, name) for name in _SIZES}
+    if options.waiting:
+        given |= {"batch": given["batch"] or _WAITING_BATCH, "length": given["length"] or _WAITING_LENGTH}
+        given["wait_seconds"] = _WAIT_SECONDS
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return Workload(topology, micro_steps, options.dtype, **chosen)

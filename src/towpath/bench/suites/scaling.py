@@ -1,0 +1,97 @@
+"""Steps on 1, 2, 4 and 8 nodes: weak scaling, where each rank computes the same, and strong scaling, where all do.
+
+    towpath bench scaling [CASE …] [--ranks 2] [--inter 200mbit] [--rounds 6] [--quick] [--resume]
+
+What is measured are seconds of a step, bytes that leave the nodes, exposed seconds, and the processors' seconds of all
+ranks: on a machine with fewer cores than ranks, wall time is of the cores, and these tell what is not. `accounted` is
+the processors' seconds of a step over its wall time and the cores; near 1 a step takes what the cores need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from towpath.bench import table
+from towpath.bench.environment import Environment, Link, add_options, asked_for
+from towpath.bench.field import Entrant
+from towpath.bench.harness.figures import Check, medians
+from towpath.bench.harness.suite import Settings, Suite
+from towpath.bench.suites.strategies import measured
+from towpath.bench.venue import Venue
+from towpath.bench.workload import Workload
+from towpath.lab import Rate
+from towpath.topology.cluster import Topology
+
+NODES = (1, 2, 4, 8)
+RANKS_PER_NODE = 2
+LINK = Link(inter="200mbit")
+CONTESTANTS = ("mics", "paro-iig", "zero3", "hsdp tuned ring", "fsdp2 tuned ring")
+# Sequences of all ranks together, where the work is the same for all: two for each of eight nodes' ranks.
+STRONG_BATCH = 32
+WIDTH, DEPTH = 192, 6
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    kind: str  # weak or strong
+    workload: Workload
+    link: Link
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        workload = self.workload.quick() if settings.quick else self.workload
+        inter = Rate.parse(self.link.inter) if self.link.inter is not None else None
+        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in CONTESTANTS]
+        found, failures = measured(entrants, Venue(settings.job, inter), workload, settings)
+        usual = medians(found.pop("run").seconds)
+        raced = [each for each in entrants if each.name not in failures]
+        cores = len(os.sched_getaffinity(0))
+        accounted = {each.name: found["processor_seconds"][each.name] / usual[each.name] / cores for each in raced}
+        return {
+            "checks": [
+                *(Check(f"{name}: seconds of a step", usual[name]) for name in accounted),
+                *(Check(f"{name}: accounted", value) for name, value in accounted.items()),
+            ],
+            "kind": self.kind,
+            "inter": None if inter is None else str(inter),
+            "contestants": {e.name: {"ours": e.ours, "lossless": e.lossless, "helped": e.helped} for e in raced},
+            "skipped": failures,
+            **found,
+        }
+
+
+def cases_of(environments: Sequence[Environment]) -> list[Case]:
+    """Each environment twice: with its own batch, and with its share of a batch of all."""
+    found: list[Case] = []
+    for each in environments:
+        share = max(1, STRONG_BATCH // each.workload.topology.world)
+        found.append(Case(f"weak-{each.name}", "weak", each.workload, each.link))
+        found.append(Case(f"strong-{each.name}", "strong", replace(each.workload, batch=share), each.link))
+    return found
+
+
+def chosen(cases: Sequence[Any], options: argparse.Namespace) -> list[Case]:
+    options.width, options.depth = options.width or WIDTH, options.depth or DEPTH
+    ranks = options.ranks or (RANKS_PER_NODE,)
+    nodes = NODES[:2] if options.quick else NODES
+    return cases_of(asked_for(options, [Topology(n, r) for r in ranks for n in nodes], [LINK], (1,)))
+
+
+def _all_cases() -> list[Case]:
+    workloads = [Workload(Topology(n, RANKS_PER_NODE), 1, "bfloat16", width=WIDTH, depth=DEPTH) for n in NODES]
+    return cases_of([Environment(workload, LINK) for workload in workloads])
+
+
+SUITE = Suite(
+    "scaling",
+    __doc__ or "",
+    _all_cases(),
+    options=add_options,
+    chosen=chosen,
+    shown=table.strategies_table,
+    in_job=True,
+)

@@ -1,0 +1,218 @@
+"""Steps of every strategy of ours beside PyTorch's own, configured as their experts would.
+
+    towpath bench strategies --quick                          two environments, six contestants, under five minutes
+    towpath bench strategies                                  everything; takes hours, and --resume goes on with it
+    towpath bench strategies 2x2-regime4-micro1               one environment
+    towpath bench strategies --nodes 2 --ranks 2 --regime 8,4 --micro-steps 1
+    torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench strategies      on your own cluster
+
+On this machine an environment is a shaped cluster. A regime of 4 asks for cables on which FSDP2's communication alone
+takes four times what the bare module computes; the rate is looked for first. In each environment all contestants are
+screened once; the best five of ours, the best peers and the pair of equal rank then race in turns. The pairs:
+
+    lossless                 our best lossless strategy against the best lossless peer, which may have our ring in place
+                             of gloo's reduce-scatter (that sends twice the bytes); at least 0.97 times as fast
+    lossless, as they come   the same without such help
+    lossy against lossless   our best strategy with codecs against the best lossless peer; from a regime of 4 on
+                             at least 2.2 times as fast
+    low rank                 ddp with low-rank gradients against DDP's PowerSGD hook of the same rank; at least 0.97
+
+Lossless is what sends nothing in fewer bits than the run computes in. Under torchrun all ranks run each contestant in
+turns inside one job, on the links that there are; the regime is then reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import median
+from typing import Any
+
+from towpath.bench import table
+from towpath.bench.environment import (
+    COMMUNICATION,
+    COMPUTE,
+    Environment,
+    Link,
+    Rates,
+    add_options,
+    asked_for,
+    regime_recorded,
+    several,
+)
+from towpath.bench.field import QUICK, Entrant, everyone
+from towpath.bench.harness import race
+from towpath.bench.harness.contestants import Entry, started
+from towpath.bench.harness.failure import CaseError
+from towpath.bench.harness.figures import interval_of_median, medians
+from towpath.bench.harness.suite import Settings, Suite
+from towpath.bench.selection import finalists, pairs
+from towpath.bench.steps import Step
+from towpath.bench.venue import Screening, Venue, told_by
+from towpath.bench.workload import Workload
+from towpath.errors import ConfigError, TowpathError
+from towpath.lab import Rate
+from towpath.topology.cluster import Topology
+
+SHAPES = (Topology(2, 2), Topology(4, 2), Topology(2, 4))
+REGIMES = (8.0, 4.0, 2.0, 1.0, 0.5)
+MICRO_STEPS = (1, 4)
+LINKS = (*(Link(regime=regime) for regime in REGIMES), Link())
+QUICK_LINKS = (Link(inter="100mbit"), Link())
+
+QUICK_WIDTH, QUICK_DEPTH = 192, 6
+WARM_TURNS = 2
+SCREENING_TURNS = 1
+
+# Of this process: what one environment's trials showed serves the next.
+_RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    workload: Workload
+    link: Link
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        workload = self.workload
+        derived = None
+        inter = Rate.parse(self.link.inter) if self.link.inter is not None else None
+        if self.link.regime is not None:
+            derived = _RATES.of(self.link.regime, workload, settings.say)
+            inter = derived.rate
+        venue = Venue(settings.job, inter)
+        entrants = entrants_of(settings.options, workload)
+        screening = screened(entrants, venue, workload, settings)
+        raced = list(entrants) if screening is None else finalists(entrants, screening.seconds)
+        found, failures = measured(raced, venue, workload, settings)
+        raced = [each for each in raced if each.name not in failures]
+        seconds: dict[str, list[float]] = found.pop("run").seconds
+        usual = medians(seconds)
+        found_regime = usual[COMMUNICATION] / usual[COMPUTE]
+        regime, warnings = regime_recorded(derived, found_regime)
+        skipped = {} if screening is None else screening.skipped
+        return {
+            "checks": [pair.check(seconds) for pair in pairs(raced, usual, self.link.regime or found_regime)],
+            "warnings": warnings,
+            "inter": None if inter is None else str(inter),
+            "regime": regime,
+            "contestants": {each.name: asdict(each) for each in (raced if screening is None else entrants)},
+            "screened": {} if screening is None else _told(screening),
+            "skipped": skipped | failures,
+            **found,
+        }
+
+
+def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant]:
+    named: Sequence[str] | None = options.contestants
+    names = named or (QUICK if options.quick else everyone(workload.micro_steps))
+    try:
+        return [Entrant.of(name, workload.topology, workload.dtype) for name in dict.fromkeys(names)]
+    except (ValueError, TowpathError) as error:
+        raise ConfigError(str(error)) from None
+
+
+def screened(entrants: Sequence[Entrant], venue: Venue, workload: Workload, settings: Settings) -> Screening | None:
+    """Nobody is screened where all can race."""
+    if settings.quick or settings.options.contestants:
+        return None
+    return venue.screen([each.name for each in entrants], workload, SCREENING_TURNS, settings.say)
+
+
+def measured(
+    raced: Sequence[Entrant], venue: Venue, workload: Workload, settings: Settings
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The race, and why some were not in it. With the two that a regime is made of."""
+    names = [*(each.name for each in raced), COMMUNICATION, COMPUTE]
+    place = venue.place(workload)
+    entries = {name: Entry(place, Step, (name, alone(name, workload)), WARM_TURNS) for name in names}
+    failures: dict[str, str] = {}
+    with started(entries, settings.say, failures) as made:
+        for name in (COMMUNICATION, COMPUTE):
+            if name in failures:
+                raise CaseError(failures[name])
+        run = race.run(made, settings.rounds, settings.say)
+        told = told_by(made)
+    return {"run": run, **run.recorded(), **figures_of(run, told, workload)}, failures
+
+
+def alone(name: str, workload: Workload) -> Workload:
+    """A regime is of one micro-step."""
+    return replace(workload, micro_steps=1) if name in (COMMUNICATION, COMPUTE) else workload
+
+
+def figures_of(run: race.Race, told: Mapping[str, Sequence[Mapping[str, Any]]], workload: Workload) -> dict[str, Any]:
+    """Of each contestant, of one step: how sure its median is, what was not the module's own computation, bytes that
+    left the nodes, the processors' seconds of all ranks, and the memory of the rank that holds most."""
+    usual = medians(run.seconds)
+    computing = workload.micro_steps * usual[COMPUTE]
+    steps = {name: value for name, value in usual.items() if name not in (COMMUNICATION, COMPUTE)}
+    return {
+        "intervals": {name: asdict(interval_of_median(run.seconds[name])) for name in steps},
+        "communication_share": {name: round(max(0.0, 1 - computing / value), 4) for name, value in steps.items()},
+        "bytes_between_nodes": {name: round(median(run.between_nodes[name])) for name in steps},
+        "processor_seconds": {name: round(sum(r["processor_seconds"] for r in told[name]), 4) for name in steps},
+        "memory_bytes": {name: max(r["memory_bytes"] for r in told[name]) for name in steps},
+        "strategies": {name: told[name][0]["strategy"] for name in steps if "strategy" in told[name][0]},
+        "exposed_seconds": {
+            name: round(told[name][0]["exposed_seconds"], 5) for name in steps if "exposed_seconds" in told[name][0]
+        },
+    }
+
+
+def _told(screening: Screening) -> dict[str, dict[str, float]]:
+    return {
+        name: {"seconds": round(each.seconds, 5), "memory_bytes": each.memory_bytes}
+        for name, each in screening.tried.items()
+    }
+
+
+# The command line -----------------------------------------------------------------------------------------------------
+
+
+def strategies_options(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+    parser.add_argument(
+        "--contestants",
+        type=several(str),
+        metavar="NAME,…",
+        help="race just these, without screening: 'mics,hsdp tuned'",
+    )
+
+
+def cases_of(environments: Sequence[Environment]) -> list[Case]:
+    return [Case(each.name, each.workload, each.link) for each in environments]
+
+
+def chosen(cases: Sequence[Any], options: argparse.Namespace) -> list[Case]:
+    shapes, links, micro_steps = SHAPES, LINKS, MICRO_STEPS
+    if options.quick:
+        shapes, links, micro_steps = SHAPES[:1], QUICK_LINKS, (1,)
+        options.width, options.depth = options.width or QUICK_WIDTH, options.depth or QUICK_DEPTH
+    cases = cases_of(asked_for(options, shapes, links, micro_steps))
+    for case in cases:
+        entrants_of(options, case.workload)  # a name that nobody has is refused before anything starts
+    return cases
+
+
+def _all_cases() -> list[Case]:
+    return [
+        Case(e.name, e.workload, e.link)
+        for shape in SHAPES
+        for link in LINKS
+        for count in MICRO_STEPS
+        for e in (Environment(Workload(shape, count, "bfloat16"), link),)
+    ]
+
+
+SUITE = Suite(
+    "strategies",
+    __doc__ or "",
+    _all_cases(),
+    options=strategies_options,
+    chosen=chosen,
+    shown=table.strategies_table,
+    in_job=True,
+)

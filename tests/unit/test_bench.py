@@ -1,0 +1,371 @@
+"""`towpath bench`: who is compared with whom, what is kept and shown, and that a failure names who failed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import towpath
+from towpath.bench import drawing, page, selection, table
+from towpath.bench.environment import Link, Rates, add_options, asked_for
+from towpath.bench.field import LOW_RANK, POWERSGD, QUICK, Entrant, everyone, lossless
+from towpath.bench.harness import results, stamp, suite
+from towpath.bench.harness.failure import CaseError, reason
+from towpath.bench.harness.job import node_counters
+from towpath.bench.harness.race import Race
+from towpath.bench.harness.regime import Trial
+from towpath.bench.peers import OPTIONS, Kind
+from towpath.bench.suites import scaling, strategies
+from towpath.bench.venue import Screening, Tried, Venue
+from towpath.bench.workload import Workload
+from towpath.cli import bench as command
+from towpath.errors import ConfigError
+from towpath.lab import LinkBytes, Rate
+from towpath.topology.cluster import Topology
+
+SQUARE = Topology(2, 2)
+
+
+def entrants(micro_steps: int = 1) -> list[Entrant]:
+    return [Entrant.of(name, SQUARE, "bfloat16") for name in everyone(micro_steps)]
+
+
+class TestField:
+    def test_everybody_takes_part(self) -> None:
+        names = everyone(4)
+        assert len(set(names)) == len(names)
+        assert {*towpath.strategies(), "auto", LOW_RANK, POWERSGD, *QUICK} <= set(names)
+        peers = [Kind.parse(name) for name in names if Kind.parse(name).foreign]
+        assert {kind.name for kind in peers} == {"fsdp2", "hsdp", "torch-ddp"}
+        for kind in peers:  # each plain one is tuned, too, and what is tuned comes plain
+            tuned = {**kind.options, "tuned": ""}
+            assert any(k.name == kind.name and k.options == tuned for k in peers), kind
+
+    def test_a_step_of_one_micro_step_has_no_peer_that_only_accumulates(self) -> None:
+        assert {name for name in everyone(4) if name not in everyone(1)} == {
+            *("fsdp2 sync=last", "fsdp2 tuned sync=last", "fsdp2 tuned sync=last ring")
+        }
+
+    @pytest.mark.parametrize(
+        ("name", "dtype", "is_lossless"),
+        [
+            ("zero3", "bfloat16", True),
+            ("zero++", "bfloat16", False),
+            ("qwz", "bfloat16", False),
+            ("mics gradients=int8", "bfloat16", False),
+            ("mics gradients=bf16", "bfloat16", True),
+            ("mics gradients=bf16", "float32", False),
+            (LOW_RANK, "bfloat16", False),
+            ("auto", "bfloat16", True),
+            ("auto allow=int8", "bfloat16", False),
+            ("torch-ddp tuned bf16", "bfloat16", True),
+            ("torch-ddp tuned bf16", "float32", False),
+            (POWERSGD, "bfloat16", False),
+            ("fsdp2 tuned ring", "float32", True),
+        ],
+    )
+    def test_what_sends_fewer_bits_than_the_run_computes_in_is_lossy(
+        self, name: str, dtype: str, is_lossless: bool
+    ) -> None:
+        assert lossless(name, SQUARE, dtype) is is_lossless
+
+    def test_a_codec_that_nothing_travels_in_takes_nothing_away(self) -> None:
+        """On one node no codec serves: it is for what crosses nodes."""
+        assert lossless("zero++", Topology(1, 4), "bfloat16")
+
+    def test_a_peer_with_our_ring_is_marked(self) -> None:
+        assert {e.name for e in entrants(4) if e.helped} == {name for name in everyone(4) if name.endswith(" ring")}
+        assert "ring" in OPTIONS["fsdp2"]
+
+
+class TestSelection:
+    @pytest.fixture
+    def seconds(self) -> dict[str, float]:
+        """Each slower than the one before it, in the order of `everyone`, peers as a whole slower than ours."""
+        return {name: 1.0 + number for number, name in enumerate(everyone(1))}
+
+    def test_the_best_of_each_kind_race_and_five_of_ours(self, seconds: dict[str, float]) -> None:
+        seconds |= {"mics": 0.1, "zero++": 0.2, "paro-iig": 0.3, "qgz": 0.4, "auto": 0.5}
+        chosen = [e.name for e in selection.finalists(entrants(), seconds)]
+        ours = [name for name in chosen if not Kind.parse(name).foreign]
+        assert ours == ["mics", "zero++", "paro-iig", "qgz", "auto", LOW_RANK]
+        peers = chosen[len(ours) :]
+        assert peers == ["torch-ddp", "torch-ddp tuned", "torch-ddp bf16", f"torch-ddp powersgd={4}", POWERSGD]
+
+    def test_codecs_leave_room_for_the_lossless(self, seconds: dict[str, float]) -> None:
+        lossy = [e.name for e in entrants() if e.ours and not e.lossless]
+        seconds |= dict.fromkeys(lossy, 0.01)
+        chosen = selection.finalists(entrants(), seconds)
+        assert sum(e.ours and e.lossless for e in chosen) == 3
+
+    def test_the_best_peer_without_our_ring_races_too(self, seconds: dict[str, float]) -> None:
+        seconds |= {e.name: 0.01 for e in entrants() if e.helped}
+        chosen = selection.finalists(entrants(), seconds)
+        assert [e.name for e in chosen if not e.ours and e.lossless and not e.helped] == ["torch-ddp"]
+
+    def test_who_was_not_screened_is_not_raced(self, seconds: dict[str, float]) -> None:
+        del seconds["auto"], seconds[POWERSGD]
+        assert not {"auto", POWERSGD} & {e.name for e in selection.finalists(entrants(), seconds)}
+
+
+def raced(*names: str) -> list[Entrant]:
+    return [Entrant.of(name, SQUARE, "bfloat16") for name in names]
+
+
+class TestPairs:
+    NAMES = ("mics", "zero++", LOW_RANK, "hsdp tuned", "hsdp tuned ring", POWERSGD)
+    SECONDS = (2.0, 1.0, 1.5, 3.0, 2.5, 1.4)
+
+    def pairs(self, regime: float | None) -> dict[str, selection.Pair]:
+        return {
+            pair.what: pair
+            for pair in selection.pairs(raced(*self.NAMES), dict(zip(self.NAMES, self.SECONDS, strict=True)), regime)
+        }
+
+    def test_lossless_meets_lossless_and_a_peer_that_we_help_counts(self) -> None:
+        found = self.pairs(8.0)
+        assert (found["lossless"].ours, found["lossless"].theirs) == ("mics", "hsdp tuned ring")
+        unhelped = found["lossless, peers as they come"]
+        assert (unhelped.ours, unhelped.theirs, unhelped.at_least) == ("mics", "hsdp tuned", 0.97)
+
+    def test_lossy_meets_the_best_lossless_peer_and_is_asked_for_a_factor_where_links_are_narrow(self) -> None:
+        assert self.pairs(4.0)["lossy against lossless"] == selection.Pair(
+            "lossy against lossless", "zero++", "hsdp tuned ring", 2.2
+        )
+        assert self.pairs(2.0)["lossy against lossless"].at_least is None
+        assert self.pairs(None)["lossy against lossless"].at_least is None
+
+    def test_low_rank_meets_powersgd_of_equal_rank(self) -> None:
+        pair = self.pairs(None)["low rank"]
+        assert (pair.ours, pair.theirs) == (LOW_RANK, POWERSGD)
+        assert pair.ours.rpartition(":")[2] == pair.theirs.rpartition("=")[2]
+
+    def test_a_ratio_says_how_many_times_as_fast_ours_is(self) -> None:
+        seconds = {"mics": [1.0, 2.0], "hsdp": [2.0, 4.0]}
+        check = selection.Pair("lossless", "mics", "hsdp", 0.97).check(seconds)
+        assert check.found == 2.0 and check.met
+        assert not selection.Pair("lossless", "hsdp", "mics", 0.97).check(seconds).met
+
+
+def options_of(*arguments: str, job: Any = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    options.job, options.quick, options.contestants = job, False, None
+    return options
+
+
+class TestEnvironments:
+    def test_by_default_there_are_three_shapes_six_links_and_two_lengths_of_step(self) -> None:
+        names = [case.name for case in strategies.chosen(strategies.SUITE.cases, options_of())]
+        assert names == [case.name for case in strategies.SUITE.cases] and len(set(names)) == 36
+        assert {"2x2-regime8-micro1", "4x2-unshaped-micro4", "2x4-regime0.5-micro1"} <= set(names)
+        assert all(case.workload.dtype == "bfloat16" for case in strategies.SUITE.cases)
+
+    def test_any_combination_can_be_asked_for(self) -> None:
+        given = ("--nodes", "2,3", "--ranks", "1", "--inter", "1gbit,unshaped", "--regime", "3", "--micro-steps", "2")
+        names = [e.name for e in asked_for(options_of(*given), [SQUARE], [Link()], (1,))]
+        assert names == [
+            f"{shape}-{link}-micro2" for shape in ("2x1", "3x1") for link in ("regime3", "1gbit", "unshaped")
+        ]
+
+    def test_what_is_not_as_usual_is_in_the_name(self) -> None:
+        [one] = asked_for(options_of("--width", "192", "--dtype", "float32"), [SQUARE], [Link()], (1,))
+        assert one.name == "2x2-unshaped-micro1-fp32-width192" and one.workload.width == 192
+        [waiting] = asked_for(options_of("--waiting"), [SQUARE], [Link()], (1,))
+        assert waiting.name == "2x2-unshaped-micro1-waiting" and waiting.workload.wait_seconds
+
+    def test_a_job_has_its_own_shape_and_links_and_none_can_be_asked_for(self) -> None:
+        job = SimpleNamespace(topology=Topology(3, 8))
+        [one] = asked_for(options_of(job=job), [SQUARE], [Link()], (1,))
+        assert (one.name, one.workload.topology) == ("3x8-cluster-micro1", Topology(3, 8))
+        with pytest.raises(ConfigError, match=r"--nodes, --inter: for the cluster of this machine"):
+            asked_for(options_of("--nodes", "2", "--inter", "1gbit", job=job), [SQUARE], [Link()], (1,))
+
+    def test_a_quick_run_has_two_environments_and_six_contestants(self) -> None:
+        options = options_of()
+        options.quick = True
+        assert len(strategies.chosen((), options)) == 2 and len(QUICK) == 6
+
+    def test_scaling_keeps_a_ranks_work_or_all_ranks_work(self) -> None:
+        cases = scaling.chosen((), options_of())
+        worlds = [case.workload.topology.world for case in cases if case.kind == "weak"]
+        assert worlds == [2, 4, 8, 16]
+        assert len({case.workload.batch for case in cases if case.kind == "weak"}) == 1
+        assert {case.workload.batch * case.workload.topology.world for case in cases if case.kind == "strong"} == {32}
+
+    def test_the_trials_of_one_regime_tell_the_next_where_to_begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tried: list[Rate] = []
+
+        def trial(venue: Venue, workload: Workload) -> Trial:
+            assert venue.inter is not None
+            tried.append(venue.inter)
+            return Trial(str(venue.inter), 0.1 + 1e9 / venue.inter.bits_per_second, 1.0)
+
+        monkeypatch.setattr("towpath.bench.environment.trial_of", trial)
+        rates = Rates()
+        rates.of(8.0, Workload(), lambda text: None)
+        before = len(tried)
+        assert rates.of(2.0, Workload(micro_steps=4), lambda text: None).reached
+        assert len(tried) == before + 1
+
+
+class TestCase:
+    """A case with made-up seconds: nothing is started."""
+
+    @pytest.fixture
+    def line(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+        def screen(self: Venue, names: Sequence[str], workload: Workload, turns: int, say: Any) -> Screening:
+            tried = {name: Tried(1.0 + number / 100, 10**6) for number, name in enumerate(names)}
+            tried.pop("zero1")
+            return Screening(tried, {"zero1": "OutOfMemoryError: too large"})
+
+        def measured(
+            raced: Sequence[Entrant], venue: Venue, workload: Workload, settings: Any
+        ) -> tuple[dict[str, Any], dict[str, str]]:
+            failed = {raced[-1].name: "ValueError: broke"}
+            names = [*(each.name for each in raced[:-1]), "fsdp2 silent", "compute"]
+            seconds = {name: [1.0 + n / 7, 1.1 + n / 7] for n, name in enumerate(names)}
+            counted = {name: [123_456_789, 123_456_789] for name in names}
+            run = Race([names, names[::-1]], seconds, counted, counted)
+            told = {name: [{"processor_seconds": 1.0, "memory_bytes": 10**8}] for name in names}
+            return {"run": run, **run.recorded(), **strategies.figures_of(run, told, workload)}, failed
+
+        monkeypatch.setattr(Venue, "screen", screen)
+        monkeypatch.setattr(strategies, "measured", measured)
+        monkeypatch.setattr(suite, "say", lambda text: None)
+        monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
+        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "abc", "clean": True})
+        self.file = tmp_path / "strategies.jsonl"
+        strategies.SUITE.run(["2x2-unshaped-micro1", "--settle", "0", "-o", str(self.file)])
+        [line] = results.read(self.file)
+        return line
+
+    def test_who_failed_is_named_with_the_reason(
+        self, line: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert line["skipped"]["zero1"] == "OutOfMemoryError: too large"
+        [name] = [name for name, why in line["skipped"].items() if why == "ValueError: broke"]
+        assert name not in line["median_seconds"]
+        shown = table.strategies_table(line)
+        assert "not measured: zero1: OutOfMemoryError: too large" in shown
+        assert f"not measured: {name}: ValueError: broke" in shown
+
+    def test_the_table_reads_at_a_hundred_columns_and_has_everyone_who_raced(self, line: dict[str, Any]) -> None:
+        line["case"]["name"] = "a name " * 30
+        line["checks"][0]["what"] = "a long pair " * 20
+        shown = table.strategies_table(line)
+        assert max(map(len, shown.splitlines())) <= 100
+        for name in line["communication_share"]:
+            assert any(row.startswith(name[:29]) for row in shown.splitlines()), name
+
+    def test_of_each_contestant_all_is_told(self, line: dict[str, Any]) -> None:
+        names = set(line["communication_share"])
+        for what in ("intervals", "bytes_between_nodes", "processor_seconds", "memory_bytes"):
+            assert set(line[what]) == names
+        assert min(line["communication_share"].values()) >= 0
+        assert {"fsdp2 silent", "compute"}.isdisjoint(names)
+        # Everybody of the field is in the file, also who was screened only.
+        assert set(line["contestants"]) == set(everyone(1))
+
+    def test_resume_leaves_out_what_is_there(self, line: dict[str, Any]) -> None:
+        strategies.SUITE.run(["2x2-unshaped-micro1", "--resume", "--settle", "0", "-o", str(self.file)])
+        assert len(results.read(self.file)) == 1
+        strategies.SUITE.run(["2x2-unshaped-micro4", "--resume", "--settle", "0", "-o", str(self.file)])
+        assert [kept["case"]["name"] for kept in results.read(self.file)][1:] == ["2x2-unshaped-micro4"]
+
+    def test_the_page_shows_all_results_and_needs_no_network(self, line: dict[str, Any], tmp_path: Path) -> None:
+        line["checks"][0] |= {"met": False, "found": 0.5}
+        line["inter"] = "200mbit"
+        other = {**line, "inter": "400mbit", "case": {**line["case"], "name": "2x2-regime4-micro1"}}
+        failed = {**line, "checks": [], "failed": "rank 3 <died>", "case": {"name": "2x2-regime8-micro1"}}
+        failed.pop("communication_share")
+        made = tmp_path / "bench.html"
+        page.write(made, [line, other, failed])
+        text = made.read_text(encoding="utf-8")
+        parser = Seen()
+        parser.feed(text)
+        assert not parser.fetched
+        assert "MISSED" in text and "rank 3 &lt;died&gt;" in text
+        for title in ("Time against link rate", "Bytes on the links", "Memory", "Time against memory"):
+            assert f"<h2>{title}</h2>" in text
+        assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
+        for name in line["communication_share"]:
+            assert name in text
+
+    def test_who_is_neither_quicker_nor_smaller_is_not_on_the_line(self) -> None:
+        points = {"small": (1.0, 3.0), "quick": (3.0, 1.0), "beaten": (3.0, 2.0)}
+        assert drawing.unbeaten(points) == ["quick", "small"]
+
+
+class Seen(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if (name in ("src", "href", "xlink:href") and not (value or "").startswith("#")) or tag in (
+                *("link", "script", "iframe"),
+            ):
+                self.fetched.append(f"{tag} {name}={value}")
+
+
+class TestCommand:
+    def test_every_suite_is_there_and_tells_what_it_measures(self, capsys: pytest.CaptureFixture[str]) -> None:
+        command.bench()
+        listed = capsys.readouterr().out
+        for name in command.SUITES:
+            assert re.search(rf"^  {name} +\S", listed, re.MULTILINE)
+            with pytest.raises(SystemExit) as ended:
+                command.bench(name, ["--help"])
+            assert ended.value.code == 0
+            shown = capsys.readouterr().out
+            assert f"towpath bench {name}" in shown and "--quick" in shown and "--json" in shown
+
+    def test_a_users_mistake_is_one_error(self) -> None:
+        with pytest.raises(ConfigError, match="there is no suite 'speed', only strategies"):
+            command.bench("speed")
+        with pytest.raises(ConfigError, match=r"unrecognized arguments: --fast.*towpath bench kernels --help"):
+            command.bench("kernels", ["--fast"])
+        with pytest.raises(ConfigError, match="no case 9x9"):
+            command.bench("strategies", ["9x9"])
+        with pytest.raises(ConfigError, match=r"there is no file nowhere\.jsonl"):
+            command.bench("report", ["nowhere.jsonl"])
+        with pytest.raises(ConfigError, match="nope"):
+            command.bench("strategies", ["--contestants", "torch-ddp nope"])
+
+    def test_a_suite_with_ranks_of_its_own_is_refused_under_a_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ConfigError, match="the suite memory starts ranks of its own"):
+            command.bench("memory", [])
+
+
+def test_the_reason_is_the_last_line_that_a_rank_said() -> None:
+    assert reason(CaseError("rank 1 failed:\nTraceback …\n  File x\nValueError: broke\n\n")) == "ValueError: broke"
+
+
+def test_interfaces_are_counted_but_for_the_loopback() -> None:
+    columns = lambda received, sent: f"{received} 1 0 0 0 0 0 0 {sent} 1 0 0 0 0 0 0"  # noqa: E731
+    shown = (
+        f"Inter-| Receive\n face |bytes\n    lo: {columns(7, 7)}\n  eth0: {columns(10, 20)}\n  ib0: {columns(1, 2)}\n"
+    )
+    assert node_counters(shown) == LinkBytes(22, 11, 7)
+
+
+def test_entrants_are_kept_as_they_are() -> None:
+    assert asdict(Entrant.of("hsdp tuned ring", SQUARE, "bfloat16")) == {
+        "name": "hsdp tuned ring",
+        "ours": False,
+        "lossless": True,
+        "helped": True,
+    }
