@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.core import presets
+from towpath.core.formats import registered_formats
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
@@ -93,6 +94,7 @@ def shard(
         lines = [f"strategy {resolved.to_toml()}", f"{precision}", _told(values), *describe(layouts)]
         # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
         lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
+        lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
         lines += [f"process groups that were made so far: {groups.describe_made()}"]
         agree(groups, lines, None)
     except TowpathError as error:
