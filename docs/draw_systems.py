@@ -82,6 +82,7 @@ def strategy(name: str, topology: Topology = TOPOLOGY) -> Strategy:
     return presets.strategy("lins", topology, **_LINS[name]) if name in _LINS else presets.strategy(name, topology)
 
 
+@cache
 def pictures() -> dict[Path, str]:
     drawn = {system.page: list(_steps(system.strategies)) for system in SYSTEMS} | {OPTIMUS: list(_stages())}
     return {PAGES / f"{page}.svg": _picture(steps) for page, steps in drawn.items()}
@@ -115,6 +116,7 @@ def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
+@cache
 def page_tables() -> dict[Path, str]:
     found = {PAGES / f"{system.page}.md": table(system) for system in SYSTEMS}
     return found | {PAGES / f"{OPTIMUS}.md": pipeline_table()}
