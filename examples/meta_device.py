@@ -36,10 +36,11 @@ def peak_bytes() -> int:
 
 
 def train(model: nn.Module, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(8, WIDTH)  # one batch, again and again
     losses: list[float] = []
     for _ in range(steps):
-        loss = model(torch.randn(8, WIDTH)).square().mean()
+        loss = model(inputs).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

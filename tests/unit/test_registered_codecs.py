@@ -30,7 +30,7 @@ def _levels(bits: int) -> None:
     """Whole numbers from 0 to 2^bits − 1, exactly: the scale of a block is one."""
 
     def encode(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ones(len(blocks)), blocks.to(torch.uint8)
+        return torch.ones(len(blocks)), blocks.round().to(torch.uint8)
 
     def decode(scales: Tensor, codes: Tensor) -> Tensor:
         return scales[:, None] * codes.float()
