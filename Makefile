@@ -3,6 +3,7 @@
 #   make setup    a virtual environment in .venv, with the versions that constraints.txt pins
 #   make demo     train a small GPT under several strategies, and print them side by side
 #   make test     the tests, on two workers
+#   make docs     the documentation as a site, on this machine's port 8000
 #   make check    ruff, pyright, the import contracts, and the documentation built: links, anchors, docstrings
 #   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (hours)
 #   make soak     runs whose ranks are killed again and again
@@ -22,7 +23,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # mkdocs-material would announce the next generator at each build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: setup demo test check parity soak gpu
+.PHONY: setup demo test docs check parity soak gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -48,6 +49,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+docs: $(READY)
+	$(BIN)/mkdocs serve
 
 check: $(READY)
 	$(BIN)/ruff check
