@@ -3,7 +3,8 @@
 #   make setup    a virtual environment in .venv, with the versions that constraints.txt pins
 #   make demo     train a small GPT under several strategies, and print them side by side
 #   make test     the tests, on two workers
-#   make check    ruff, pyright and the import contracts
+#   make docs     the documentation as a site, on this machine's port 8000
+#   make check    ruff, pyright, the import contracts, and the documentation built: links, anchors, docstrings
 #   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (hours)
 #   make soak     runs whose ranks are killed again and again
 #   make gpu      what only a machine with CUDA can show: tests, kernels, a trace; each result is stamped, and to be committed
@@ -19,8 +20,10 @@ READY := $(VENV)/ready
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 # pyright would ask the network at each run whether it is the newest.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+# mkdocs-material would announce the next generator at each build.
+export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: setup demo test check parity soak gpu
+.PHONY: setup demo test docs check parity soak gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
@@ -47,11 +50,15 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
+docs: $(READY)
+	$(BIN)/mkdocs serve
+
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --strict
 
 # -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases. What ends green is
 # written to tests/results: commit it, and the line of README.md that the tests then ask for.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.core import presets
+from towpath.core.formats import registered_formats
 from towpath.core.frozen import decided, is_open
 from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
@@ -104,6 +105,7 @@ def shard(
         lines = [f"strategy {resolved.to_toml()}", f"{precision}", _told(values), *describe(layouts)]
         # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
         lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
+        lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
         lines += [f"process groups that were made so far: {groups.describe_made()}"]
         agree(groups, lines, None)
     except TowpathError as error:

@@ -93,3 +93,10 @@ def hang_on(rank: int, world: int, guilty: int) -> None:
 
 def unpicklable(rank: int, world: int) -> Any:
     return threading.Lock()
+
+
+def counted_by(rank: int, world: int, program: str) -> LinkBytes:
+    """`carried`, as a program counts what its `step` sends: here a sum over all ranks."""
+    step = {"dist": dist, "link_counters": link_counters, "step": lambda: dist.all_reduce(torch.zeros(100_000))}
+    exec(program, around := dict[str, Any](step))
+    return around["carried"]

@@ -1,4 +1,4 @@
-"""The pages for people who come from elsewhere: each of their programs runs, and no key of theirs is left out.
+"""The pages of the documentation: each program runs, and the pages for who comes from elsewhere leave no key out.
 
 Functions whose names begin with an underscore run on every rank.
 """
@@ -7,34 +7,32 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
+from tests.documented import PAGES, ROOT, programs
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from towpath import checkpoint
 
 Worlds = Callable[[int], World]
 
-DOCS = Path(__file__).parents[2] / "docs"
-PROGRAM = re.compile(r"^```python ?(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
 WIDTH = 4
-
-
-def _programs(page: str) -> dict[str, str]:
-    """Of each name, its pieces one after the other."""
-    found: dict[str, str] = {}
-    for name, text in PROGRAM.findall((DOCS / page).read_text()):
-        found[name] = found.get(name, "") + text
-    return found
+# How many ranks a program is for; the others are for any number.
+RANKS = {"pipeline": 8, "codec": 2}
 
 
 class Block(nn.Linear):
@@ -131,29 +129,117 @@ def _for_data(folder: Path) -> dict[str, Any]:
     return {**around, "stateful_loader": test_stateful_loader._loader()}
 
 
+def _for_checkpoints(folder: Path) -> dict[str, Any]:
+    around = _plain(folder)
+    towpath.shard(around["model"], "zero3")
+    around["optimizer"] = torch.optim.AdamW(around["model"].parameters())
+    steps = {"steps": 100, "train_one_step": lambda: None, "rank": dist.get_rank(), "model_config": {"width": WIDTH}}
+    return {**around, **steps, "loader": around["scheduler"]}  # anything with state_dict() is an extra
+
+
+def _for_model(folder: Path) -> dict[str, Any]:
+    kinds = {
+        "DecoderLayer": Block,
+        "MixtureOfExperts": nn.Linear,
+        "Encoder": Block,
+        "loss": lambda x: x.square().mean(),
+    }
+    return {**_plain(folder), **kinds, "decoder": Net(), "encoder": Net()}
+
+
+def _for_planner(folder: Path) -> dict[str, Any]:
+    return {**_plain(folder), "ids": torch.ones(2, WIDTH)}
+
+
+def _for_watching(folder: Path) -> dict[str, Any]:
+    around = _for_model(folder)
+    model = towpath.shard(around["model"], "zero3")
+    batch = torch.ones(3, WIDTH)
+    optimizer = torch.optim.AdamW(model.parameters())
+    around |= {"optimizer": optimizer, "batch": batch, "Path": Path}
+    return {**around, "train_one_step": lambda: model(batch).sum().backward()}
+
+
+def _for_readme(folder: Path) -> dict[str, Any]:
+    around = _for_model(folder)
+    return {**around, "loader": [torch.ones(2, 3, WIDTH)] * 2}
+
+
+def _for_pipeline(_: Path) -> dict[str, Any]:
+    from towpath.train.models.gpt import GPT, Shape
+
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    batch = torch.zeros(8, 64, dtype=torch.int64)
+    shape = Shape(vocabulary=16, width=64, depth=2, heads=2, kv_heads=2, hidden=64, tied=True)
+
+    def mean_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return {
+        "model": GPT(shape),
+        "tokens": tokens,
+        "batches": [(batch, batch)],
+        "mean_cross_entropy": mean_cross_entropy,
+        "torch": torch,
+    }
+
+
 AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accelerate": _plain,
     "trainer": _for_trainer,
     "lightning": _for_lightning,
     "peft": _for_peft,
     "data": _for_data,
-    "": _plain,
+    "pipeline": _for_pipeline,
+    "README.md": _for_readme,
+    "docs/checkpoints.md": _for_checkpoints,
+    "docs/model.md": _for_model,
+    "docs/planner.md": _for_planner,
+    "docs/watching.md": _for_watching,
 }
-PAGES = ["integrations.md", "from-fsdp2.md", "from-deepspeed.md", "from-accelerate.md"]
+# On the laboratory (tests/lab/test_examples.py), without ranks (tests/unit/test_extending.py), or not here.
+ELSEWHERE = {"lab", "counters", "preset", "route", "unchecked"}
+PROGRAMS = [
+    (page.relative_to(ROOT).as_posix(), name)
+    for page in PAGES
+    for name in programs(page.relative_to(ROOT).as_posix())
+    if name not in ELSEWHERE
+]
 
 
-@pytest.mark.parametrize(
-    ("page", "name"), [(page, name) for page in PAGES for name in _programs(page) if name != "unchecked"]
-)
+@pytest.mark.parametrize(("page", "name"), PROGRAMS)
 def test_the_programs_of_a_page_run(world: Worlds, tmp_path: Path, page: str, name: str) -> None:
-    world(2).run(_run, page, name, tmp_path)
+    world(RANKS.get(name, 2)).run(_run, page, name, tmp_path)
 
 
 def _run(page: str, name: str, folder: Path) -> None:
-    with launched():
-        torch.manual_seed(0)
-        around = {"towpath": towpath, "folder": folder, **AROUND[name](folder)}
-        exec(compile(_programs(page)[name], page, "exec"), around)
+    at = Path.cwd()
+    os.chdir(folder)
+    try:
+        with launched(), _as_started_here():
+            torch.manual_seed(0)
+            around = AROUND.get(name) or AROUND.get(page) or _plain
+            exec(compile(programs(page)[name], page, "exec"), {"towpath": towpath, "folder": folder, **around(folder)})
+    finally:
+        os.chdir(at)
+
+
+@contextmanager
+def _as_started_here() -> Generator[None]:
+    """These ranks have their process group; and `auto`, which would measure for some seconds, has chosen (test_auto.py
+    is its test)."""
+    shard = towpath.shard
+
+    def chosen(model: nn.Module, strategy: Any, *, workload: towpath.Workload | None = None, **options: Any) -> Any:
+        assert (strategy == "auto") == (workload is not None)
+        return shard(model, "zero3" if strategy == "auto" else strategy, **options)
+
+    with (
+        mock.patch.object(dist, "init_process_group", lambda *_, **__: None),
+        mock.patch.object(torch.distributed, "init_process_group", lambda *_, **__: None),
+        mock.patch.object(towpath, "shard", chosen, create=True),
+    ):
+        yield
 
 
 # --- every key of theirs ----------------------------------------------------------------------------------------------

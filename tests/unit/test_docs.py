@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from docs import draw_pipeline_predictions, draw_plans, draw_predictions, draw_routes, papers
+from docs import draw_pipeline_predictions, draw_plans, draw_predictions, draw_routes, draw_systems, papers
 from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
 
 from towpath.core.routes import Op
@@ -118,3 +118,15 @@ def test_what_is_said_of_predictions_is_what_was_measured() -> None:
     assert draw_predictions.table() in page, "docs/planner.md is old: run `python -m docs.draw_predictions --write`"
     drawn = draw_predictions.PICTURE.read_text(encoding="utf-8")
     assert drawn == draw_predictions.picture(), "docs/timelines.svg is old: `python -m docs.draw_predictions --write`"
+
+
+@pytest.mark.parametrize("page", [*(system.page for system in draw_systems.SYSTEMS), draw_systems.OPTIMUS])
+def test_what_is_shown_of_each_system_is_its_schedule(page: str) -> None:
+    told = "run `python -m docs.draw_systems --write`"
+    text, drawn = (draw_systems.PAGES / f"{page}.md"), (draw_systems.PAGES / f"{page}.svg")
+    shown = text.read_text(encoding="utf-8")
+    assert draw_systems.page_tables()[text] in shown, f"docs/systems/{page}.md is old: {told}"
+    assert f"]({drawn.name})" in shown
+    assert drawn.read_text(encoding="utf-8") == draw_systems.pictures()[drawn], (
+        f"docs/systems/{page}.svg is old: {told}"
+    )

@@ -22,7 +22,7 @@ from towpath.auto import host_work
 from towpath.auto.probe_routes import route_probes
 from towpath.auto.probe_together import Doing, beside
 from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.core.formats import Codec, dtype_name
+from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import TopologyError
 from towpath.planner.profile import (
     INTER,
@@ -213,7 +213,7 @@ class _Prober:
     # What ranks do alone ---------------------------------------------------------------------------------------------
 
     def _codecs(self) -> None:
-        for name in ("int8", "int4", "bf16"):
+        for name in ("int8", "int4", "bf16", *registered_formats()):
             encode, decode = self._coding(name)
             self._measure(f"encode {name}", _ELEMENTS, encode, alone=True)
             self._measure(f"decode {name}", _ELEMENTS, decode, alone=True)

@@ -5,6 +5,7 @@ A message of a block codec is its scales (float32, one a block), then its codes,
     int8, int4      scale = max|x| / 127 or 7; code = x / scale, rounded to nearest (or at random, fairly)
     e4m3, e5m2      scale = max|x| / 448 or 57344; code = x / scale as an 8-bit float
     bf16            x as bfloat16, without scales
+    of your own     as `towpath.codecs.register` was told: a scale for each block, and a code of 1, 2, 4 or 8 bits
 """
 
 from __future__ import annotations
@@ -52,15 +53,46 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Bits of a code, and the largest one in use.
-_CODES = {"bf16": (16, None), "int8": (8, 127.0), "int4": (4, 7.0), "e4m3": (8, 448.0), "e5m2": (8, 57344.0)}
-CODECS = tuple(_CODES)
+# Bits of a code, and the largest one in use; of registered codecs only their own functions know the largest.
+_CODES: dict[str, tuple[int, float | None]] = {
+    "bf16": (16, None),
+    "int8": (8, 127.0),
+    "int4": (4, 7.0),
+    "e4m3": (8, 448.0),
+    "e5m2": (8, 57344.0),
+}
+CODECS = tuple(_CODES)  # those that Towpath has itself
+_registered: dict[str, int] = {}  # bits of a code
+CODE_BITS = (1, 2, 4, 8)  # of registered codecs: whole codes in each byte
 SCALE_BYTES = 4
 
 WHOLE = "whole"  # as a block: all elements of a message share one scale
 SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
 _DEFAULT_BLOCK = 256
 ROTATED = 32  # elements that a rotation mixes
+
+
+def add_format(name: str, bits: int) -> None:
+    """Make `name` a codec of blocks. What computes it is registered beside it (`codecs/registered.py`)."""
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
+        raise StrategyError(
+            f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "
+            f"{', '.join(CODECS)}, none."
+        )
+    if bits not in CODE_BITS:
+        raise StrategyError(f"codec {name!r}: a code has {', '.join(map(str, CODE_BITS))} bits; got {bits!r}.")
+    if _registered.get(name, bits) != bits:
+        raise StrategyError(f"codec {name!r} is registered already, with codes of {_registered[name]} bits.")
+    _registered[name] = bits
+
+
+def registered_formats() -> dict[str, int]:
+    """Of each registered codec the bits of a code."""
+    return dict(_registered)
+
+
+def codec_names() -> tuple[str, ...]:
+    return (*CODECS, *_registered)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +109,8 @@ class Codec:
     stochastic: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in _CODES:
-            raise StrategyError(f"Codec: unknown codec {self.name!r}; known are {', '.join(CODECS)}.")
+        if self.name not in codec_names():
+            raise StrategyError(f"Codec: unknown codec {self.name!r}; known are {', '.join(codec_names())}.")
         if type(self.block) is not int:
             raise StrategyError(f"Codec: block is a whole number of elements, or 0 for all; got {self.block!r}.")
         if self.block and not (SMALLEST_BLOCK <= self.block <= _LARGEST_BLOCK and self.block & (self.block - 1) == 0):
@@ -99,8 +131,8 @@ class Codec:
         known = len({"hadamard", "stochastic"}.intersection(options)) == len(options)  # and none is there twice
         if match is None or not (block.isdecimal() or block == WHOLE) or not known:
             raise StrategyError(
-                f"not a codec: {text!r}. Write its name ({', '.join(CODECS)}), and if need be its block and options: "
-                f"'int4:64+hadamard+stochastic', 'int8:{WHOLE}'."
+                f"not a codec: {text!r}. Write its name ({', '.join(codec_names())}), and if need be its block and "
+                f"options: 'int4:64+hadamard+stochastic', 'int8:{WHOLE}'."
             )
         number = 0 if block == WHOLE else int(block)
         if block != WHOLE and number == 0:
@@ -113,23 +145,33 @@ class Codec:
 
     @property
     def largest(self) -> float | None:
-        """The largest code; None for a codec without scales."""
-        return _CODES[self.name][1]
+        """The largest code; None for a codec without scales, and for one that is registered."""
+        return _CODES[self.name][1] if self.name in _CODES else None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether each block has a scale."""
+        return self.name != "bf16"
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return _CODES[self.name][0] if self.name in _CODES else _registered[self.name]
 
     @property
     def grain(self) -> int:
         """What is encoded is cut at multiples of this many elements: no cut changes which ones share a block."""
-        return self.block if self.block and self.largest is not None else 1
+        return self.block if self.block and self.scaled else 1
 
     def within(self, alignment: int) -> Codec:
         """In blocks that do not span parameters which begin at multiples of `alignment` elements."""
         return replace(self, block=min(self.block, alignment)) if self.grain > 1 else self
 
     def scales(self, elements: int) -> int:
-        if self.largest is None or elements == 0:
+        if not self.scaled or elements == 0:
             return 0
         return ceil(elements / self.block) if self.block else 1
 
     def encoded_bytes(self, elements: int) -> int:
         """Of one message."""
-        return SCALE_BYTES * self.scales(elements) + ceil(elements * _CODES[self.name][0] / 8)
+        return SCALE_BYTES * self.scales(elements) + ceil(elements * self.bits / 8)

@@ -40,7 +40,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from towpath.core.formats import CODECS, FLOATING
+from towpath.core.formats import FLOATING, codec_names
 from towpath.errors import ConfigError
 from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Link, Racks
 from towpath.topology.cluster import Topology
@@ -126,10 +126,10 @@ def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
 
 def _codecs(root: _Section, copies: float) -> tuple[tuple[str, CodecSpeed], ...]:
     usual = CodecSpeed(copies / _BYTES_OF_A_CODED_ELEMENT, copies / _BYTES_OF_A_CODED_ELEMENT)
-    speeds = dict.fromkeys(CODECS, usual)
+    speeds = dict.fromkeys(codec_names(), usual)
     if "codecs" in root.table:
         section = root.section("codecs")
-        for codec in [codec for codec in CODECS if codec in section.table]:
+        for codec in [codec for codec in codec_names() if codec in section.table]:
             pair = section.take(codec)
             if not (isinstance(pair, list) and len(pair) == 2 and all(_is_positive(rate) for rate in pair)):
                 section.refuse(codec, "[encode, decode], in 10⁹ elements a second", pair)

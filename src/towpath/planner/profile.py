@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from towpath.core.formats import CODECS, FLOATING
+from towpath.core.formats import FLOATING, codec_names
 from towpath.core.routes import Op
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
@@ -143,7 +143,7 @@ class Profile:
         flops = tuple((dtype, _flops(self.of(f"matmul {dtype}"))) for dtype in FLOATING if self.has(f"matmul {dtype}"))
         codecs = tuple(
             (codec, CodecSpeed(self.fit(f"encode {codec}").rate, self.fit(f"decode {codec}").rate))
-            for codec in CODECS
+            for codec in codec_names()
             if self.has(f"encode {codec}")
         )
         hardware = Hardware(

@@ -15,8 +15,8 @@ from typing import Protocol
 
 import torch
 
-from towpath.codecs.kernels import reference
-from towpath.core.formats import Codec
+from towpath.codecs.kernels import reference, registered
+from towpath.core.formats import Codec, registered_formats
 from towpath.logs import logger
 
 _log = logger("codecs")
@@ -79,5 +79,24 @@ def _slow(device_type: str, reason: str) -> Kernels:
 
 
 def _of(module: ModuleType) -> Kernels:
+    """The functions of `module`; of a registered codec those it was registered with, on any device."""
+
+    def chosen(codec: Codec) -> ModuleType:
+        return registered if codec.name in registered_formats() else module
+
+    def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> None:
+        chosen(codec).encode(codec, x, out, seed)
+
+    def decode(codec: Codec, data: torch.Tensor, out: torch.Tensor) -> None:
+        chosen(codec).decode(codec, data, out)
+
+    def decode_sum(codec: Codec, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        chosen(codec).decode_sum(codec, rows, out)
+
+    def decode_sum_encode(
+        codec: Codec, rows: Sequence[torch.Tensor], elements: int, out: torch.Tensor, seed: int = 0
+    ) -> None:
+        chosen(codec).decode_sum_encode(codec, rows, elements, out, seed)
+
     name = module.__name__.rpartition(".")[2]
-    return Kernels(name, module.encode, module.decode, module.decode_sum, module.decode_sum_encode)
+    return Kernels(name, encode, decode, decode_sum, decode_sum_encode)

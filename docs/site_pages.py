@@ -1,0 +1,70 @@
+"""What mkdocs asks when it builds the site (mkdocs.yml): pages that lie outside docs/, and files that pages link to.
+
+The home page is README.md, and CONTRIBUTING.md, CHANGELOG.md and examples/README.md are pages too. Whatever else of the
+repository a page links to, a result file or a script, is copied into the site, under `repository/`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+DOCS = "docs"
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "examples/README.md": "examples.md",
+}
+COPIED = "repository"
+_FENCE = re.compile(r"^( *```\w+) .*$", re.MULTILINE)
+_LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    sources = {Path(DOCS, f.src_uri).as_posix(): f.content_string for f in files.documentation_pages()}
+    for source, page in PAGES.items():
+        sources[source] = (ROOT / source).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=sources[source]))
+    wanted = {target for source, text in sources.items() for target in linked(source, text)}
+    for target in sorted(wanted):
+        if not target.startswith(f"{DOCS}/") and target not in PAGES and (ROOT / target).is_file():
+            files.append(File.generated(config, f"{COPIED}/{target}", abs_src_path=str(ROOT / target)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """With links as they are from the page's place in the site."""
+    uri = page.file.src_uri
+    source = next((source for source, at in PAGES.items() if at == uri), f"{DOCS}/{uri}")
+
+    # The words after a fence's language are for the tests (tests/commands.py), and unknown to the highlighter.
+    markdown = _FENCE.sub(r"\1", markdown)
+
+    def moved(match: re.Match[str]) -> str:
+        target = _from_root(source, match[1])
+        return posixpath.relpath(_in_site(target), posixpath.dirname(uri) or ".")
+
+    return _LINK.sub(moved, markdown)
+
+
+def linked(source: str, text: str) -> list[str]:
+    """The files that a page links to, by their paths from the root of the repository."""
+    return [_from_root(source, match) for match in _LINK.findall(text)]
+
+
+def _from_root(source: str, target: str) -> str:
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+
+
+def _in_site(target: str) -> str:
+    if target in PAGES:
+        return PAGES[target]
+    inside = target.removeprefix(f"{DOCS}/")
+    return inside if inside != target else f"{COPIED}/{target}"

@@ -1,0 +1,55 @@
+"""A codec of one's own: gradients as signs, one bit each, with their mean magnitude for each block (as in signSGD).
+
+towpath lab run --nodes 2 --ranks 2 --inter 50mbit -- examples/codec.py
+torchrun --nnodes 2 --nproc-per-node 2 … examples/codec.py 100
+
+What a sign loses is large, so it is kept and added to the next step's gradient: feedback="both".
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from towpath.codecs import register
+
+
+def encode(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, elements] in float32 → a scale for each block, a code for each element."""
+    return blocks.abs().mean(1), (blocks >= 0).to(torch.uint8)
+
+
+def decode(scales: Tensor, codes: Tensor) -> Tensor:
+    return scales[:, None] * (2.0 * codes - 1.0)
+
+
+def main(steps: str = "40") -> None:
+    register("sign", bits=1, encode=encode, decode=decode)
+    dist.init_process_group()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
+    truth = torch.randn(64, 8) / 8
+    strategy = towpath.strategy("mics", gradients="sign:64", feedback="both")
+    model = towpath.shard(model, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(rank)  # other samples on every rank
+    for step in range(int(steps)):
+        inputs = torch.randn(64, 64)
+        loss = (model(inputs) - inputs @ truth).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and (step + 1) % 10 == 0:
+            print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
+    if rank == 0:
+        print(towpath.stats(model))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

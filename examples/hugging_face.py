@@ -1,0 +1,64 @@
+"""A Hugging Face model in a loop of one's own: sharded, trained, asked to go on with a text, and saved.
+
+towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- examples/hugging_face.py paro-iig 10 saved
+torchrun --nnodes 2 --nproc-per-node 2 … examples/hugging_face.py paro-iig 100 saved
+
+The model is a small Llama with new weights; `from_pretrained` in its place fine-tunes one. The text is the sources of
+Python's standard library, as bytes. Needs `pip install 'towpath[hf]'`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import towpath
+from towpath.train.config import DataConfig
+from towpath.train.data.windows import open_tokens
+
+BATCH, LENGTH = 8, 128
+
+
+def main(strategy: str = "paro-iig", steps: str = "10", folder: str = "") -> None:
+    dist.init_process_group()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=tokens.vocabulary,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = towpath.shard(LlamaForCausalLM(config), strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(int(steps)):
+        inputs, _ = tokens.train.batch((step * world + rank) * BATCH, BATCH)
+        loss = model(input_ids=inputs, labels=inputs).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"step {step + 1}: loss {loss.item():.3f}, gradient norm {norm.item():.3f}", flush=True)
+    prompt = torch.tensor([list(b"def main(")])
+    written = model.generate(prompt, max_new_tokens=20, do_sample=False)  # every rank calls it
+    if rank == 0:
+        print("it writes:", repr(bytes(written[0].tolist()).decode(errors="replace")))
+    if folder:
+        model.save_pretrained(Path(folder))  # every rank calls it, and rank 0 writes
+        if rank == 0:
+            print(f"LlamaForCausalLM.from_pretrained({folder!r}) loads it")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

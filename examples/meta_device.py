@@ -1,0 +1,74 @@
+"""A model that is larger than the memory of any rank: built without memory, and given its values slice by slice.
+
+towpath lab run --nodes 2 --ranks 2 --inter 500mbit -- examples/meta_device.py
+torchrun --nnodes 2 --nproc-per-node 2 … examples/meta_device.py 100
+
+On CPUs each rank tells how much more memory it ever had than before the model was there: less than the parameters alone
+take up, though it has gradients and buffers beside its share of them.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+
+WIDTH, DEPTH = 1024, 48
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever had (`ru_maxrss` is in KiB on Linux, in bytes on macOS)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def train(model: nn.Module, steps: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.randn(8, WIDTH)  # one batch, again and again
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def main(steps: str = "5") -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group()
+    rank = dist.get_rank()
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block() for _ in range(DEPTH)))
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    train(towpath.shard(nn.Sequential(Block()), "zero3"), 1)  # process groups and threads are no part of the model
+    before = peak_bytes()
+    torch.manual_seed(0)
+    model = towpath.shard(model, "zero3")  # each rank draws one block at a time, and keeps its slice
+    torch.manual_seed(1 + rank)
+    for step, loss in enumerate(train(model, int(steps))):
+        if rank == 0:
+            print(f"step {step + 1}: loss {loss:.3f}", flush=True)
+    grown = torch.tensor(peak_bytes() - before)
+    dist.all_reduce(grown, dist.ReduceOp.MAX)
+    if rank == 0:
+        print(f"parameters: {whole / 1e6:.0f} MB; no rank needed more than {grown.item() / 1e6:.0f} MB", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
