@@ -15,12 +15,13 @@ from towpath.core.schedule import plan_unit, schedule
 from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.whole_matrices import WholeParameter, plan_matrices
 from towpath.errors import ConfigError
 from towpath.sim.fluid import _ROUNDS, Flow, Fluid
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
 from towpath.sim.lateness import Late, Uneven, lateness
 from towpath.sim.loads import TransferShape, loads_of
-from towpath.sim.replay import Replay, Seconds
+from towpath.sim.replay import Replay, Seconds, SteppedWhole
 from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Topology
 
@@ -320,3 +321,26 @@ def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> N
 
     assert sum(load.busy_seconds for load in loads) == pytest.approx(2 * 3 * 0.01)  # an all-reduce by a ring of four
     assert all(not load.busy_seconds for load in loads_of(TransferShape.of(transfer), idle))
+
+
+# --- an optimizer that needs whole matrices ---------------------------------------------------------------------------
+
+
+def test_the_step_of_whole_matrices_sends_what_is_scheduled_while_owners_work() -> None:
+    """What travels is hidden under the work of the rounds before, but for the first gather and the last scatter."""
+    made = strategy("zero3", Topology(2, 2))
+    chosen = [WholeParameter(f"{u}.{i}", (64, 64), u, 0, i) for u in range(1, DEPTH + 1) for i in (0, 2)]
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    plan = plan_matrices(made, plans, chosen)
+    seconds = Seconds([0.0] * len(plans), [0.0] * len(plans), 0.0, 0.0)
+
+    def replay(stepped: SteppedWhole | None) -> Timeline:
+        return Replay(made, plans, hardware(made.topology), seconds, 1, stepped).run()
+
+    without, alone, beside = replay(None), replay(SteppedWhole(plan, 0.0)), replay(SteppedWhole(plan, 1e-6))
+    transfers = list(plan.transfers())
+    assert alone.inter_bytes - without.inter_bytes == sum(t.inter_bytes for t in transfers)
+    assert alone.intra_bytes - without.intra_bytes == sum(t.intra_bytes for t in transfers)
+    work = 1e-6 * sum(each.flops for each in plan.step())
+    travel = alone.seconds - without.seconds
+    assert work < beside.seconds - without.seconds < work + travel

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Submit, Task, Wait
 from towpath.core.formats import item_bytes
+from towpath.core.payload import Matrices
 from towpath.core.queues import QUEUES
 from towpath.core.schedule import UnitPlan, usage_transfers
 from towpath.core.strategy import Kind, Strategy
@@ -19,7 +20,7 @@ from towpath.core.transfer import Transfer
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware
 from towpath.sim.lateness import Computed, Submitted, TimedTask, Waited
-from towpath.sim.loads import Load, TransferShape, decoding_seconds, loads_of
+from towpath.sim.loads import Load, TransferShape, decoding_seconds, loads_of, matrices_load
 from towpath.sim.place import HERE, Place
 from towpath.sim.timeline import Event, Timeline
 
@@ -161,6 +162,9 @@ class SimulatedEngine:
         if task.kind is Kind.USAGE:
             yield from self._usage
             return
+        if task.transfers:
+            yield from task.transfers
+            return
         for bucket in self._plans[task.unit].buckets:
             if task.kind is not Kind.PUBLISH or bucket.spec.trainable:
                 yield from bucket.transfers[task.kind]
@@ -168,7 +172,10 @@ class SimulatedEngine:
     def _cost_of(self, transfer: Transfer) -> _Cost:
         found = self._costs.get(transfer)
         if found is None:
-            loads = loads_of(TransferShape.of(transfer), self._hardware)
+            if isinstance(transfer.payload, Matrices):
+                loads = (matrices_load(transfer, self._hardware),)
+            else:
+                loads = loads_of(TransferShape.of(transfer), self._hardware)
             if own := self._hardware.host.transfer:
                 loads = (Load(0.0, {PROCESSOR: self._hardware.processor(own)}), *loads)
             found = self._costs[transfer] = _Cost(loads, transfer.inter_bytes, transfer.intra_bytes)
@@ -178,7 +185,7 @@ class SimulatedEngine:
         """Seconds that a queue works beside its transfers: it copies memory for the master's cast and the sum over
         micro-steps, and decodes what rests encoded and whole."""
         moved, decoding = 0, 0.0
-        for bucket in self._plans[task.unit].buckets:
+        for bucket in () if task.transfers else self._plans[task.unit].buckets:
             if not bucket.spec.trainable:
                 gathers = task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)
                 if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:
@@ -263,7 +270,7 @@ class SimulatedEngine:
         running.ended, running.before = True, None
         task, now = running.task, self._fluid.now
         running.timed.began, running.timed.ended = running.began, now
-        unit = self.facts[task.unit].name
+        unit = task.transfers[0].unit if task.transfers else self.facts[task.unit].name
         name = f"{task.kind.value} of {unit or 'root'}{self._of}"
         track = f"{QUEUES[task.kind]}{self._of}"
         self._timeline.sent(

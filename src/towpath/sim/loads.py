@@ -115,6 +115,22 @@ def message_load(transfer: Transfer, hardware: Hardware, source: Place, target: 
     return Load(link.latency + link.message, needs, link.busy_latency)
 
 
+def matrices_load(transfer: Transfer, hardware: Hardware) -> Load:
+    """Of pieces of matrices on their way to owners, or back: as if every node, and every rank, sent as much."""
+    topology, grid = transfer.topology, transfer.grid
+    cable, inside = transfer.inter_bytes / topology.nodes, transfer.intra_bytes / topology.world
+    used = [link for link, sent in ((hardware.inter, cable), (hardware.intra, inside)) if sent]
+    nodes = hardware.ranks_sharing / topology.ranks_per_node
+    work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
+    if transfer.wire.encoding is not None:
+        speed = _speed_of(transfer.wire.encoding, hardware)
+        coded = transfer.elements / (grid.nodes * grid.width)
+        work += hardware.processor(coded / speed.encode + coded / speed.decode)
+    latency = max((link.latency + link.message for link in used), default=0.0)
+    needs = {name: amount for name, amount in ((CABLE, cable), (INSIDE, inside), (PROCESSOR, work)) if amount}
+    return Load(latency, needs, max((link.busy_latency for link in used), default=0.0))
+
+
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
     """Of a message between stages, at one of its ends."""
     codec = transfer.wire.encoding

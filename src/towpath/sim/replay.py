@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from towpath.core.schedule import UnitPlan
 from towpath.core.steady_step import Compute, Part, settled, steady_step
 from towpath.core.strategy import Strategy
+from towpath.core.whole_matrices import Iterate, MatrixPlan, step_actions
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine
 from towpath.sim.fluid import Fluid
@@ -51,13 +52,27 @@ class Seconds:
                 return self.backward[compute.unit] / 2
 
 
+@dataclass(frozen=True, slots=True)
+class SteppedWhole:
+    """Matrices that their owners step whole. `seconds_per_flop`: of the products in their iteration."""
+
+    plan: MatrixPlan
+    seconds_per_flop: float
+
+
 class Replay:
-    """`plans`: the root's first."""
+    """`plans`: the root's first. `stepped`: what the optimizer steps whole, if it needs whole matrices."""
 
     def __init__(
-        self, strategy: Strategy, plans: Sequence[UnitPlan], hardware: Hardware, seconds: Seconds, micro_steps: int
+        self,
+        strategy: Strategy,
+        plans: Sequence[UnitPlan],
+        hardware: Hardware,
+        seconds: Seconds,
+        micro_steps: int,
+        stepped: SteppedWhole | None = None,
     ) -> None:
-        self._seconds, self._micro_steps = seconds, micro_steps
+        self._seconds, self._micro_steps, self._stepped = seconds, micro_steps, stepped
         self._fluid, self._timeline = Fluid(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(strategy, plans, hardware, self._fluid, self._timeline)
 
@@ -76,3 +91,15 @@ class Replay:
             else:
                 yield from engine.carry_out(action, micro_step)
         yield from engine.compute(self._seconds.optimizer, "optimizer")
+        if self._stepped is not None:
+            yield from self._step_whole(self._stepped)
+
+    def _step_whole(self, stepped: SteppedWhole) -> Thread:
+        plan = stepped.plan
+        rounds = plan.step()
+        for action in step_actions(plan, rounds):
+            if isinstance(action, Iterate):
+                seconds = stepped.seconds_per_flop * rounds[action.round].flops
+                yield from self._engine.compute(seconds, f"optimizer, round {action.round}")
+            else:
+                yield from self._engine.carry_out(action, self._micro_steps - 1)
