@@ -18,7 +18,6 @@ from pathlib import Path
 from docs.papers import written
 
 from towpath.cli.plan_report import Step
-from towpath.cli.simulated import intervals_of
 from towpath.core import presets
 from towpath.core.compression import Compression, compression
 from towpath.core.schedule import Schedule
@@ -32,6 +31,7 @@ from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.observe.plots import draw_timelines, standalone_svg
+from towpath.train.observe.simulated import intervals_of
 
 PAGES = Path(__file__).parent / "systems"
 CLUSTER = clusters.load("ethernet-10g")
