@@ -15,7 +15,7 @@ from towpath.errors import StepError
 
 
 class Failing(Handle):
-    def wait(self) -> None:
+    def wait(self, on_host: bool = False) -> None:
         raise StepError("the peer is gone")
 
 
