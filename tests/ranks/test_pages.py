@@ -184,6 +184,19 @@ def _for_pipeline(_: Path) -> dict[str, Any]:
     }
 
 
+def _for_lora(_: Path) -> dict[str, Any]:
+    """A node of eight ranks, of which this test has two."""
+
+    class Smaller:
+        Extent = staticmethod(lambda local, nodes: towpath.Extent(min(local, 2), nodes))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(towpath, name)
+
+    model = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Linear(8, 8))
+    return {"model": model, "topology": towpath.Topology(1, 2), "towpath": Smaller()}
+
+
 AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "accelerate": _plain,
     "trainer": _for_trainer,
@@ -193,6 +206,7 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "pipeline": _for_pipeline,
     "README.md": _for_readme,
     "docs/checkpoints.md": _for_checkpoints,
+    "docs/lora.md": _for_lora,
     "docs/model.md": _for_model,
     "docs/planner.md": _for_planner,
     "docs/watching.md": _for_watching,
