@@ -112,7 +112,7 @@ def regime_of(derived: Derived | None, seconds: dict[str, list[float]]) -> dict[
 
 def facts_of(made: dict[str, Contestant]) -> dict[str, Any]:
     """What our engine says of its own steps."""
-    told = {kind: answers for kind, one in made.items() if (answers := one.ask("facts"))[0]}
+    told = {kind: answers for kind, one in made.items() if "stats" in (answers := one.ask("facts"))[0]}
     return {
         "host_share": {kind: round(max(a["host_share"] for a in answers), 5) for kind, answers in told.items()},
         "stats": {kind: answers[0]["stats"] for kind, answers in told.items()},

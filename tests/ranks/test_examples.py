@@ -33,6 +33,7 @@ LOSS = re.compile(r"loss ([\d.]+)")
 EXAMPLES = {
     "train.py": (2, ("paro-iig", "3")),
     "hugging_face.py": (2, ("mics", "3", "saved")),
+    "lora.py": (2, ("3", "saved")),
     "resnet.py": (2, ("zero3", "15")),
     "codec.py": (2, ("40",)),
     "meta_device.py": (2, ("2",)),
@@ -54,6 +55,9 @@ def test_an_example_learns(world: Worlds, tmp_path: Path, name: str) -> None:
     assert len(losses) >= 2 and losses[-1] < losses[0], said
     if name == "hugging_face.py":
         assert (tmp_path / "saved/config.json").is_file() and "it writes:" in said
+    if name == "lora.py":
+        assert (tmp_path / "saved/adapter_model.safetensors").is_file()
+        assert "0 of what is frozen" in said
 
 
 def _printed(name: str, arguments: tuple[str, ...], folder: Path) -> str:

@@ -26,6 +26,7 @@ class Workload:
 
     `wait_seconds`: so long each block waits after its result, and twice as long before its gradients, as for a device
     that computes and takes nothing from the cores that the network's work and the codecs need.
+    `adapters`: the rank of PEFT's LoRA beside each block's matrices; they alone train. 0: all trains.
     """
 
     topology: towpath.Topology = SQUARE
@@ -36,6 +37,7 @@ class Workload:
     width: int = WIDTH
     depth: int = DEPTH
     wait_seconds: float | None = None
+    adapters: int = 0
 
     def quick(self) -> Workload:
         """As little as goes through the same code."""
@@ -46,6 +48,8 @@ class Workload:
         torch.manual_seed(0)
         context = max(LONGEST, self.length)
         made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=context, vocabulary=VOCABULARY)
+        if self.adapters:
+            _adapt(made, self.adapters)
         made.to(device_of_job())
         if self.wait_seconds is not None:
             for block in made.blocks:
@@ -74,6 +78,14 @@ class Workload:
     def computes_narrow(self) -> bool:
         """Whether matrices are multiplied in a `dtype` that is not fp32: a CPU has to have instructions for it."""
         return self.dtype != "float32" and not (gpt.WIDENED and device_of_job().type == "cpu")
+
+
+def _adapt(model: gpt.GPT, rank: int) -> None:
+    """In place: the block's matrices are frozen, with an adapter beside each."""
+    import peft
+
+    made: Any = peft.LoraConfig(r=rank, target_modules=["qkv", "out", "mlp.0", "mlp.2"])
+    peft.inject_adapter_in_model(made, model)
 
 
 PLAIN = Workload()

@@ -216,8 +216,10 @@ class _Bucket:
     encoded: bool = False
 
     def transfers(self, kind: Kind, moves: tuple[Move, ...], dtype: str, wire: Wire) -> tuple[Transfer, ...]:
+        if not moves:  # a frozen bucket is not laid out for the codecs of gradients
+            return ()
         codec = wire.encoding
-        if codec is not None and moves and dtype not in ENCODED:
+        if codec is not None and dtype not in ENCODED:
             raise StrategyError(
                 f"{self.strategy.name}: {kind.value} in {codec} of {self.unit.name or 'root'} [{self.spec.name}]: its "
                 f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "

@@ -1,0 +1,136 @@
+"""LoRA: PEFT's adapters train as in one process, and docs/lora.md counts as the schedule does."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.documented import ROOT
+from tests.ranks.server import World
+from tests.ranks.twin import TOLERANCE, Twin
+from towpath.core.strategy import Kind
+
+Worlds = Callable[[int], World]
+SHAPE = towpath.Topology(2, 2)
+LABELS = ("zero3", "hpz", "mics", "paro-iig")
+VOCABULARY = 32
+
+
+def _adapted() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes))
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT reads a name that Transformers gives up
+        return get_peft_model(model, lora)
+
+
+def _loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 10 * micro + 100 * step)
+    ids = torch.randint(VOCABULARY, (2, 8), generator=generator)
+    return model(input_ids=ids, labels=ids).loss
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_adapters_of_peft_train_as_in_one_process(world: Worlds, label: str) -> None:
+    world(4).run(_train, label)
+
+
+def _train(label: str) -> None:
+    twin = Twin(_adapted, _loss, label, SHAPE)
+    frozen = {n: p.detach().clone() for n, p in twin.plain.named_parameters() if not p.requires_grad}
+    assert frozen
+    for step in range(2):
+        twin.backward(step, micro_steps=2)
+        twin.check_gradients()
+        models = (twin.sharded, twin.plain)
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-2).item() for m in models]
+        assert norms[1] > 1e-2 and abs(norms[0] - norms[1]) <= TOLERANCE
+        twin.step()
+    twin.check_parameters()
+    for name, value in frozen.items():
+        assert torch.equal(twin.sharded.get_parameter(name).full_tensor(), value), name
+
+
+@pytest.mark.parametrize("label, options", [("qgz", {"frozen": "as-trained"}), ("mics", {"gradients": "int4:64"})])
+def test_what_is_frozen_is_not_laid_out_for_the_codecs_of_gradients(
+    world: Worlds, label: str, options: dict[str, str]
+) -> None:
+    world(4).run(_gradients_in_codecs, label, options)
+
+
+def _gradients_in_codecs(label: str, options: dict[str, str]) -> None:
+    torch.manual_seed(0)
+    model: Any = towpath.shard(_adapted(), towpath.strategy(label, SHAPE, **options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {n: p.full_tensor().clone() for n, p in model.named_parameters()}
+    _loss(model, dist.get_rank(), 0, 0).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), before[name]) == (not parameter.requires_grad), name
+
+
+# docs/lora.md ---------------------------------------------------------------------------------------------------------
+
+WIDTH = 512
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+
+
+BLOCKS = 4
+FROZEN_BYTES = BLOCKS * 4 * WIDTH * WIDTH
+IN_INT8 = 1.02 / 4  # with the scales
+# What the table has: of what is frozen, how many times F crosses, in the forward and the backward gather.
+ROWS: dict[str, Callable[[int], tuple[float, float]]] = {
+    "zero3": lambda world: (2 * (world - 1) / world,) * 2,
+    "paro-ggg": lambda world: (1, 1),
+    "hpz": lambda world: (2 * (world - 1) / world, 0),
+    "qwz": lambda world: (IN_INT8, IN_INT8),
+    "zero++": lambda world: (IN_INT8, 0),
+    **{name: lambda world: (0, 0) for name in ("mics", "paro-iii", "paro-iig", "ddp")},
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_table_of_the_page_is_what_the_schedule_counts(name: str, ranks: int) -> None:
+    topology = towpath.Topology(2, ranks)
+    found = _crossing(name, topology, frozen="as-trained")
+    assert found == pytest.approx(ROWS[name](topology.world), rel=0.01)
+    assert _crossing(name, topology, frozen=towpath.Extent(ranks)) == (0, 0)
+    if name == "zero3":
+        assert _crossing(name, topology, frozen="as-trained", route="hierarchical") == pytest.approx((1, 1))
+
+
+def _crossing(name: str, topology: towpath.Topology, **options: Any) -> tuple[float, float]:
+    model = nn.Sequential(*(Adapted() for _ in range(BLOCKS)))
+    made = towpath.schedule(towpath.strategy(name, topology, **options), model, 1, units=[Adapted])
+    frozen = [t for t in made.transfers if t.bucket.endswith("frozen")]
+    forward, backward = (
+        sum(t.inter_bytes for t in frozen if t.kind is kind) / FROZEN_BYTES
+        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER)
+    )
+    return forward, backward
+
+
+def test_no_strategy_of_the_table_is_left_unchecked() -> None:
+    text = (ROOT / "docs/lora.md").read_text().partition("## What crosses")[2].partition("## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert names - {"paro-i.."} == ROWS.keys() - {"paro-iii", "paro-iig"}
