@@ -287,6 +287,11 @@ def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
             f"whole_matrices(): {parameter.span.name} is a DTensor on a tensor-parallel mesh, and no rank can hold it "
             "whole. Give it to an elementwise optimizer."
         )
+    if engine.strategy.optimizer_on_host and engine.wiring.device.type != "cpu":
+        raise ShardError(
+            f"whole_matrices(): {parameter.span.name} lies in the host's memory (offload='optimizer'), and owners step on "
+            f"{engine.wiring.device}. Leave out offload=, or give it to an elementwise optimizer."
+        )
 
 
 def _lines(inner: Optimizer) -> list[str]:

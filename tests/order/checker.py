@@ -34,7 +34,7 @@ import towpath.codecs.packing
 import towpath.collectives.encoded
 from towpath.codecs.kernels.dispatch import Kernels
 from towpath.collectives import messages
-from towpath.engine import optimizer_memory, queue
+from towpath.engine import encoded_shard, optimizer_memory, queue
 from towpath.engine.partial_sums import Partial
 from towpath.engine.queue import Streams
 from towpath.engine.shard_tensor import ShardTensor
@@ -391,6 +391,7 @@ def checking() -> Generator[Checker]:
         patched(optimizer_memory, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of))),
         native(towpath.codecs.packing),
         native(towpath.collectives.encoded),
+        native(encoded_shard),
     ]
     try:
         with checker:

@@ -155,6 +155,16 @@ class Reordered(Deep):
         return self.head(self.norm(x))
 
 
+class PartlyFrozen(Deep):
+    """Of each block what has two dims, and of one everything, does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, block in enumerate(self.blocks):
+            for p in block.parameters():
+                p.requires_grad_(number != 1 and p.dim() != 2)
+
+
 def train(model: Any, optimizer: Any, steps: int = 2, micro_steps: int = 2) -> None:
     entry = MODELS["gpt"]
     for step in range(steps):
@@ -187,6 +197,24 @@ def _train_and_drop(label: str) -> int:
             del model, optimizer
         check_communications(checker.communications)
     return checker.operations
+
+
+# Sent as it rests, inside the node or across, or decoded in place of a gather.
+AT_REST = ("zero3 frozen_codec=int8 frozen=1x1", "zero3 frozen_codec=int4:64 frozen=2x1", "hpz frozen_codec=int8")
+
+
+@in_turn((*AT_REST, "mics frozen_codec=int8 gradients=int4:64", "zero3 frozen=2x1"), 2)
+def test_what_is_frozen_is_decoded_in_order(world: Worlds, label: str) -> None:
+    world(4).run(_train_partly_frozen, label)
+
+
+def _train_partly_frozen(label: str) -> None:
+    with checking() as checker:
+        for _ in range(2):
+            model, optimizer = sharded(label, PartlyFrozen)
+            train(model, optimizer)
+            del model, optimizer
+        check_communications(checker.communications)
 
 
 @pytest.mark.parametrize("bf16", [True, False], ids=["bf16", "float32"])
@@ -262,10 +290,15 @@ EDGES: dict[str, tuple[str, type[nn.Module], Callable[[Task, Task], bool]]] = {
     "a sync after the reduction before it": ("mics:2x2", Deep, _after(Kind.SYNC, Kind.REDUCE)),
 }
 WAITS = {
-    "the computation waits for a gather": ("zero3", Kind.GATHER),
-    "the computation waits for a backward gather": ("zero3", Kind.BACKWARD_GATHER),
-    "gradients wait until those before them have left their slot": ("zero3", Kind.REDUCE),
-    "the boundary waits for its syncs": ("mics", Kind.SYNC),
+    "the computation waits for a gather": ("zero3", Deep, Kind.GATHER),
+    "the computation waits for a backward gather": ("zero3", Deep, Kind.BACKWARD_GATHER),
+    "the computation waits until what rests here is decoded": (
+        "ddp frozen_codec=int8 frozen=1x1",
+        PartlyFrozen,
+        Kind.GATHER,
+    ),
+    "gradients wait until those before them have left their slot": ("zero3", Deep, Kind.REDUCE),
+    "the boundary waits for its syncs": ("mics", Deep, Kind.SYNC),
 }
 
 
@@ -293,14 +326,14 @@ def test_without_a_wait_there_is_a_race(world: Worlds, wait: str) -> None:
 
 
 def _without_wait(wait: str) -> str:
-    label, kind = WAITS[wait]
+    label, build, kind = WAITS[wait]
     carry_out = Engine._carry_out
 
     def without(self: Engine, action: Any) -> None:
         if not (isinstance(action, Wait) and action.task.kind is kind):
             carry_out(self, action)
 
-    return _told(label, Deep, "_carry_out", without)
+    return _told(label, build, "_carry_out", without)
 
 
 HOST_WAITS = {"before it reads the mean gradients": Kind.SYNC, "before it writes over what is on its way": Kind.PUBLISH}

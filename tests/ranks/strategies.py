@@ -38,6 +38,8 @@ def strategy_of(label: str, topology: Topology) -> towpath.Strategy:
     options: dict[str, Any] = {"route": route} if route else {}
     options.update(zip(("group",) if name == "mics" else ("params", "grads", "optimizer"), extents, strict=False))
     options.update(option.split("=") for option in coded)
+    if "x" in options.get("frozen", ""):
+        options["frozen"] = Extent(*map(int, options["frozen"].split("x")))
     return towpath.strategy(name, topology, **options)
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from towpath.core.formats import Codec
 from towpath.core.precision import Precision
 from towpath.core.presets import strategies
 from towpath.core.strategy import Strategy
@@ -145,6 +146,14 @@ def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
     file = tmp_path / "s.toml"
     file.write_text(made.to_toml())
     assert StrategyConfig(name=str(file)).make(Topology(4, 2)) == made
+    resting = StrategyConfig(name="zero3", frozen=(2, 1), frozen_codec="int4:64").make(Topology(2, 2))
+    assert resting.frozen == Extent(2)
+    assert resting.frozen_codec == Codec.parse("int4:64")
+    assert StrategyConfig(name="zero3").make(Topology(2, 2)).frozen is None
+    with pytest.raises(ConfigError, match="frozen"):
+        StrategyConfig(name="zero3", frozen=(2,))
+    with pytest.raises(ConfigError, match="remove frozen_codec, frozen"):
+        StrategyConfig(name=str(file), frozen=(2, 1), frozen_codec="int8").make(Topology(4, 2))
     with pytest.raises(ConfigError, match="remove route"):
         StrategyConfig(name=str(file), route="ring").make(Topology(4, 2))
     cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).make(Topology(2, 2))

@@ -18,12 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Slot, Submit, Task, Wait
+from towpath.core.precision import Precision
+from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
+from towpath.core.schedule import plan_unit
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import Pass, UnitFacts
 from towpath.core.strategy import Kind
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StepError
+from towpath.topology.cluster import Extent, Topology
 
+GATHERS = (Kind.GATHER, Kind.BACKWARD_GATHER)
 Weights = tuple[int, int]  # of which unit, and of which version
 
 
@@ -432,6 +438,28 @@ def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -
         ]
         assert (Kind.GATHER, 3) not in gathered and (Kind.BACKWARD_GATHER, 3) in gathered
         watched.optimizer_step()
+
+
+def test_what_rests_encoded_on_every_rank_is_decoded_as_if_it_were_gathered() -> None:
+    """No transfer brings it; it needs a slot while it computes, all the same, and is never reduced or published."""
+    topology, precision = Topology(2, 2), Precision()
+    resting = strategy("ddp", topology, frozen=Extent(1), frozen_codec="int8")
+    trains, frozen = BucketSpec((512,)), BucketSpec((512 * 512,), trainable=False)
+    units = [UnitSpec("", (trains,), kept=True), UnitSpec("a", (frozen,)), UnitSpec("b", (frozen, trains))]
+    plans = [plan_unit(resting, unit, precision) for unit in units]
+    assert not any(t for plan in plans for t in plan.transfers(Kind.GATHER))
+    facts = [plan.facts() for plan in plans]
+    assert [f.gathers for f in facts] == [False, True, True]
+    assert [f.trains for f in facts] == [True, False, True]
+    assert not plan_unit(strategy("ddp", topology, frozen=Extent(1)), units[1], precision).facts().gathers
+    watched = Watched(facts, random.Random(2))
+    watched.step()
+    said: list[Action] = []
+    watched.note(said)
+    watched.step()
+    decoded = [(a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.kind in GATHERS]
+    assert (Kind.GATHER, 1) in decoded and (Kind.GATHER, 2) in decoded
+    assert {unit for _, unit in decoded} == {1, 2}
 
 
 def test_a_unit_is_not_moved_while_a_call_into_it_computes_with_its_weights() -> None:

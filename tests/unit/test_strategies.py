@@ -65,6 +65,17 @@ def test_whatever_its_name_a_strategy_survives_toml(name: str) -> None:
     assert Strategy.from_toml(strategy.to_toml()) == strategy
 
 
+@pytest.mark.parametrize(
+    "frozen", [None, "as-trained", towpath.Extent(1), towpath.Extent(2), towpath.Extent(2, 2)], ids=str
+)
+@pytest.mark.parametrize("codec", ["none", "int8", "int4:64", "int4:32+hadamard"])
+def test_where_frozen_parameters_lie_survives_toml(frozen: towpath.Extent | str | None, codec: str) -> None:
+    strategy = towpath.strategy("zero3", towpath.Topology(2, 2), frozen=frozen, frozen_codec=codec)
+    assert Strategy.from_toml(strategy.to_toml()) == strategy
+    assert ("frozen = " in strategy.to_toml()) == (frozen is not None)
+    assert ("frozen_codec" in strategy.to_toml()) == (codec != "none")
+
+
 def test_a_name_that_no_file_can_hold_is_refused() -> None:
     strategy = replace(towpath.strategy("zero3", TOPOLOGY), name="\ud800")
     with pytest.raises(StrategyError, match=r"the name '\\ud800' cannot be written"):
