@@ -289,8 +289,8 @@ def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
         )
     if engine.strategy.optimizer_on_host and engine.wiring.device.type != "cpu":
         raise ShardError(
-            f"whole_matrices(): {parameter.span.name} lies in the host's memory (offload='optimizer'), and owners step on "
-            f"{engine.wiring.device}. Leave out offload=, or give it to an elementwise optimizer."
+            f"whole_matrices(): {parameter.span.name} lies in the host's memory (offload='optimizer'), and owners step "
+            f"on {engine.wiring.device}. Leave out offload=, or give it to an elementwise optimizer."
         )
 
 
