@@ -23,6 +23,7 @@ from towpath.bench.harness.job import node_counters
 from towpath.bench.harness.race import Race
 from towpath.bench.harness.regime import Trial
 from towpath.bench.peers import OPTIONS, Kind
+from towpath.bench.steps import Step
 from towpath.bench.suites import scaling, strategies
 from towpath.bench.venue import Screening, Tried, Venue
 from towpath.bench.workload import Workload
@@ -352,6 +353,16 @@ class TestCommand:
 
 def test_the_reason_is_the_last_line_that_a_rank_said() -> None:
     assert reason(CaseError("rank 1 failed:\nTraceback …\n  File x\nValueError: broke\n\n")) == "ValueError: broke"
+
+
+def test_what_the_first_turns_prepare_is_no_step_s_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 9.0, 10.0, 10.5, 11.0, 11.25])  # before and after each turn; the first imports
+    monkeypatch.setattr("towpath.bench.steps.timed", lambda work: 1.0)
+    step = Step(0, 1, "compute", Workload(Topology(1, 1)).quick())
+    monkeypatch.setattr("towpath.bench.steps.time", SimpleNamespace(process_time=lambda: next(clock)))
+    for _ in range(3):
+        step.turn()
+    assert step.facts()["processor_seconds"] == 0.5
 
 
 def test_interfaces_are_counted_but_for_the_loopback() -> None:

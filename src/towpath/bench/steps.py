@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -31,35 +32,36 @@ class Step:
         else:
             self._work = stepper(self._model, context, data, workload.micro_steps)
         self._ours = not kind.foreign
-        self._turns = 0
-        self._seconds = self._host_seconds = self._processor_seconds = 0.0
+        self._seconds = self._host_seconds = 0.0
+        self._processor_seconds: list[float] = []  # by turn
+        self._exposed_seconds: list[float] = []
 
     def turn(self) -> float:
-        before = towpath.stats(self._model).seconds_host if self._ours else 0.0
+        before = towpath.stats(self._model) if self._ours else None
         processor = time.process_time()
         seconds = timed(self._work)
-        self._processor_seconds += time.process_time() - processor
+        self._processor_seconds.append(time.process_time() - processor)
         self._seconds += seconds
-        self._turns += 1
-        if self._ours:
-            self._host_seconds += towpath.stats(self._model).seconds_host - before
+        if before is not None:
+            after = towpath.stats(self._model)
+            self._host_seconds += after.seconds_host - before.seconds_host
+            self._exposed_seconds.append(after.seconds_exposed - before.seconds_exposed)
         return seconds
 
     def facts(self) -> dict[str, Any]:
-        """What this rank says of all turns, the warm ones too. `memory_bytes`: more than before the model was made."""
+        """What this rank says of its turns: medians, for the first ones also import and make what later ones have.
+        `memory_bytes`: more than before the model was made."""
         found: dict[str, Any] = {
-            "processor_seconds": self._processor_seconds / max(1, self._turns),
+            "processor_seconds": median(self._processor_seconds),
             "memory_bytes": max(0, held_bytes() - self._bytes_before),
         }
         if not self._ours:
             return found
-        stats = towpath.stats(self._model)
-        engine = self._model.towpath_engine
         return found | {
             "host_share": self._host_seconds / self._seconds,
-            "exposed_seconds": stats.seconds_exposed / self._turns,
-            "stats": str(stats),
-            "strategy": str(engine.strategy),
+            "exposed_seconds": median(self._exposed_seconds),
+            "stats": str(towpath.stats(self._model)),
+            "strategy": str(self._model.towpath_engine.strategy),
         }
 
 
