@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,16 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"model": {"width": 100, "heads": 8}}, "model.width = 100: expected a multiple of 2 × heads = 16"),
         ({"model": {"heads": 8, "kv_heads": 3}}, "expected a divisor of heads = 8"),
         ({"data": {"text": ["a"], "tokens": "b"}}, "expected only one source; data.text is given too"),
+        ({"data": {"text": ["a", "b"], "weights": [1]}}, "as many numbers as data.text has entries, 2"),
+        ({"data": {"tokens": ["a", "b"]}}, "as many numbers as data.tokens has entries, 2"),
+        ({"data": {"text": ["a", "b"], "weights": [1, 0]}}, "data.weights = .*: expected numbers above 0"),
+        ({"data": {"text": ["a", "b"], "weights": [1, math.nan]}}, "data.weights = .*: expected numbers above 0"),
+        (
+            {"data": {"text": ["a", "b"], "weights": [1, 1e-3]}},
+            "data.weights = .*: expected shares of at least 1 in 1000",
+        ),
+        ({"data": {"dataset": "a", "weights": [1]}}, "data.weights = .*: expected none: a dataset is one source"),
+        ({"data": {"weights": [1]}}, "as many numbers as data.text has entries, 0"),
         ({"data": {"held_out": 1.0}}, "data.held_out = 1.0"),
         ({"data": {"text": "caf\udce9.txt"}}, r"data.text = 'caf\\udce9.txt': expected Unicode text"),
         ({"strategy": {"name": "zerro3"}}, r"expected a preset \(zero3\?\)"),

@@ -17,7 +17,8 @@ from towpath.train.config import DataConfig
 from towpath.train.data.corpus import Files
 from towpath.train.data.prepare import Plan, prepare
 from towpath.train.data.shuffle import shuffled
-from towpath.train.data.windows import Tokens, Windows, open_tokens
+from towpath.train.data.sources import Tokens, open_tokens
+from towpath.train.data.windows import Windows
 
 LENGTH = 8
 examples = settings(max_examples=50, deadline=None)
@@ -142,7 +143,7 @@ def content(tokens: Tokens) -> bytes:
 
 def test_windows_reach_over_the_ends_of_files(tmp_path: Path) -> None:
     text = "".join(f"{i:05d}\n" for i in range(300))
-    config = DataConfig(tokens=str(prepared(tmp_path, text, shard_tokens=5)), held_out=0.0)
+    config = DataConfig(tokens=(str(prepared(tmp_path, text, shard_tokens=5)),), held_out=0.0)
     tokens = open_tokens(config, 200)
     assert tokens.held_out is None
     assert content(tokens) == text.encode()[:1800]
@@ -151,7 +152,7 @@ def test_windows_reach_over_the_ends_of_files(tmp_path: Path) -> None:
 
 def test_the_end_is_held_out(tmp_path: Path) -> None:
     text = "".join(f"{i:05d}\n" for i in range(300))
-    tokens = open_tokens(DataConfig(tokens=str(prepared(tmp_path, text)), held_out=0.2), 10)
+    tokens = open_tokens(DataConfig(tokens=(str(prepared(tmp_path, text)),), held_out=0.2), 10)
     train, held_out = content(tokens).split(b"|")
     assert train == text.encode()[:1440]
     assert held_out == (text.encode() + b"\0")[1441:1791]
@@ -184,7 +185,7 @@ def test_the_fingerprint_is_of_the_tokens_wherever_they_lie(tmp_path: Path) -> N
     for folder in folders:
         folder.mkdir()
     paths = [prepared(folder) for folder in folders]
-    a, b = (open_tokens(DataConfig(tokens=str(path)), LENGTH) for path in paths)
+    a, b = (open_tokens(DataConfig(tokens=(str(path),)), LENGTH) for path in paths)
     assert a.fingerprint == b.fingerprint
 
 
@@ -214,7 +215,7 @@ def test_what_is_long_unused_leaves_the_cache(tmp_path: Path, cache: Path, monke
         (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 50)
     open_tokens(DataConfig(text=(str(tmp_path / "first.txt"),)), LENGTH)
     (cache / ".killed.partial-1").mkdir()
-    monkeypatch.setattr("towpath.train.data.windows._KEPT_SECONDS", -1)
+    monkeypatch.setattr("towpath.train.data.sources._KEPT_SECONDS", -1)
     open_tokens(DataConfig(text=(str(tmp_path / "second.txt"),)), LENGTH)
     (left,) = cache.iterdir()
     assert (left / "tokens-00000.bin").read_bytes().startswith(b"second")
@@ -230,18 +231,18 @@ def test_what_is_long_unused_leaves_the_cache(tmp_path: Path, cache: Path, monke
 def test_data_shorter_than_a_sequence_is_refused(tmp_path: Path, held_out: float, told: str) -> None:
     tokens = prepared(tmp_path, "x" * 59)
     with pytest.raises(ConfigError, match=told):
-        open_tokens(DataConfig(tokens=str(tokens), held_out=held_out), 64)
+        open_tokens(DataConfig(tokens=(str(tokens),), held_out=held_out), 64)
 
 
 def test_a_held_out_part_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"held_out = 0.05 of 1501 tokens are 75, .* needs 101. Hold out more, or no"):
-        open_tokens(DataConfig(tokens=str(prepared(tmp_path))), 100)
+        open_tokens(DataConfig(tokens=(str(prepared(tmp_path)),)), 100)
 
 
 def test_another_tokenizer_than_the_folders_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "tokenizer.json"
     other.write_text("{}")
-    config = DataConfig(tokens=str(prepared(tmp_path)), tokenizer=str(other))
+    config = DataConfig(tokens=(str(prepared(tmp_path)),), tokenizer=str(other))
     with pytest.raises(
         ConfigError, match=r"prepared with the tokenizer 'bytes' .*, not with data.tokenizer = '.*json'"
     ):
@@ -274,5 +275,5 @@ def test_a_damaged_folder_is_refused(tmp_path: Path, damage: Any, told: str) -> 
     folder = prepared(tmp_path)
     damage(folder)
     with pytest.raises(ConfigError, match=told) as caught:
-        open_tokens(DataConfig(tokens=str(folder)), LENGTH)
+        open_tokens(DataConfig(tokens=(str(folder),)), LENGTH)
     assert "\n" not in str(caught.value)

@@ -20,7 +20,7 @@ from towpath.train.data import corpus, tokens
 from towpath.train.data import text_pieces as pieces
 from towpath.train.data.corpus import Files
 from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.windows import open_tokens
+from towpath.train.data.sources import open_tokens
 
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
@@ -154,7 +154,7 @@ def test_a_tokenizer_of_a_file_gives_back_the_texts(
     assert manifest["vocabulary"] == library.get_vocab_size()
     assert "vocabulary 400" in said
     read = open_tokens(
-        DataConfig(tokens=str(tmp_path / "tokens"), tokenizer=str(tokenizer), held_out=0.0), 8
+        DataConfig(tokens=(str(tmp_path / "tokens"),), tokenizer=str(tokenizer), held_out=0.0), 8
     )  # the same file, or a copy of it, serves
     assert read.vocabulary == 400
 

@@ -15,7 +15,7 @@ from towpath.train.config import DataConfig
 from towpath.train.data import corpus, json_lines
 from towpath.train.data.corpus import Files
 from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.windows import open_tokens
+from towpath.train.data.sources import open_tokens
 
 ROWS = [{"id": i, "text": f"document {i}: ünïcode 文字\nin {'three' * (i % 7)}\r\nlines"} for i in range(300)]
 

@@ -56,14 +56,19 @@ class ModelConfig:
             _refuse(self, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
 
 
+# Over so many samples each source of a mixture gets the share that its weight says.
+MIXED_SAMPLES = 1000
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """One source of tokens; none means the sources of the Python standard library."""
+    """Where tokens come from; nothing named means the sources of the Python standard library."""
 
     NAME: ClassVar = "data"
 
     text: tuple[str, ...] = _key((), "text files, folders or globs")
-    tokens: str = _key("", "a folder that `towpath data prepare` made")
+    tokens: tuple[str, ...] = _key((), "folders that `towpath data prepare` made")
+    weights: tuple[float, ...] = _key((), "of text or tokens: each one's share of the samples")
     dataset: str = _key("", "a folder with a Hugging Face dataset on disk")
     column: str = _key("text", "where text is: dataset, .parquet, .jsonl; empty: JSON as it is")
     tokenizer: str = _key("bytes", "'bytes', or a tokenizer.json")
@@ -77,6 +82,25 @@ class DataConfig:
             _refuse(self, "column", self.column, "the name of the dataset's column with the text")
         if not 0 <= self.held_out < 1:
             _refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
+        self._check_weights(named[0] if named else "text")
+
+    def _check_weights(self, source: str) -> None:
+        named, weights = getattr(self, source), list(self.weights)
+        if source == "dataset" and weights:
+            _refuse(self, "weights", weights, "none: a dataset is one source")
+        if len(weights) != len(named) and (weights or (source == "tokens" and len(named) > 1)):
+            _refuse(self, "weights", weights, f"as many numbers as data.{source} has entries, {len(named)}")
+        if any(not weight > 0 or math.isinf(weight) for weight in weights):
+            _refuse(self, "weights", weights, "numbers above 0")
+        if weights and min(weights) / sum(weights) * MIXED_SAMPLES < 1 - 1e-9:
+            _refuse(self, "weights", weights, f"shares of at least 1 in {MIXED_SAMPLES}")
+
+    def alone(self) -> tuple[DataConfig, ...]:
+        """Each source that `weights` tells apart, by itself; without weights, all that is named is one."""
+        if not self.weights:
+            return (self,)
+        named = "tokens" if self.tokens else "text"
+        return tuple(replace(self, weights=(), **{named: (one,)}) for one in getattr(self, named))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

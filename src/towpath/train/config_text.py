@@ -30,6 +30,8 @@ def _typed(kind: Any, value: Any, key: str) -> Any:
     if get_origin(kind) is tuple:
         inner = [a for a in get_args(kind) if a is not Ellipsis]
         values: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+        if value == "":  # `data.text=` on the command line: none
+            values = []
         if len(inner) == len(values) or Ellipsis in get_args(kind):
             return tuple(_typed(inner[0], v, key) for v in values)
         raise ConfigError(f"{key} = {value!r}: expected {len(inner)} values.")

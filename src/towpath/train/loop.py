@@ -19,6 +19,7 @@ from torch import Tensor
 from towpath.core.strategy import Strategy
 from towpath.errors import TrainError
 from towpath.train.config import TrainConfig
+from towpath.train.data.mixture import Mixture
 from towpath.train.data.windows import Windows
 from towpath.train.job import Job
 from towpath.train.loss_scale import LossScale
@@ -77,8 +78,8 @@ class Training:
     passes: Passes
     scale: LossScale
     optimizer: torch.optim.Optimizer
-    windows: Windows
-    held_out: Windows | None
+    windows: Windows | Mixture
+    held_out: Windows | Mixture | None
     order: dict[str, Any]  # what decides which sample has which number
     reordered: tuple[str, ...] = ()  # what of it is not as it was when the checkpoint was written
     done: int = 0  # optimizer steps

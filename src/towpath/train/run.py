@@ -19,7 +19,7 @@ from towpath.errors import ConfigError
 from towpath.topology.cluster import Topology
 from towpath.train.choose import choose_strategy
 from towpath.train.config import DTYPES, Config, TrainConfig
-from towpath.train.data.windows import Tokens, open_tokens
+from towpath.train.data.sources import Tokens, open_tokens
 from towpath.train.job import Job, joined
 from towpath.train.loop import Training
 from towpath.train.loss_scale import LossScale
