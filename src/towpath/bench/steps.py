@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import towpath
+from towpath.bench.harness.allocator import give_freed_memory_back
 from towpath.bench.harness.worker import timed
 from towpath.bench.peers import Context, Kind, build
 from towpath.bench.workload import Workload
@@ -71,6 +72,7 @@ def held_bytes() -> int:
         return int(torch.cuda.max_memory_allocated())
     if not _STATUS.exists():
         return 0
+    give_freed_memory_back()
     with _STATUS.open() as lines:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from towpath.bench.harness.allocator import keep_freed_memory
+
 
 def serve(rank: int, world: int, make: Callable[..., Any], arguments: tuple[Any, ...], driver: str) -> None:
     """`make(rank, world, *arguments)` is the worker; then (method, arguments) come, and what each returns goes back."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     faulthandler.register(signal.SIGUSR1)  # the driver asks where a rank stands that does not answer
     with Client(driver, "AF_UNIX") as line:
         line.send(rank)
