@@ -169,6 +169,11 @@ def _rate(text: str) -> str | None:
     return None if text == UNSHAPED else str(Rate.parse(text))
 
 
+def waiting(workload: Workload) -> Workload:
+    """With blocks that wait instead of computing."""
+    return replace(workload, batch=_WAITING_BATCH, length=_WAITING_LENGTH, wait_seconds=_WAIT_SECONDS)
+
+
 def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace) -> Workload:
     given = {name: getattr(options, name) for name in _SIZES}
     if options.waiting:

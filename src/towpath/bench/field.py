@@ -70,9 +70,12 @@ def lossless(name: str, topology: Topology, dtype: str) -> bool:
     if kind.foreign:
         narrow_hook = kind.has("bf16") and item_bytes(dtype) > item_bytes("bfloat16")
         return not (narrow_hook or kind.has("powersgd") or kind.has("quantized"))
-    strategy = towpath.strategy(kind.name, topology, **kind.options)
+    strategy = kind.strategy(topology)
     codecs = [strategy.wire(kind).codec for kind in WIRED if getattr(strategy.moves, kind.value)]
-    return all(codec == "none" or (isinstance(codec, Codec) and not _narrower(codec, dtype)) for codec in codecs)
+    return all(
+        codec == "none" or (isinstance(codec, Codec) and not _narrower(codec, dtype))
+        for codec in (*codecs, strategy.frozen_codec)
+    )
 
 
 def _narrower(codec: Codec, dtype: str) -> bool:

@@ -37,6 +37,8 @@ import towpath
 from towpath.auto.probe import device_of_job
 from towpath.bench.ring_reduce_scatter import use_ring
 from towpath.bench.workload import Workload
+from towpath.core.strategy import Strategy
+from towpath.topology.cluster import Extent, Topology
 
 # (the model, whether this micro-step is the last) → the context of a micro-step
 Context = Callable[[Any, bool], AbstractContextManager[Any]]
@@ -81,6 +83,13 @@ class Kind:
     def has(self, option: str) -> bool:
         return option in self.options
 
+    def strategy(self, topology: Topology) -> Strategy:
+        """Of ours: a preset with its options, 'zero3 frozen=1x1'."""
+        options: dict[str, Any] = dict(self.options)
+        if "frozen" in options:
+            options["frozen"] = Extent(*map(int, options["frozen"].split("x")))
+        return towpath.strategy(self.name, topology, **options)
+
 
 def build(text: str, workload: Workload) -> tuple[Any, Context]:
     """The model of a contestant, by its own engine, and the context of its micro-steps."""
@@ -116,8 +125,7 @@ def _ours(kind: Kind, workload: Workload) -> tuple[Any, Context]:
     if kind.name == AUTO:
         made = towpath.shard(workload.model(), AUTO, precision=precision, workload=_planned(kind, workload))
     else:
-        strategy = towpath.strategy(kind.name, workload.topology, **kind.options)
-        made = towpath.shard(workload.model(), strategy, precision=precision)
+        made = towpath.shard(workload.model(), kind.strategy(workload.topology), precision=precision)
     return made, _no_sync_before_the_last
 
 

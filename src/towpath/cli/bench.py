@@ -17,6 +17,7 @@ SUITES = {
     "scaling": "steps on 1, 2, 4 and 8 nodes, with the same work for each rank, and with the same work for all",
     "overhead": "one rank beside the bare module, and the engine's own time",
     "planner": "predicted beside measured steps, and what the planner's choice costs",
+    "lora": "a step in which only PEFT's adapters train, beside the computation alone, and beside FSDP2",
     "memory": "what a rank needs to start a model of a billion parameters",
 }
 _REPORT = "report"
