@@ -5,17 +5,20 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import towpath
 from tests.documented import ROOT
 from tests.ranks.server import World
 from tests.ranks.twin import TOLERANCE, Twin
+from towpath import checkpoint
 from towpath.core.strategy import Kind
 
 Worlds = Callable[[int], World]
@@ -134,3 +137,17 @@ def test_no_strategy_of_the_table_is_left_unchecked() -> None:
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert names - {"paro-i.."} == ROWS.keys() - {"paro-iii", "paro-iig"}
+
+
+def test_an_adapter_is_exported_from_a_checkpoint_of_several_ranks(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_save_both, tmp_path)
+    checkpoint.export(tmp_path / "run" / "step-000001", tmp_path / "ours", adapter="default")
+    ours, theirs = (load_file(tmp_path / who / "adapter_model.safetensors") for who in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def _save_both(folder: Path) -> None:
+    torch.manual_seed(2)
+    model: Any = towpath.shard(_adapted(), "zero3", topology=towpath.Topology(2, 1))
+    model.save_pretrained(folder / "theirs", save_embedding_layers=False)
+    assert checkpoint.save(folder / "run", 1, checkpoint.State(model)).ok

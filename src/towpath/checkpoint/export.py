@@ -26,6 +26,7 @@ from towpath.checkpoint.disk.manifest import Manifest, read_manifest, write_mani
 from towpath.checkpoint.disk.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
 from towpath.checkpoint.disk.stored import File, Stored, StoredBox
 from towpath.checkpoint.disk.whole_tensors import whole_tensor
+from towpath.checkpoint.memory.adapters import VALUE as ADAPTERS
 from towpath.errors import CheckpointError
 
 _PREFIX = "model."
@@ -51,6 +52,7 @@ def export(
     config: Mapping[str, Any] | None = None,
     dtype: str | torch.dtype | None = None,
     tokenizer: str | Path | None = None,
+    adapter: str | None = None,
     progress: Progress | None = None,
 ) -> list[Path]:
     """Write the model of a checkpoint into a new or empty folder; what was written.
@@ -59,23 +61,18 @@ def export(
     configuration or `config` is given), or 'torch', a state dict for `torch.load(..., weights_only=True)`.
     Of tied parameters only the first name is written, as Hugging Face does it. `dtype`: of floating-point tensors, in
     place of the masters' own. `tokenizer`: a tokenizer.json, or a folder with one, which is copied beside the model
-    together with what describes it.
+    together with what describes it. `adapter`: only this adapter of a PEFT model, 'default' unless it has another name,
+    in files that `PeftModel.from_pretrained` loads.
     """
     source, target = Path(checkpoint), Path(folder)
+    if adapter is not None and format != "safetensors":
+        raise CheckpointError(f"an adapter is written as safetensors, as PEFT loads it; got format={format!r}.")
     if format not in ("safetensors", "torch"):
         raise CheckpointError(f"format is 'safetensors' or 'torch'; got {format!r}.")
     manifest = read_manifest(source)
     manifest.check_sizes(source)
-    names: dict[str, str] = manifest.values.get("names", {})
-    held = {n.removeprefix(_PREFIX): t for n, t in manifest.tensors.items() if n.startswith(_PREFIX)}
-    tensors = {names.get(name, name): stored for name, stored in held.items()}
-    if not tensors:
-        raise CheckpointError(f"{source} holds no model.")
-    if len(tensors) != len(held):
-        twice = next(n for n, count in Counter(names.get(name, name) for name in held).items() if count > 1)
-        raise CheckpointError(
-            f"{source}: two of its tensors would be called {twice!r} by others; see `names` of State."
-        )
+    described = _adapter(manifest, adapter, source) if adapter is not None else None
+    tensors = _named_tensors(manifest, described["tensors"] if described else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
     reading = _Source(source, tensors, progress or _silent, _wanted(dtype))
@@ -84,6 +81,11 @@ def export(
         target.mkdir(parents=True, exist_ok=True)
         if format == "torch":
             return [_export_torch(reading, manifest, target), *_copied(tokenizer_files, target)]
+        if described is not None:
+            written = [_export_one(reading, target / "adapter_model.safetensors", list(tensors))]
+            written.append(target / "adapter_config.json")
+            written[-1].write_text(json.dumps(described["config"], indent=2, sort_keys=True) + "\n")
+            return [*written, *_copied(tokenizer_files, target)]
         written = _export_safetensors(reading, target, max_shard_bytes)
         config = config if config is not None else manifest.values.get("config")
         if config is not None:
@@ -94,6 +96,36 @@ def export(
             written.append(target / "config.json")
             written[-1].write_text(json.dumps(told, indent=2, sort_keys=True) + "\n")
         return [*written, *_copied(tokenizer_files, target)]
+
+
+def _named_tensors(manifest: Manifest, only: Mapping[str, str] | None, source: Path) -> dict[str, Stored]:
+    """The model's, as others call them. `only`: these, by their names in the model."""
+    held = {n.removeprefix(_PREFIX): t for n, t in manifest.tensors.items() if n.startswith(_PREFIX)}
+    if not held:
+        raise CheckpointError(f"{source} holds no model.")
+    names: dict[str, str] = manifest.values.get("names", {})
+    if only is not None:
+        if missing := only.keys() - held.keys():
+            raise CheckpointError(f"{source}: the adapter's {min(missing)} is not among the model's tensors.")
+        names, held = dict(only), {name: held[name] for name in only}
+    tensors = {names.get(name, name): stored for name, stored in held.items()}
+    if len(tensors) != len(held):
+        twice = next(n for n, count in Counter(names.get(name, name) for name in held).items() if count > 1)
+        raise CheckpointError(
+            f"{source}: two of its tensors would be called {twice!r} by others; see `names` of State."
+        )
+    return tensors
+
+
+def _adapter(manifest: Manifest, name: str, source: Path) -> dict[str, Any]:
+    """What the checkpoint says of a PEFT adapter: its `config`, and what its `tensors` are called."""
+    there: dict[str, dict[str, Any]] = manifest.values.get(ADAPTERS, {})
+    if name not in there:
+        known = f"it has {', '.join(there)}" if there else "it was of no PEFT model"
+        raise CheckpointError(f"{source}: no adapter {name!r} in the checkpoint; {known}.")
+    if problem := there[name].get("problem"):
+        raise CheckpointError(f"{source}: the adapter {name!r} needs the model: {problem}. Call its save_pretrained().")
+    return there[name]
 
 
 def _wanted(dtype: str | torch.dtype | None) -> str | None:
@@ -155,16 +187,7 @@ def _export_safetensors(source: _Source, target: Path, max_shard_bytes: int) -> 
         if len(parts) == 1
         else [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
     )
-    for name, part in zip(names, parts, strict=True):
-        entries = files.in_order(source.entry(n) for n in part)
-        writer = files.FileWriter(target / name, entries, {"format": "pt"})
-        try:
-            for entry in entries:
-                writer.write(files.bytes_of(source.read(entry.name)))
-            writer.close()
-        finally:
-            writer.abandon()
-    written = [target / name for name in names]
+    written = [_export_one(source, target / name, part) for name, part in zip(names, parts, strict=True)]
     if len(parts) > 1:
         total = sum(source.entry(name).bytes for name in source.tensors)
         homes = {n: name for name, part in zip(names, parts, strict=True) for n in part}
@@ -172,6 +195,18 @@ def _export_safetensors(source: _Source, target: Path, max_shard_bytes: int) -> 
         written.append(target / INDEX)
         written[-1].write_text(json.dumps(index, indent=2) + "\n")
     return written
+
+
+def _export_one(source: _Source, path: Path, names: list[str]) -> Path:
+    entries = files.in_order(source.entry(name) for name in names)
+    writer = files.FileWriter(path, entries, {"format": "pt"})
+    try:
+        for entry in entries:
+            writer.write(files.bytes_of(source.read(entry.name)))
+        writer.close()
+    finally:
+        writer.abandon()
+    return path
 
 
 def _parts(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:

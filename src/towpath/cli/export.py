@@ -32,6 +32,9 @@ def export(
     tokenizer: Annotated[
         Path | None, typer.Option(metavar="FILE", help="A tokenizer.json, or a folder with one, to copy beside it.")
     ] = None,
+    adapter: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only this PEFT adapter: default, unless you named it.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of a checkpoint as Hugging Face safetensors, or as a plain PyTorch state dict.
@@ -49,7 +52,12 @@ def export(
     if source is None:
         raise CheckpointError(f"{checkpoint}: there is no checkpoint in it that could be exported. Check the path.")
     manifest = checkpoints.read_manifest(source)
-    total = sum(t.bytes for name, t in manifest.tensors.items() if name.startswith("model."))
+    only = manifest.values.get("peft", {}).get(adapter, {}).get("tensors", {})
+    total = sum(
+        stored.bytes
+        for name, stored in manifest.tensors.items()
+        if name.startswith("model.") and (adapter is None or name.removeprefix("model.") in only)
+    )
     with counting_bar("Exporting", total) as progress:
         written = checkpoints.export(
             source,
@@ -59,6 +67,7 @@ def export(
             config=_config(config),
             dtype=dtype,
             tokenizer=tokenizer,
+            adapter=adapter,
             progress=progress,
         )
     _tell(written, manifest.step, as_json)

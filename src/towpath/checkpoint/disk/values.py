@@ -34,6 +34,8 @@ def check_values(values: dict[str, Any], shapes: Shapes) -> None:
                     _names(value)
                 case "config":
                     table(value, "config")
+                case "peft":
+                    _adapters(value)
                 case _:
                     _tree(value, shown(name), name, shapes, taken)
     except WrongFieldError as error:
@@ -53,6 +55,23 @@ def _names(value: Any) -> None:
     for name, other in table(value, "names").items():
         text(name, "names (a key)")
         text(other, f"names[{shown(name)}]")
+
+
+def _adapters(value: Any) -> None:
+    for name, described in table(value, "peft").items():
+        try:
+            _adapter(table(described, ""))
+        except WrongFieldError as error:
+            raise error.inside(f"peft[{shown(name)}]") from None
+
+
+def _adapter(described: dict[str, Any]) -> None:
+    if "problem" in described:
+        text(described["problem"], "problem")
+        return
+    table(member(described, "config"), "config")
+    for ours, theirs in table(member(described, "tensors"), "tensors").items():
+        text(theirs, f"tensors[{shown(ours)}]")
 
 
 def _optimizer(value: Any, shapes: Shapes, taken: set[str]) -> None:

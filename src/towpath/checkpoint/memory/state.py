@@ -5,7 +5,8 @@
     EXTRA.PATH                the tensors in the state of an extra
     rank.R.rng.…, rank.R.codec.…   what is each rank's own
 
-What is no tensor stands in the manifest, under `model`, `optimizer`, the extras' names, `engine`, `rng` and `config`.
+What is no tensor stands in the manifest, under `model`, `optimizer`, the extras' names, `engine`, `rng`, `config` and,
+of PEFT's adapters, `peft`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 from towpath.checkpoint.dcp.planning import Pieces
 from towpath.checkpoint.disk.manifest import Manifest
 from towpath.checkpoint.disk.plain import to_json
+from towpath.checkpoint.memory import adapters
 from towpath.checkpoint.memory import optimizer as optimizers
 from towpath.checkpoint.memory.names import Named, aliases_in, name_in, shape_text
 from towpath.checkpoint.memory.parts import Parts, parts_of, together
@@ -31,7 +33,7 @@ from towpath.engine.boxes import boxes_of
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 
-_TAKEN = ("model", "optimizer", "rank", "engine", "rng")
+_TAKEN = ("model", "optimizer", "rank", "engine", "rng", adapters.VALUE)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _NAMED_DIFFERENCES = 4
 
@@ -139,6 +141,8 @@ class State:
             values["config"] = _as_json(self.config)
         if self.names:
             values["names"] = self.names
+        if self.rank == 0 and (described := adapters.adapters_of(self.model)):
+            values[adapters.VALUE] = described
         return {**found, **values} if self.rank == 0 else found
 
     def _named(self) -> Named:
