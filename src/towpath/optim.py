@@ -33,24 +33,31 @@ def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> W
     """`optimizer`, made of a sharded model's parameters, as one that steps each of them whole, on the rank owning it.
 
     For any optimizer that handles each parameter by itself. Every rank must call it alike, after shard() and before the
-    first step; use what it returns in the place of `optimizer`. `gradients`: a codec, such as "int8:64", in which
+    first step (before shard() only where an integration shards the model, as Accelerate's prepare() does); use what it
+    returns in the place of `optimizer`. `gradients`: a codec, such as "int8:64", in which
     gradients travel to the owners; unless given, they travel as they are, and the parameters are, to the bit, what
     `optimizer` would make of the whole ones.
     """
     wire = gradients if isinstance(gradients, Wire) else Wire(codec=gradients)
+    if not any(isinstance(p, ShardTensor) for p in _parameters(optimizer)):
+        _check_optimizer(optimizer)
+        return WholeMatrices(optimizer, wire)
     engines = _checked(optimizer)
-    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return WholeMatrices(optimizer, [MatrixSteps(engine, wanted, wire) for engine in engines])
+    made = WholeMatrices(optimizer, wire)
+    made.share_out(engines)
+    return made
 
 
 class WholeMatrices(Optimizer):
     """What `whole_matrices` returns. Its groups are the wrapped optimizer's; its `state` has that of the parameters
     which this rank owns."""
 
-    def __init__(self, inner: Optimizer, parts: Sequence[MatrixSteps]) -> None:
-        self._parts: Sequence[MatrixSteps] | None = None
+    def __init__(self, inner: Optimizer, wire: Wire) -> None:
+        self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self._parts = inner, parts  # a part for each sharded model whose parameters it has
+        self.inner, self._wire, self._is_made = inner, wire, True
+        self._has_stepped = False
+        self._parts: Sequence[MatrixSteps] = ()  # one for each sharded model whose parameters it has
         # Hooks run once in a step, not once in each of its rounds.
         hooks: Any = inner
         self._optimizer_step_pre_hooks = hooks._optimizer_step_pre_hooks
@@ -58,17 +65,30 @@ class WholeMatrices(Optimizer):
         hooks._optimizer_step_pre_hooks, hooks._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter: what the wrapped optimizer steps
 
+    def share_out(self, engines: Sequence[Engine] | None = None) -> None:
+        """Its parameters are those of sharded models now: give each an owner. Every rank must call it."""
+        found = _checked(self.inner) if engines is None else engines
+        wanted = set(map(id, _parameters(self.inner)))
+        self._parts = [MatrixSteps(engine, wanted, self._wire) for engine in found]
+
     # What a training loop calls ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of all parameters that have a gradient. Every rank must call it."""
+        if not self._parts:
+            raise ShardError(
+                f"whole_matrices({self.kind}): no parameter of it is one of a sharded model. Make it after "
+                "towpath.shard(model, …), of model.parameters(); or let an integration shard the model and be told of "
+                "it, as accelerator.prepare(model, optimizer). A model that is not sharded needs no wrapper."
+            )
+        self._has_stepped = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         before, after = [_options(group) for group in self.param_groups], list[dict[str, Any]]()
-        for part in self._parts or ():
+        for part in self._parts:
             part.run(lambda wholes, part=part: after.extend(self._iterate(part, wholes, before)))
         if not after:  # this rank owns none of them: it counts the step all the same
             after = self._step_of({}, before)
@@ -120,7 +140,7 @@ class WholeMatrices(Optimizer):
             inner.param_groups, inner.state = groups, state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._parts is not None:
+        if self._is_made:
             raise ShardError(
                 "add_param_group() on whole_matrices(): its ranks have agreed on who owns which parameter. Add the "
                 "group to the optimizer before it is wrapped."
@@ -136,7 +156,7 @@ class WholeMatrices(Optimizer):
 
     @property
     def parts(self) -> Sequence[MatrixSteps]:
-        return self._parts or ()
+        return self._parts
 
     def owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank steps `parameter`, and has its states."""
@@ -152,8 +172,8 @@ class WholeMatrices(Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer, where every rank owns every parameter (ddp)."""
-        if any(part.is_spread for part in self.parts):
+        """That of the wrapped optimizer, where every rank owns every parameter (ddp), or before the first step."""
+        if (self._has_stepped or self.state) and any(part.is_spread for part in self.parts):
             raise ShardError(
                 f"state_dict() of whole_matrices({self.kind}): this rank has the states of parameters that it owns, "
                 "and no others. Save with towpath.checkpoint, or let every rank call towpath.checkpoint."
@@ -238,15 +258,18 @@ def whole_of(optimizer: Optimizer) -> list[WholeMatrices]:
     return [each for each in members_of(optimizer) if isinstance(each, WholeMatrices)]
 
 
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Of what is no optimizer: none."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def _checked(inner: Optimizer) -> list[Engine]:
     """The engines of its parameters, in their order; or an error, on every rank."""
-    if not isinstance(inner, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardError(f"whole_matrices(): expected a torch optimizer, got {type(inner).__name__}.")
-    parameters = [p for group in inner.param_groups for p in group["params"]]
+    parameters = _parameters(inner)
     found = [engine_with(p) if isinstance(p, ShardTensor) else None for p in parameters]
     engines = list(dict.fromkeys(engine for engine in found if engine is not None))
     failure: TowpathError | None = None
@@ -265,6 +288,8 @@ def _checked(inner: Optimizer) -> list[Engine]:
 
 def _check_optimizer(inner: Optimizer) -> None:
     name = type(inner).__name__
+    if not isinstance(inner, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ShardError(f"whole_matrices(): expected a torch optimizer, got {name}.")
     if isinstance(inner, WholeMatrices):
         raise ShardError("whole_matrices(): this optimizer is wrapped already.")
     if isinstance(inner, torch.optim.LBFGS):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
+import towpath.optim
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from towpath.errors import CheckpointError, ShardError, StrategyError
@@ -40,7 +41,13 @@ class Net(nn.Module):
 class Run:
     """A script as Accelerate's users write it. Under no strategy it is wrapped in DistributedDataParallel."""
 
-    def __init__(self, strategy: str | None, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    def __init__(
+        self,
+        strategy: str | None,
+        dtype: torch.dtype = torch.float64,
+        made: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+        **options: Any,
+    ) -> None:
         import accelerate
 
         from towpath.integrations.accelerate import Accelerator
@@ -53,7 +60,7 @@ class Run:
             self.accelerator = Accelerator(strategy=strategy, **options)
         torch.manual_seed(0)
         model = Net().to(dtype)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        optimizer = made(model) if made else torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
         rows = torch.randn(160, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
         loader = DataLoader(TensorDataset(rows), batch_size=2, shuffle=True)
@@ -120,6 +127,39 @@ def _mixed() -> None:
         assert set(computed) == {torch.bfloat16}
         assert {p.dtype for p in run.model.parameters()} == {torch.float32}
         assert run.model.towpath_engine.precision == towpath.Precision(params="bfloat16", reduce="float32")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "mics"])
+def test_an_optimizer_of_whole_matrices_is_prepared_with_its_model_and_resumes(
+    world: Worlds, tmp_path: Path, strategy: str
+) -> None:
+    assert max(world(4).run(_whole_matrices, strategy, tmp_path)) < 1e-10
+
+
+def _whole_matrices(strategy: str, folder: Path) -> float:
+    def adafactor(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> Any:
+        def made(model: nn.Module) -> torch.optim.Optimizer:
+            matrices = [p for p in model.parameters() if p.dim() == 2]
+            vectors = [p for p in model.parameters() if p.dim() < 2]
+            whole = wrap(torch.optim.Adafactor(matrices, lr=1e-2, weight_decay=0.1))
+            return towpath.optim.together(whole, torch.optim.AdamW(vectors, lr=1e-2))
+
+        return made
+
+    with launched():
+        plain = Run(None, made=adafactor(lambda optimizer: optimizer))
+        plain.train(0, STEPS)
+        expected = plain.values()
+    with launched():
+        first = Run(strategy, made=adafactor(towpath.optim.whole_matrices))
+        first.train(0, 4)
+        first.accelerator.save_state(str(folder / "saved"))
+    with launched():
+        again = Run("paro-iig", made=adafactor(towpath.optim.whole_matrices))
+        again.accelerator.load_state(str(folder / "saved"))
+        again.train(4, STEPS)
+        found = again.values()
+    return _differences(found, expected) if dist.get_rank() == 0 else 0.0
 
 
 def test_a_model_prepared_before_its_optimizer_is_stepped_by_it(world: Worlds) -> None:
@@ -280,6 +320,9 @@ def _refused() -> None:
         optimizer.step()
         with pytest.raises(ShardError, match="AdamW has already stepped"):
             accelerator.prepare(model, optimizer)
+        model = Net()
+        with pytest.raises(ShardError, match=r"Pass towpath.optim.whole_matrices\(Adafactor\(…\)\) instead"):
+            accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
         with pytest.raises(ShardError, match=r"model.join\(loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)
     dist.barrier()

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from towpath.errors import ShardError
+from towpath.optim import whole_matrices
 
 Worlds = Callable[[int], World]
 
 WIDTH, STEPS = 6, 10
 
 
-def _module() -> Any:
+def _module(optimizer_of: Callable[[Any], torch.optim.Optimizer] | None = None) -> Any:
     import lightning.pytorch as pl
 
     class Net(pl.LightningModule):
@@ -53,7 +54,7 @@ def _module() -> Any:
             return self(batch[0]) * self.gain
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = optimizer_of(self) if optimizer_of else torch.optim.AdamW(self.parameters(), lr=1e-2)
             schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -98,6 +99,21 @@ def _values(module: Any) -> dict[str, Tensor]:
 def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert list(one) == list(other)
     return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_whole_matrices, tmp_path)) <= 1e-9
+
+
+def _whole_matrices(folder: Path) -> float:
+    def adafactor(module: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(module.parameters(), lr=1e-2)
+
+    with launched():
+        plain, ours = _module(adafactor), _module(lambda module: whole_matrices(adafactor(module)))
+        for strategy, module in (("ddp", plain), ("towpath", ours)):
+            _trainer(strategy, folder).fit(module, _rows())
+        return _differences(_values(ours), _values(plain))
 
 
 @pytest.mark.parametrize("strategy", ["towpath", "towpath_paro-nig"])

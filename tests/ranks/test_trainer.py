@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.ranks.launched import launched
 from tests.ranks.server import World
 from towpath.errors import ShardError
+from towpath.optim import whole_matrices
 
 Worlds = Callable[[int], World]
 
@@ -44,7 +45,14 @@ def _rows(count: int = 96) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-def _trainer(strategy: Any, folder: Path, model: Any = None, steps: int = STEPS, **arguments: Any) -> Any:
+def _trainer(
+    strategy: Any,
+    folder: Path,
+    model: Any = None,
+    steps: int = STEPS,
+    optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    **arguments: Any,
+) -> Any:
     """Ours, or, without a strategy, the one that wraps the model in DistributedDataParallel."""
     import transformers
 
@@ -69,7 +77,10 @@ def _trainer(strategy: Any, folder: Path, model: Any = None, steps: int = STEPS,
         }
     )
     kind, options = (transformers.Trainer, {}) if strategy is None else (Trainer, {"strategy": strategy})
-    trainer = kind(_model() if model is None else model, args, train_dataset=_rows(), eval_dataset=_rows(8), **options)
+    model = _model() if model is None else model
+    if optimizer is not None:
+        options["optimizers"] = (optimizer(model), None)
+    trainer = kind(model, args, train_dataset=_rows(), eval_dataset=_rows(8), **options)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -106,6 +117,27 @@ def _trained_beside_ddp(folder: Path) -> float:
         assert len(_logged(ours)) == STEPS
         assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
         found, expected = _whole(ours), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_whole_matrices, tmp_path)) <= 1e-9
+
+
+def _whole_matrices(folder: Path) -> float:
+    def adafactor(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+    with launched() as rank:
+        constant = {"lr_scheduler_type": "constant"}
+        plain = _trainer(None, folder, optimizer=adafactor, **constant)
+        plain.train()
+        saved = {"save_strategy": "steps", "save_steps": 6, **constant}
+        first = _trainer("zero3", folder, steps=6, optimizer=lambda m: whole_matrices(adafactor(m)), **saved)
+        first.train()
+        again = _trainer("mics", folder, optimizer=lambda m: whole_matrices(adafactor(m)), **constant)
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+        found, expected = _whole(again), _whole(plain)
         return _differences(found, expected) if rank == 0 else 0.0
 
 

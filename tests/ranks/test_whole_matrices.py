@@ -278,11 +278,14 @@ def test_what_cannot_be_is_refused_when_it_is_made(world: Worlds) -> None:
 
 
 def _refused() -> None:
-    with pytest.raises(ShardError, match="not of a sharded model"):
-        whole_matrices(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
+    unsharded = whole_matrices(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
+    with pytest.raises(ShardError, match="no parameter of it is one of a sharded model"):
+        unsharded.step()
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         optim.Muon(model.parameters())
+    with pytest.raises(ShardError, match="not of a sharded model"):
+        whole_matrices(optim.Muon([*_matrices(model), nn.Parameter(torch.zeros(2, 2))]))
     with pytest.raises(ShardError, match="computes with all parameters at once"):
         whole_matrices(optim.LBFGS(model.parameters()))
     with pytest.raises(MismatchError, match=r"rank 0 has .options of group 0"):
@@ -294,6 +297,9 @@ def _refused() -> None:
     optimizer = whole_matrices(optim.Muon(_matrices(model)))
     with pytest.raises(ShardError, match="wrapped already"):
         whole_matrices(optimizer)
+    assert optimizer.state_dict()["state"] == {}
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
     with pytest.raises(ShardError, match="get_optimizer_state_dict"):
         optimizer.state_dict()
     with pytest.raises(ShardError, match="before it is wrapped"):

@@ -19,6 +19,7 @@ from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitChoice
 from towpath.errors import ShardError
+from towpath.optim import members_of, whole_of
 from towpath.planner.workload import Workload
 from towpath.topology.cluster import Topology
 
@@ -77,12 +78,23 @@ class Replaced:
 
     def tell(self, optimizer: Optimizer) -> None:
         """`optimizer`, if it was made before the model was sharded, steps its parameters as they are now."""
+        if not any(parameter in self._by for group in optimizer.param_groups for parameter in group["params"]):
+            return
+        for member in members_of(optimizer):
+            if isinstance(member, (torch.optim.Muon, torch.optim.Adafactor)):
+                name = type(member).__name__
+                raise ShardError(
+                    f"{name} computes with whole matrices, of which each rank has a part. Pass "
+                    f"towpath.optim.whole_matrices({name}(…)) instead, or towpath.optim.together() of it and others."
+                )
         for group in optimizer.param_groups:
             for number, parameter in enumerate(group["params"]):
                 replacement = self._by.get(parameter)
                 if replacement is not None:
                     optimizer.state.pop(parameter, None)  # an empty one: `shard` refuses what has stepped
                     group["params"][number] = replacement
+        for whole in whole_of(optimizer):
+            whole.share_out()
 
 
 def is_sharded(model: nn.Module) -> bool:
