@@ -24,8 +24,8 @@ from towpath.codecs.kernels import reference
 from towpath.core import routes
 from towpath.core.formats import Codec
 from towpath.core.routes import Op, hops_of
-from towpath.core.schedule import BucketPlan
 from towpath.core.strategy import GRADIENTS, Kind
+from towpath.core.unit_plan import BucketPlan
 from towpath.topology.cluster import Extent, Topology
 
 Worlds = Callable[[int], World]

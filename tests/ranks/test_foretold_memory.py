@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import towpath
 from tests.ranks.server import World
 from towpath.auto.live import describe_live
-from towpath.core.schedule import plan_unit
+from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.request import Optimizer

@@ -12,9 +12,10 @@ from tests.ranks.models import MODELS
 from towpath.core import routes
 from towpath.core.formats import Codec
 from towpath.core.routes import Op, Piece, piece_bounds
-from towpath.core.schedule import BucketPlan, Schedule
+from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as schedule_of
 from towpath.core.transfer import Transfer
+from towpath.core.unit_plan import BucketPlan
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.topology.cluster import Extent, Topology
 

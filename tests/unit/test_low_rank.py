@@ -11,8 +11,9 @@ from towpath.core.low_rank import Factored, LowRank, Matrix
 from towpath.core.precision import Precision
 from towpath.core.presets import strategy
 from towpath.core.routes import Op
-from towpath.core.schedule import plan_unit, schedule
+from towpath.core.schedule import schedule
 from towpath.core.strategy import Kind, Strategy
+from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError

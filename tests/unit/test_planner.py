@@ -15,7 +15,8 @@ from tests.profiles import BUSY_LATENCY, host_points, line, made_profile
 from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
 from towpath.core.presets import strategy
-from towpath.core.schedule import plan_unit, schedule
+from towpath.core.schedule import schedule
+from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
 from towpath.planner import clusters
 from towpath.planner.cluster import Cluster, from_table

@@ -11,9 +11,10 @@ from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES
-from towpath.core.schedule import plan_unit, schedule
+from towpath.core.schedule import schedule
 from towpath.core.steady_step import steady_tasks
 from towpath.core.strategy import Kind, Strategy
+from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.whole_matrices import WholeParameter, plan_matrices
 from towpath.errors import ConfigError

@@ -11,8 +11,8 @@ from towpath.core.compression import Compression
 from towpath.core.pipeline import SCHEDULES, Order, as_computed, gpipe, one_forward_one_backward
 from towpath.core.pipeline_walk import Await, Post, Run, Walk, gpipe_walk, one_forward_one_backward_walk
 from towpath.core.precision import Precision
-from towpath.core.schedule import plan_unit
 from towpath.core.strategy import Kind
+from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
 from towpath.sim.hardware import Hardware, Link

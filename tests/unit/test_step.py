@@ -21,10 +21,10 @@ from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place,
 from towpath.core.precision import Precision
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
-from towpath.core.schedule import plan_unit
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import Pass, UnitFacts
 from towpath.core.strategy import Kind
+from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StepError
 from towpath.topology.cluster import Extent, Topology

@@ -14,8 +14,8 @@ from towpath.core.owner_messages import owner_messages, piece_bytes
 from towpath.core.payload import Matrices
 from towpath.core.placement import legal_placements
 from towpath.core.precision import Precision
-from towpath.core.schedule import plan_unit
 from towpath.core.strategy import Strategy
+from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.whole_matrices import (
     ROUNDS_IN_FLIGHT,

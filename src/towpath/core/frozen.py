@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 
 from towpath.core.formats import item_bytes
 from towpath.core.precision import Precision
-from towpath.core.schedule import UnitPlan, buffer_bytes, memory_bytes, plan_unit
+from towpath.core.schedule import buffer_bytes, memory_bytes
 from towpath.core.strategy import AS_TRAINED, Strategy
+from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import UnitSpec
 from towpath.topology.cluster import Extent
 

@@ -32,7 +32,7 @@ from towpath.core.wire import Wire
 from towpath.errors import StrategyError
 
 if TYPE_CHECKING:
-    from towpath.core.schedule import BucketPlan, UnitPlan
+    from towpath.core.unit_plan import BucketPlan, UnitPlan
 
 # Rounds in memory at a time: the one that owners work on, and the one whose slices travel meanwhile.
 ROUNDS_IN_FLIGHT = 2

@@ -25,10 +25,10 @@ from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.collective import Collective
 from towpath.collectives.workspace import Workspace
 from towpath.core.routes import Op
-from towpath.core.schedule import BucketPlan
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transitions import Cut
+from towpath.core.unit_plan import BucketPlan
 from towpath.engine.encoded_shard import EncodedShard
 from towpath.engine.in_place import narrowed, widen
 from towpath.engine.initialise import Flat, torch_dtype

@@ -13,9 +13,9 @@ import torch
 
 from towpath.core.actions import Slot
 from towpath.core.formats import item_bytes
-from towpath.core.schedule import largest
 from towpath.core.step_state import Slots
 from towpath.core.transfer import Needs
+from towpath.core.unit_plan import largest
 
 Buffers = dict[str, torch.Tensor]  # by dtype
 

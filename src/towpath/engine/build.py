@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from towpath.core.journal import Journal
 from towpath.core.low_rank import LowRank
 from towpath.core.precision import Precision
-from towpath.core.schedule import UnitPlan, plan_unit
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind, Strategy
+from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
 from towpath.core.precision import Precision
-from towpath.core.schedule import plan_unit
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Pass, WriteMark
 from towpath.core.strategy import Kind, Strategy
+from towpath.core.unit_plan import plan_unit
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
 from towpath.engine.failed_passes import EndOfBackward, FailedPasses

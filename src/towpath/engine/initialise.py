@@ -14,8 +14,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from towpath.core.schedule import BucketPlan
 from towpath.core.transitions import Cut
+from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import local_part, parallel_of
 from towpath.errors import ShardError, TowpathError

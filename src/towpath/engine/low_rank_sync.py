@@ -18,8 +18,8 @@ from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.workspace import Workspace
 from towpath.core.formats import wide
 from towpath.core.low_rank import Factored, Matrix
-from towpath.core.schedule import BucketPlan
 from towpath.core.strategy import Kind
+from towpath.core.unit_plan import BucketPlan
 
 
 class LowRankSync:

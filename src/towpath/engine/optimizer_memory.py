@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from towpath.core.schedule import BucketPlan
+from towpath.core.unit_plan import BucketPlan
 from towpath.engine.initialise import torch_dtype
 
 

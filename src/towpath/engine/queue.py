@@ -26,9 +26,9 @@ from towpath.collectives.bound_transfer import BoundMatrices, BoundTransfer
 from towpath.collectives.workspace import WireBuffers, Workspace
 from towpath.core.journal import Journal
 from towpath.core.queues import QUEUES, WAYS
-from towpath.core.schedule import UnitPlan, largest
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Needs
+from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.activity import Peers
 from towpath.engine.profiled import profiled
 from towpath.engine.record import Record, Waits

@@ -12,9 +12,9 @@ from torch import nn
 
 from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
 from towpath.collectives.workspace import Workspace
-from towpath.core.schedule import UnitPlan
 from towpath.core.step_state import Pass, WriteMark
 from towpath.core.strategy import Kind
+from towpath.core.unit_plan import UnitPlan
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import Buffers
 from towpath.engine.layout import UnitLayout

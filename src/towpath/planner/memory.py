@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from towpath.core.formats import item_bytes
 from towpath.core.precision import Precision
-from towpath.core.schedule import UnitPlan, buffer_bytes, host_memory_bytes, memory_bytes
+from towpath.core.schedule import buffer_bytes, host_memory_bytes, memory_bytes
+from towpath.core.unit_plan import UnitPlan
 from towpath.planner.model import Model, Unit
 from towpath.planner.request import Optimizer
 

@@ -23,10 +23,10 @@ from towpath.core.pipeline_walk import Walk, plain_walk
 from towpath.core.placement import Placement
 from towpath.core.precision import Precision
 from towpath.core.routes import Grid, Op
-from towpath.core.schedule import UnitPlan, plan_unit
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
+from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
 from towpath.errors import PlanError

@@ -14,9 +14,10 @@ from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Submit
 from towpath.core.formats import item_bytes
 from towpath.core.payload import Matrices
 from towpath.core.queues import QUEUES
-from towpath.core.schedule import UnitPlan, usage_transfers
+from towpath.core.schedule import usage_transfers
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
+from towpath.core.unit_plan import UnitPlan
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware
 from towpath.sim.lateness import Computed, Submitted, TimedTask, Waited

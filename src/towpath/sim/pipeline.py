@@ -15,10 +15,10 @@ from towpath.core.compression import Compression
 from towpath.core.job import Shape, message_transfers
 from towpath.core.pipeline import Message, StagePass
 from towpath.core.pipeline_walk import Await, Post, Run, Walk
-from towpath.core.schedule import UnitPlan
 from towpath.core.steady_step import Compute, settled_stage
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
+from towpath.core.unit_plan import UnitPlan
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine, started
 from towpath.sim.fluid import Flow, Fluid

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towpath.core.schedule import UnitPlan
 from towpath.core.steady_step import Compute, Part, settled, steady_step
 from towpath.core.strategy import Strategy
+from towpath.core.unit_plan import UnitPlan
 from towpath.core.whole_matrices import Iterate, MatrixPlan, step_actions
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine
