@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from towpath.collectives.collective import Binding, Members
-from towpath.collectives.select import bind
+from towpath.collectives.select import bind, has_group_between_nodes
 from towpath.collectives.workspace import WireBuffers, Workspace
 from towpath.core.routes import ROUTES, Grid, Group, Op
 from towpath.planner.profile import route_name
@@ -35,7 +35,7 @@ def route_probes(groups: Groups, topology: Topology, device: torch.device) -> It
         for route in ROUTES if not Grid.of(nodes).plain else ("flat",):
             group = groups.of(rows, "probe")
             between = group
-            if groups.backend(device) == "nccl" and route != "flat":  # as in engine/wiring.py
+            if has_group_between_nodes(route, groups.backend(device)):
                 between = groups.of(rows, "probe between nodes")
             members = Members(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), nodes)
             for op in _OPS:

@@ -42,6 +42,12 @@ def bind(binding: Binding, members: Members, backend: str, device: torch.device)
     )
 
 
+def has_group_between_nodes(route: str, backend: str) -> bool:
+    """Whether what goes between nodes has a process group of its own, so that it overlaps what goes inside. NCCL runs a
+    group's messages one after the other; gloo does not. Of routes of one kind of link there is nothing to overlap."""
+    return backend == "nccl" and route not in ("flat", "ring")
+
+
 def _better_walked(binding: Binding, members: Members, backend: str) -> bool:
     """The backends' own need equal slices. And gloo's reduce-scatter is an all-reduce inside and sends twice the bytes;
     its gather allocates a copy of the whole region each time, which leaves ever more holes in the heap."""

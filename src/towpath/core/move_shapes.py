@@ -34,9 +34,6 @@ class MoveShape:
     def members(self) -> int:
         return self.grid.nodes * self.grid.width
 
-    def groups_on_a_node(self, topology: Topology) -> int:
-        return topology.ranks_per_node // self.grid.width
-
 
 @lru_cache(maxsize=4096)
 def move_shapes(placement: Placement, topology: Topology) -> dict[Kind, tuple[MoveShape, ...]]:

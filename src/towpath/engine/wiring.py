@@ -10,7 +10,7 @@ from towpath.collectives.bound_transfer import BoundMatrices, BoundTransfer, Coa
 from towpath.collectives.coalesced import CoalescedAllGather
 from towpath.collectives.collective import Binding, Members
 from towpath.collectives.owners import OwnersExchange
-from towpath.collectives.select import select
+from towpath.collectives.select import has_group_between_nodes, select
 from towpath.core.journal import Journal
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
@@ -55,8 +55,7 @@ class Wiring:
             within = between = self.groups.control_on_host()
         else:
             within = between = self.groups.of(partition, queue)
-        # NCCL runs a group's messages one after the other; gloo does not, and needs no second group to overlap them.
-        if self._backend == "nccl" and transfer.route not in ("flat", "ring"):
+        if has_group_between_nodes(transfer.route, self._backend):
             between = self.groups.of(partition, f"{queue} between nodes")
         return Members(within, between, group, group.ranks.index(self.rank), nodes)
 
