@@ -6,12 +6,14 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import towpath
 from tests.ranks.models import MODELS
@@ -316,6 +318,62 @@ def _change() -> None:
     entry.loss(plain, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+
+
+def test_weights_that_travel_in_bits_from_some_step_on_are_those_that_did_so_before(world: Worlds) -> None:
+    world(4).run(_weights_change)
+
+
+class _TwoDtypes(nn.Linear):
+    """Its gathers travel as one message while they travel as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.gain = nn.Parameter(torch.rand(8, dtype=torch.bfloat16))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.gain.float()
+
+
+def _weights_change() -> None:
+    outputs: list[torch.Tensor] = []
+    x = torch.ones(2, 8)
+    for after in (0, 2):
+        torch.manual_seed(0)
+        codec = Wire(codec="int8", after=after)
+        strategy = replace(towpath.strategy("zero3", Topology(2, 2)), gather=codec, backward_gather=codec)
+        model: Any = towpath.shard(nn.Sequential(_TwoDtypes(), _TwoDtypes()), strategy, units=[_TwoDtypes])
+        for step in range(4):
+            out = model(x)
+            out.sum().backward()
+            executed = {t.wire.encoding is not None for t in towpath.stats(model).last_step if t.kind is Kind.GATHER}
+            assert executed == {step >= after}
+            model.zero_grad()
+        outputs.append(out.detach())
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("served", [{"after": 1}, {"until": 2}, {}])
+def test_what_the_optimizer_works_on_is_never_rounded_by_what_it_publishes(
+    world: Worlds, served: dict[str, int]
+) -> None:
+    world(4).run(_published, served)
+
+
+def _published(served: dict[str, int]) -> None:
+    shape, entry = Topology(2, 2), MODELS["gpt"]
+    strategy = replace(towpath.strategy("zero1", shape), publish=Wire(codec="int8", **served))
+    model: Any = towpath.shard(entry.make(torch.float32), strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    for _ in range(4):
+        entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.equal(old, p.full_tensor()) for old, p in zip(before, model.parameters(), strict=True))
+    held = towpath.stats(model).memory_bytes
+    planned = towpath.schedule(strategy, entry.make(torch.float32)).memory_bytes()
+    assert held["master"] == planned["master"] > 0
 
 
 def test_looking_at_whole_weights_leaves_their_precision(world: Worlds) -> None:

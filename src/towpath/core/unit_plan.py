@@ -53,10 +53,11 @@ class BucketPlan:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself."""
+        """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself. The copy stays for
+        the whole run, also while a codec of what is published does not serve yet, or any more."""
         if self.rests_in is not None:
             return False
-        encoded = any(t.wire.encoding for t in self.transfers[Kind.PUBLISH])
+        encoded = any(isinstance(t.wire.codec, Codec) for t in self.transfers[Kind.PUBLISH])
         return encoded or self.optimizer_on_host or self.compute_dtype != self.own_dtype
 
     @property

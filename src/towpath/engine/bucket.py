@@ -57,7 +57,7 @@ class Bucket:
         mesh: Mesh,
         writes: WriteMark,
     ) -> None:
-        self.layout, self.plan, self.rank, self.device = layout, plan, wiring.rank, wiring.device
+        self.layout, self.rank, self.device = layout, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
         self.transfers: dict[Kind, list[BoundTransfer]] = {}
         self.low_rank: LowRankSync | None = None
@@ -86,12 +86,14 @@ class Bucket:
         self._mean: torch.Tensor | None = None
         self._arriving: list[torch.Tensor] = []
         self._arrived: set[int] = set()  # since the memory that gradients arrive in was last cleared
+        self._arrived_now: set[int] = set()  # in this micro-step
         self._lent: list[weakref.ref[torch.Tensor]] = []
         if self.whole:
             self.place(self.shard)
 
     def bind(self, plan: BucketPlan, wiring: Wiring) -> None:
         """From now on it travels by the transfers of `plan`; those that stay keep their collectives."""
+        self.plan = plan
         for kind, wanted in plan.transfers.items():
             if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind]):
                 self.transfers[kind] = wiring.bind(wanted)
@@ -239,8 +241,8 @@ class Bucket:
 
     @property
     def arrived(self) -> bool:
-        """Whether all its gradients have, since their memory was last cleared."""
-        return len(self._arrived) == len(self.used)
+        """Whether all its gradients have, in this micro-step."""
+        return len(self._arrived_now) == len(self.used)
 
     def reclaim(self) -> None:
         """Before the G shard is written anew: whoever still holds a view of it, lent as `.grad`, gets a copy."""
@@ -256,6 +258,7 @@ class Bucket:
             self.grads = self._empty(self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.accumulate_dtype))
             self.grads.zero_()  # the padding between parameters is never written, and must not be noise
         self.reclaim()
+        self._arrived_now.clear()
         if buffer is None:
             buffer = self.grads
         else:
@@ -287,6 +290,7 @@ class Bucket:
         else:
             self._arriving[index].copy_(grad)
         self._arrived.add(index)
+        self._arrived_now.add(index)
         self.used[index] = True
 
     def fill_missing(self) -> None:
@@ -295,6 +299,7 @@ class Bucket:
             self._arrive_as_zero(index)
 
     def _arrive_as_zero(self, index: int) -> None:
+        self._arrived_now.add(index)
         if index not in self._arrived:
             self._arriving[index].zero_()
             self._arrived.add(index)

@@ -346,8 +346,7 @@ class Engine:
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
-            for bucket, planned in zip(unit.buckets, plan.buckets, strict=True):
-                bucket.bind(planned, self.wiring)
+            unit.take(plan, self.wiring)
         self.wiring.queues.plan(plans)
 
     # What the user calls --------------------------------------------------------------------------------------------

@@ -37,16 +37,12 @@ class Unit:
     ) -> None:
         self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
         self.buckets, self.mark = buckets, mark
-        self.kept = plan.spec.kept
         self.trainable = [b for b in buckets if b.trainable]
         self.checksums = torch.zeros(0, dtype=torch.int64)  # of the parameters, when unshard() made them whole
         self._queues = wiring.queues
         self._together: dict[Kind, list[Bucket]] = {}
         self._coalesced: dict[Kind, CoalescedTransfers] = {}
-        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
-            if together := [buckets[i] for i in plan.together(kind)]:
-                self._together[kind] = together
-                self._coalesced[kind] = wiring.coalesce(_bound(together, kind))
+        self._coalesce(wiring)
         self._entries = [
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for bucket in buckets
@@ -58,6 +54,20 @@ class Unit:
         self.owners = list(owners.values())  # the modules whose parameters these are
         # These keep a list of their weights besides, and compute with that.
         self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
+
+    def take(self, plan: UnitPlan, wiring: Wiring) -> None:
+        """From now on it travels by the transfers of `plan`."""
+        self.plan = plan
+        for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
+            bucket.bind(planned, wiring)
+        self._coalesce(wiring)
+
+    def _coalesce(self, wiring: Wiring) -> None:
+        """Let the gathers that the plan has together travel as one message."""
+        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
+            self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
+            if self._together[kind]:
+                self._coalesced[kind] = wiring.coalesce(_bound(self._together[kind], kind))
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -128,7 +138,7 @@ class Unit:
 
     def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
         absent = [b for b in self.buckets if not b.whole]
-        begins = not self._together.get(kind)
+        begins = not self._together[kind]
         return self._queues.submit(
             kind,
             _bound(absent, kind),
@@ -138,7 +148,7 @@ class Unit:
         )
 
     def _fetch(self, kind: Kind, absent: Sequence[Bucket], keep_copy: bool, workspace: Workspace) -> None:
-        together = self._together.get(kind, [])
+        together = self._together[kind]
         if together:
             self._coalesced[kind].run([b.full for b in together], [b.source(kind) for b in together], workspace)
         for bucket in absent:
