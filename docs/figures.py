@@ -34,6 +34,8 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "strategies": _ENGINE,
     "scaling": _ENGINE,
     "overhead": _ENGINE,
+    "lora": _ENGINE,
+    "muon": (*_ENGINE, "src/towpath/optim.py"),
     "memory": (*_ENGINE, "src/towpath/checkpoint"),
     "collectives": ("src/towpath/collectives", "src/towpath/core/routes.py"),
     "kernels": ("src/towpath/codecs/kernels",),
