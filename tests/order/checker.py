@@ -22,13 +22,13 @@ import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import towpath.codecs.packing
 import towpath.collectives.encoded
@@ -94,6 +94,22 @@ _COPIES = re.compile(r"aten\.(copy_|_to_copy)\b")
 _NO_DATA = re.compile(r"aten\.(empty|new_empty|empty_like|empty_strided|new_empty_strided|set_|resize_)\b")
 
 
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """What an operation's schema says. `arguments`: their names, and which are written. `has_data`: it reads or writes
+    what lies in memory."""
+
+    name: str
+    arguments: tuple[tuple[str, bool], ...]
+    has_data: bool
+
+
+@cache
+def _operation(func: Any) -> _Operation:
+    written = ((a.name, a.alias_info is not None and a.alias_info.is_write) for a in func._schema.arguments)
+    return _Operation(str(func), tuple(written), not _NO_DATA.match(str(func)))
+
+
 class Checker(TorchDispatchMode):
     """Inside `with checker:`, every operation on this thread is noted; at the first race it raises."""
 
@@ -153,25 +169,27 @@ class Checker(TorchDispatchMode):
         self._look_for_dropped()
         out = func(*args, **(kwargs or {}))
         self.operations += 1
-        name = str(func)
+        operation = _operation(func)
+        name = operation.name
         if name.startswith("c10d."):
             self._communicated(name.split(".")[1], args)
-        elif not _NO_DATA.match(name):
-            self._computed(func, args, kwargs or {}, out, name)
+        elif operation.has_data:
+            self._computed(operation, args, kwargs or {}, out)
         elif isinstance(out, torch.Tensor):
             self._memory_of(out)
             if self._works_on_host([t for t in _tensors(args) if t is not out], name):
                 self.lies_on_host(out)
         return out
 
-    def _computed(self, func: Any, args: Any, kwargs: Any, out: Any, name: str) -> None:
+    def _computed(self, operation: _Operation, args: Any, kwargs: Any, out: Any) -> None:
+        name = operation.name
         read, written = list[torch.Tensor](), list[torch.Tensor]()
-        named = [*zip(func._schema.arguments, args, strict=False)]
-        named += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
-        for argument, value in named:
-            writes = argument.alias_info is not None and argument.alias_info.is_write
+        for (_, writes), value in zip(operation.arguments, args, strict=False):
             (written if writes else read).extend(_tensors(value))
-        made = [t for t in _tensors(out) if not any(_alias(t, other) for other in (*read, *written))]
+        for argument, writes in operation.arguments if kwargs else ():
+            (written if writes else read).extend(_tensors(kwargs.get(argument)))
+        given = {t.untyped_storage()._cdata for t in (*read, *written)}
+        made = [t for t in _tensors(out) if t.untyped_storage()._cdata not in given]
         on_host = self._works_on_host([*read, *written], name)
         if not written and not made:
             if _HOST_READS.match(name):
@@ -235,10 +253,8 @@ class Checker(TorchDispatchMode):
 
     def _look_for_dropped(self) -> None:
         """Memory that is dropped is given to what its stream does next."""
-        for number, memory in list(self._shared.items()):
-            if not memory.reference.expired():
-                continue
-            del self._shared[number]
+        for number in [number for number in self._shared if torch.UntypedStorage._expired(number)]:
+            memory = self._shared.pop(number)
             clock = self._clocks.get(memory.made_on, {})
             for access in memory.accesses:
                 over = access.time <= max(clock.get(access.stream, 0), self._host.get(access.stream, 0))
@@ -276,11 +292,12 @@ def _join(clock: Clock, other: Clock) -> None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def _alias(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    """Of an operation's argument or result: a tensor, or tensors in lists, and nothing deeper than these."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[int, int]:
