@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import towpath
 from towpath.train.config import DataConfig
-from towpath.train.data.windows import open_tokens
+from towpath.train.data.sources import open_tokens
 
 BATCH, LENGTH = 8, 128
 

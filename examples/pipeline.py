@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from towpath.pipeline import Pipeline, compression, split
 from towpath.train.config import DataConfig
-from towpath.train.data.windows import open_tokens
+from towpath.train.data.sources import open_tokens
 from towpath.train.models.gpt import GPT, Shape
 
 MICRO_BATCHES, BATCH, LENGTH = 8, 2, 128

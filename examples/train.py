@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import towpath
 from towpath.train.config import DataConfig
-from towpath.train.data.windows import open_tokens
+from towpath.train.data.sources import open_tokens
 from towpath.train.models.gpt import GPT, Shape
 
 MICRO_STEPS, BATCH, LENGTH = 2, 4, 128
