@@ -90,19 +90,26 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> 
     root = [p for p in plans if p.spec.kept]
     others = [p for p in plans if not p.spec.kept]
     ways = min(UNITS_IN_FLIGHT, len(others))
-    weights = ways * _bytes(largest(p.weight_needs for p in others)) + sum(_bytes(p.weight_needs) for p in root)
+    weights = ways * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
+        _bytes(p.weight_needs) for p in root
+    )
     # Each queue has room for what the largest of its transfers needs.
     wires: dict[tuple[str, str], int] = {}
     for kind in kinds:
-        for dtype, numel in largest(plan.wire_needs(kind) for plan in plans).items():
+        for dtype, numel in largest(plan.wire_needs(kind) for plan in _distinct(plans)).items():
             queue = (QUEUES[kind], dtype)
             wires[queue] = max(wires.get(queue, 0), numel)
     return {
         "weight slots": weights,
-        "gradient slots": ways * _bytes(largest(p.gradient_needs for p in others))
+        "gradient slots": ways * _bytes(largest(p.gradient_needs for p in _distinct(others)))
         + sum(_bytes(p.gradient_needs) for p in root),
         "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
     }
+
+
+def _distinct(plans: Iterable[UnitPlan]) -> Iterable[UnitPlan]:
+    """Each once: a planner has one object for all units that are alike."""
+    return {id(plan): plan for plan in plans}.values()
 
 
 def _bytes(needs: Needs) -> int:

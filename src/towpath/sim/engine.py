@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Submit, Task, Wait
 from towpath.core.formats import item_bytes
@@ -75,7 +76,7 @@ class SimulatedEngine:
         self._plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
         self._place, self._of, self._alike = place, of, alike
         self.facts = [plan.facts() for plan in plans]
-        self._last: dict[str, Running] = {}  # by queue
+        self._queues: dict[str, deque[Running]] = {}  # what has not ended, in order, and perhaps the last that has
         self._started: dict[Flow, Running] = {}
         self._costs: dict[Transfer, _Cost] = {}
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
@@ -152,11 +153,13 @@ class SimulatedEngine:
         if extra := self._own_work(task):
             loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         loads.extend(self._host_copies(task))
-        last = self._last.get(queue)
+        waiting = self._queues.setdefault(queue, deque())
+        last = waiting[-1] if waiting else None
         before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, Running)]
         timed = TimedTask(transfers, self._fluid.now, after=tuple(running.timed for running in before))
         running = Running(task, micro_step, loads, last, timed, crosses=any(x.crosses for x in loads))
-        task.handle = self._last[queue] = running
+        task.handle = running
+        waiting.append(running)
         self._timeline.moments.append(Submitted(timed))
 
     def _transfers(self, task: Task) -> Iterator[Transfer]:
@@ -238,13 +241,10 @@ class SimulatedEngine:
                 busy.add(id(running))
 
     def _waiting(self) -> Iterator[Running]:
-        for last in self._last.values():
-            chain: list[Running] = []
-            at: Running | None = last
-            while at is not None and not at.ended:
-                chain.append(at)
-                at = at.before
-            yield from chain[:-3:-1]  # the first, and the one behind it
+        for queue in self._queues.values():
+            while len(queue) > 1 and queue[0].ended:
+                queue.popleft()
+            yield from (running for running in islice(queue, 2) if not running.ended)
 
     def _may_go_on(self, running: Running) -> bool:
         if any(isinstance(t.handle, Running) and not t.handle.ended for t in running.task.after):
