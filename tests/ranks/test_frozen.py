@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath.codecs.kernels import reference
 from towpath.core.formats import Codec
@@ -71,28 +72,28 @@ def _strategy(label: str, frozen: str | None = None, **options: Any) -> towpath.
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+@in_turn((None, *EXTENTS), 2, "frozen")
 @pytest.mark.parametrize("label", LABELS)
-def test_training_is_the_same_wherever_frozen_parameters_lie(world: Worlds, label: str) -> None:
-    world(4).run(_train, label)
+def test_training_is_the_same_wherever_frozen_parameters_lie(world: Worlds, label: str, frozen: str | None) -> None:
+    world(4).run(_train, label, frozen)
 
 
-def _train(label: str) -> None:
-    for frozen in (None, *EXTENTS):
-        twin = _Frozen(_strategy(label, frozen))
-        for step in range(3):
-            twin.backward(step, micro_steps=2)
-            twin.check_gradients()
-            norms = [
-                nn.utils.clip_grad_norm_([p for p in m.parameters() if p.requires_grad], 1.0)
-                for m in (twin.sharded, twin.plain)
-            ]
-            assert abs(norms[0].item() - norms[1].item()) <= TOLERANCE
-            twin.step()
-        twin.check_parameters()
-        every = [nn.utils.get_total_norm(m.parameters()).item() for m in (twin.sharded, twin.plain)]
-        assert abs(every[0] - every[1]) <= TOLERANCE * every[1]
-        for name, parameter in twin.sharded.named_parameters():
-            assert torch.allclose(parameter.full_tensor(), twin.plain.get_parameter(name), 0, TOLERANCE), name
+def _train(label: str, frozen: str | None) -> None:
+    twin = _Frozen(_strategy(label, frozen))
+    for step in range(3):
+        twin.backward(step, micro_steps=2)
+        twin.check_gradients()
+        norms = [
+            nn.utils.clip_grad_norm_([p for p in m.parameters() if p.requires_grad], 1.0)
+            for m in (twin.sharded, twin.plain)
+        ]
+        assert abs(norms[0].item() - norms[1].item()) <= TOLERANCE
+        twin.step()
+    twin.check_parameters()
+    every = [nn.utils.get_total_norm(m.parameters()).item() for m in (twin.sharded, twin.plain)]
+    assert abs(every[0] - every[1]) <= TOLERANCE * every[1]
+    for name, parameter in twin.sharded.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), twin.plain.get_parameter(name), 0, TOLERANCE), name
 
 
 class _Frozen(Twin):

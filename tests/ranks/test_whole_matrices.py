@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
 from towpath import checkpoint
@@ -83,30 +83,30 @@ MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
+@in_turn(LABELS, 3)
 @pytest.mark.parametrize("name", MAKE)
-def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str) -> None:
-    world(4).run(_same_bits, name)
+def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str, label: str) -> None:
+    world(4).run(_same_bits, name, label)
 
 
-def _same_bits(name: str) -> None:
-    for label in LABELS:
-        sharded, plain = _pair(label)
-        optimizer, expected = whole_matrices(MAKE[name](sharded)), MAKE[name](plain)
-        schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, expected)]
-        for step in range(3):
-            _backward(sharded, step)
-            unused = "blocks.1.widen.weight" if step == 1 else ""  # as if it had got no gradient
-            for (name_, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-                q.grad = p.grad.full_tensor()
-                if name_ == unused:
-                    p.grad = q.grad = None
-            for each in (optimizer, expected):
-                each.step()
-                each.zero_grad()
-            for scheduler in schedulers:
-                scheduler.step()
-            for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
-                assert torch.equal(p.full_tensor(), q), (label, step, key)
+def _same_bits(name: str, label: str) -> None:
+    sharded, plain = _pair(label)
+    optimizer, expected = whole_matrices(MAKE[name](sharded)), MAKE[name](plain)
+    schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, expected)]
+    for step in range(3):
+        _backward(sharded, step)
+        unused = "blocks.1.widen.weight" if step == 1 else ""  # as if it had got no gradient
+        for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            q.grad = p.grad.full_tensor()
+            if key == unused:
+                p.grad = q.grad = None
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+        for scheduler in schedulers:
+            scheduler.step()
+        for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(p.full_tensor(), q), (step, key)
 
 
 def _pair(label: str) -> tuple[Any, nn.Module]:
