@@ -51,6 +51,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def whole_product(request: pytest.FixtureRequest) -> bool:
+    """Whether this is `make parity`, where nothing is left out."""
+    return "not parity" not in request.config.option.markexpr
+
+
+@pytest.fixture(scope="session")
+def steps(whole_product: bool) -> int:
+    """Of a training that is compared with one process: five in `make parity`, and in `make test` the first, one on what
+    it updated, and one in the steady state."""
+    return 5 if whole_product else 3
+
+
+@pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """One folder a session, the same one for every worker of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from tests.ranks.models import LOUDNESS, MODELS
 
-STEPS = len(LOUDNESS)
-
 
 @dataclass(frozen=True)
 class Task:
@@ -23,6 +21,7 @@ class Task:
     world: int
     micro_steps: int
     dtype: str
+    steps: int = len(LOUDNESS)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -30,7 +29,7 @@ class Task:
 
     @property
     def file(self) -> str:
-        return f"{self.model}-{self.world}-{self.micro_steps}-{self.dtype}.pt"
+        return f"{self.model}-{self.world}-{self.micro_steps}-{self.dtype}-{self.steps}.pt"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def train_in_one_process(task: Task) -> Result:
     max_norm = 0.0
     losses: list[float] = []
     norms: list[float] = []
-    for step in range(STEPS):
+    for step in range(task.steps):
         total = 0.0
         for rank in range(task.world):
             for micro_step in range(task.micro_steps):

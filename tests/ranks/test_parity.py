@@ -1,8 +1,9 @@
 """Under every uncompressed strategy, training ends where one process ends.
 
 A case is a strategy on a shape of cluster, a number of micro-steps, a model and a dtype. `make parity` runs the whole
-product. `make test` runs a part of it in which every strategy meets nodes of one rank and of several, both dtypes and
-both numbers of micro-steps, and every two other values meet: a fault that needs two such values to show does show.
+product, five steps of each. `make test` runs three steps of a part of it in which every strategy meets nodes of one rank
+and of several, both dtypes and both numbers of micro-steps, and every two other values meet: a fault that needs two such
+values to show does show.
 """
 
 from __future__ import annotations
@@ -50,9 +51,8 @@ class Case:
     def topology(self) -> towpath.Topology:
         return towpath.Topology(*self.shape)
 
-    @property
-    def task(self) -> Task:
-        return Task(self.model, self.topology.world, self.micro_steps, self.dtype)
+    def task(self, steps: int) -> Task:
+        return Task(self.model, self.topology.world, self.micro_steps, self.dtype, steps)
 
     @property
     def optimizer(self) -> str:
@@ -117,19 +117,19 @@ class Distance:
     parameters: dict[str, float]
 
 
-def train(case: Case, expected_file: Path) -> Distance:
+def train(case: Case, steps: int, expected_file: Path) -> Distance:
     """Runs on every rank."""
     import torch
     import torch.distributed as dist
 
     expected = reference.read(expected_file)
-    entry, dtype, rank = MODELS[case.model], case.task.torch_dtype, dist.get_rank()
+    entry, dtype, rank = MODELS[case.model], case.task(steps).torch_dtype, dist.get_rank()
     strategy = strategy_of(case.strategy, case.topology)
     model: Any = towpath.shard(entry.make(dtype), strategy, topology=case.topology)
     optimizer = reference.optimizer_for(model, case.optimizer)
     losses: list[float] = []
     norms: list[float] = []
-    for step, loudness in enumerate(LOUDNESS):
+    for step, loudness in enumerate(LOUDNESS[:steps]):
         mean_loss = torch.zeros((), dtype=torch.float64)
         for micro_step in range(case.micro_steps):
             boundary = micro_step == case.micro_steps - 1
@@ -156,10 +156,10 @@ def _relative(found: list[float], expected: list[float]) -> float:
     return max(abs(a - b) / max(abs(b), 1e-3) for a, b in zip(found, expected, strict=True))
 
 
-def check(case: Case, world: Callable[[int], World], folder: Path) -> None:
+def check(case: Case, steps: int, world: Callable[[int], World], folder: Path) -> None:
     ranks = world(case.topology.world)
-    expected = reference.load_or_train(case.task, folder, lambda task: ranks.run(_train_reference, task)[0])
-    for rank, found in enumerate(ranks.run(train, case, expected)):
+    expected = reference.load_or_train(case.task(steps), folder, lambda task: ranks.run(_train_reference, task)[0])
+    for rank, found in enumerate(ranks.run(train, case, steps, expected)):
         limit = TOLERANCE[case.dtype]
         far = {name: value for name, value in found.parameters.items() if not value <= limit}
         assert not far, f"rank {rank}: {len(far)} of {len(found.parameters)} parameters are off: {far}"
@@ -186,8 +186,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("case", cases, ids=str)
 
 
-def test_training_ends_as_in_one_process(case: Case, world: Callable[[int], World], shared_folder: Path) -> None:
-    check(case, world, shared_folder)
+def test_training_ends_as_in_one_process(
+    case: Case, steps: int, world: Callable[[int], World], shared_folder: Path
+) -> None:
+    check(case, steps, world, shared_folder)
 
 
 def test_the_chosen_cases_hold_every_pair_of_values_that_the_product_holds() -> None:

@@ -29,7 +29,7 @@ from towpath.train.models.gpt import GPT, Shape
 
 Worlds = Callable[[int], World]
 
-WIDTH, BATCH, STEPS = 8, 2, 5
+WIDTH, BATCH = 8, 2
 SINGLE = ("GPipe", "1F1B")
 SEVERAL = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig")
@@ -103,12 +103,12 @@ def _pipeline(
     )
 
 
-def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches: int) -> None:
+def _exact(ranks: int, copies: int, schedule: str, strategy: str, micro_batches: int, steps: int) -> None:
     pipeline = _pipeline(ranks, copies, schedule, strategy, micro_batches)
     replica = dist.get_rank() % copies
     whole = nn.Sequential(*(Stage(seed) for seed in range(ranks if schedule in SINGLE else 2 * ranks)))
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
-    for step in range(STEPS):
+    for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         x, y = _batch(step, replica, micro_batches)
@@ -155,14 +155,14 @@ def _traced(schedule: str) -> tuple[dict[str, list[str]], int, int]:
     return tracks, len(passes), expected
 
 
-def test_what_is_recomputed_inside_a_unit_is_whole_for_the_weights_gradients_too(world: Worlds) -> None:
-    world(4).run(_exact_recomputed, "InterleavedZeroBubble", "zero1")
+def test_what_is_recomputed_inside_a_unit_is_whole_for_the_weights_gradients_too(world: Worlds, steps: int) -> None:
+    world(4).run(_exact_recomputed, "InterleavedZeroBubble", "zero1", steps)
 
 
-def _exact_recomputed(schedule: str, strategy: str) -> None:
+def _exact_recomputed(schedule: str, strategy: str, steps: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[__name__], "Block", Recomputed)
-        _exact(2, 2, schedule, strategy, 4)
+        _exact(2, 2, schedule, strategy, 4, steps)
 
 
 @pytest.mark.parametrize("strategy, halved", [("zero1", True), ("zero3", False)])
@@ -192,13 +192,13 @@ def _halves(strategy: str) -> bool:
 
 
 @in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 3, "pair")
-def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str, str]) -> None:
-    world(4).run(_exact, 2, 2, *pair, 4)
+def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str, str], steps: int) -> None:
+    world(4).run(_exact, 2, 2, *pair, 4, steps)
 
 
 @in_turn((*SINGLE, *SEVERAL), 3, "schedule")
-def test_four_stages_are_one_process(world: Worlds, schedule: str) -> None:
-    world(4).run(_exact, 4, 1, schedule, "ddp", 8)
+def test_four_stages_are_one_process(world: Worlds, schedule: str, steps: int) -> None:
+    world(4).run(_exact, 4, 1, schedule, "ddp", 8, steps)
 
 
 # --- encoded messages ------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ from towpath.topology.groups import Groups, new_group
 
 Worlds = Callable[[int], World]
 
-MICRO_BATCHES, STEPS = 4, 5
+MICRO_BATCHES = 4
 
 
 def _tensor_parallel(seed: int, mesh: DeviceMesh) -> nn.Module:
@@ -59,36 +59,34 @@ PAIRS = list(product((*SINGLE, *SEVERAL), STRATEGIES))
 
 
 @in_turn(PAIRS, 1, "pair")
-def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, pair: tuple[str, str]) -> None:
-    world(8).run(_exact_with_tensor_parallelism, *pair)
+def test_stages_that_are_tensor_parallel_are_one_process(world: Worlds, pair: tuple[str, str], steps: int) -> None:
+    world(8).run(_exact_with_tensor_parallelism, *pair, steps)
 
 
-def _exact_with_tensor_parallelism(schedule: str, strategy: str) -> None:
+def _exact_with_tensor_parallelism(schedule: str, strategy: str, steps: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     count = 2 if schedule in SINGLE else 4
     stages = [partial(_tensor_parallel, seed, mesh["tp"]) for seed in range(count)]
-    _compare(stages, count, mesh, schedule, strategy)
+    _compare(stages, count, mesh, schedule, strategy, steps)
 
 
 @in_turn(PAIRS, 1, "pair")
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4)], ids=str)
-def test_eight_ranks_are_one_process(world: Worlds, sizes: tuple[int, int], pair: tuple[str, str]) -> None:
-    world(8).run(_exact_on_a_mesh, sizes, *pair)
+def test_eight_ranks_are_one_process(world: Worlds, sizes: tuple[int, int], pair: tuple[str, str], steps: int) -> None:
+    world(8).run(_exact_on_a_mesh, sizes, *pair, steps)
 
 
-def _exact_on_a_mesh(sizes: tuple[int, int], schedule: str, strategy: str) -> None:
+def _exact_on_a_mesh(sizes: tuple[int, int], schedule: str, strategy: str, steps: int) -> None:
     count = sizes[0] if schedule in SINGLE else 2 * sizes[0]
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp"))
     # Four data-parallel ranks lie on two nodes.
     topology = towpath.Topology(sizes[1] // 2, 2)
     given = towpath.strategy(strategy, topology)
-    _compare([partial(Plain, seed) for seed in range(count)], count, mesh, schedule, given)
+    _compare([partial(Plain, seed) for seed in range(count)], count, mesh, schedule, given, steps)
 
 
-def _compare(
-    stages: list[Any], count: int, mesh: DeviceMesh, schedule: str, strategy: Any, compression: Any = "none"
-) -> None:
-    """Gradients, norms and parameters of five steps."""
+def _compare(stages: list[Any], count: int, mesh: DeviceMesh, schedule: str, strategy: Any, steps: int) -> None:
+    """Gradients, norms and parameters of so many steps."""
     pipeline = Pipeline(
         stages,
         strategy,
@@ -98,12 +96,11 @@ def _compare(
         loss=_loss,
         example=torch.empty(BATCH, WIDTH).double(),
         units=[Block],
-        compression=compression,
     )
     copies = mesh["dp"].size()
     whole = nn.Sequential(*(Plain(seed) for seed in range(count)))
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
-    for step in range(STEPS):
+    for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         x, y = _batch(step, mesh.get_local_rank("dp"), MICRO_BATCHES)
@@ -212,13 +209,13 @@ def _refused_by_one_stage() -> None:
         Pipeline(stages, "zero3", compression=Compression(gradients="low-rank:1", share_of_stages=0.5), **options)
 
 
-def test_stages_may_have_strategies_of_their_own(world: Worlds) -> None:
-    world(4).run(_own_strategies)
+def test_stages_may_have_strategies_of_their_own(world: Worlds, steps: int) -> None:
+    world(4).run(_own_strategies, steps)
 
 
-def _own_strategies() -> None:
+def _own_strategies(steps: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    _compare([partial(Plain, seed) for seed in range(2)], 2, mesh, "1F1B", ["zero3", "ddp"])
+    _compare([partial(Plain, seed) for seed in range(2)], 2, mesh, "1F1B", ["zero3", "ddp"], steps)
 
 
 # --- tied embeddings -------------------------------------------------------------------------------------------------
@@ -304,11 +301,11 @@ def _parallel_end(last: bool, mesh: DeviceMesh) -> nn.Module:
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
-def test_tied_embeddings_that_are_tensor_parallel_train_as_in_one_model(world: Worlds, fused: bool) -> None:
-    world(8).run(_tied_and_tensor_parallel, fused)
+def test_tied_embeddings_that_are_tensor_parallel_train_as_in_one_model(world: Worlds, fused: bool, steps: int) -> None:
+    world(8).run(_tied_and_tensor_parallel, fused, steps)
 
 
-def _tied_and_tensor_parallel(fused: bool) -> None:
+def _tied_and_tensor_parallel(fused: bool, steps: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     pipeline = Pipeline(
         [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)],
@@ -325,7 +322,7 @@ def _tied_and_tensor_parallel(fused: bool) -> None:
     ends[1].head.weight = ends[0].tokens.weight
     whole = nn.Sequential(*ends)
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
-    for step in range(STEPS):
+    for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad()
         batches = [_tokens(step, replica) for replica in range(2)]
