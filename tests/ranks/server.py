@@ -39,6 +39,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # else each rank starts a pool of processes that load torch anew
 }
 
 _PRELOAD = [
