@@ -102,7 +102,7 @@ def _one(moments: Sequence[Moment], uneven: Uneven, world: int, draw: Random) ->
                 ends[task] = _ended(task, late, ends)
             case Waited(task, since):
                 exposed, spare = max(0.0, task.ended - since), max(0.0, since - task.ended)
-                late = [max(mine - exposed, end - spare) for mine, end in zip(late, ends[task], strict=True)]
+                late = _later(late, exposed, ends[task], spare)
     return late
 
 
@@ -111,10 +111,16 @@ def _ended(task: TimedTask, submitted: Sequence[float], ends: Mapping[TimedTask,
     late = [mine - spare for mine in submitted]
     for before in task.after:
         spare = max(0.0, task.began - before.ended)
-        late = [max(mine, end - spare) for mine, end in zip(late, ends[before], strict=True)]
+        late = _later(late, 0.0, ends[before], spare)
     for transfer in task.transfers:
         for group in transfer.move.groups:
-            last = max(late[rank] for rank in group.ranks)
+            last = max([late[rank] for rank in group.ranks])
             for rank in group.ranks:
                 late[rank] = last
     return late
+
+
+def _later(mine: Sequence[float], less: float, theirs: Sequence[float], spare: float) -> list[float]:
+    """By rank the later of both. Written out, since `max` for each rank of each wait takes most of a simulation."""
+    pairs = zip(mine, theirs, strict=True)
+    return [own if (own := late - less) > (other := end - spare) else other for late, end in pairs]
