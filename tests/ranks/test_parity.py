@@ -1,9 +1,9 @@
 """Under every uncompressed strategy, training ends where one process ends.
 
 A case is a strategy on a shape of cluster, a number of micro-steps, a model and a dtype. `make parity` runs the whole
-product, five steps of each. `make test` runs three steps of a part of it in which every strategy meets nodes of one rank
-and of several, both dtypes and both numbers of micro-steps, and every two other values meet: a fault that needs two such
-values to show does show.
+product, five steps of each. `make test` runs three steps of a part of it in which every strategy meets nodes of one
+rank and of several, both dtypes and both numbers of micro-steps, and every two other values meet: a fault that needs
+two such values to show does show.
 """
 
 from __future__ import annotations

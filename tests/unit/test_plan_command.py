@@ -43,17 +43,30 @@ def test_help_has_an_example_that_works(command: str) -> None:
     assert told(*[a for a in arguments if a not in ("--trace", "step.json")])
 
 
-def test_a_table_ranks_what_fits_and_says_how_much_was_looked_at() -> None:
-    output = told(*PLAN)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What `plan` prints, and the file of its strategy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("plan"))
+        return told_wide(*PLAN, "-o", "plan.toml"), Path("plan.toml").absolute()
 
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """The same for machines."""
+    return json.loads(told_wide(*PLAN, "--json"))
+
+
+def test_a_table_ranks_what_fits_and_says_how_much_was_looked_at(written: tuple[str, Path]) -> None:
+    output, _ = written
+
+    assert all(len(line) <= 100 for line in output.splitlines() if "towpath train" not in line), output
     rows = [line.split() for line in output.splitlines() if re.match(r"\d ", line)]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert "were considered" in output and "may fit into 22.0 GiB" in output and "gpt-2.5b: 2.4" in output
 
 
-def test_for_machines_all_of_it_is_json() -> None:
-    found = json.loads(told_wide(*PLAN, "--json"))
-
+def test_for_machines_all_of_it_is_json(found: dict[str, Any]) -> None:
     seconds = [each["seconds"] for each in found["plans"]]
     assert seconds == sorted(seconds) and len(seconds) == 3
     first = found["plans"][0]
@@ -69,23 +82,24 @@ def told_wide(*arguments: str) -> str:
     return found.stdout
 
 
-def test_what_it_writes_is_a_strategy_that_train_takes(tmp_path: Path) -> None:
-    file = tmp_path / "plan.toml"
-
-    output = told_wide(*PLAN, "-o", str(file))
+def test_what_it_writes_is_a_strategy_that_train_takes(
+    written: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, file = written
+    monkeypatch.chdir(file.parent)
 
     overrides = re.search(r"CONFIG\.toml (.*)", output)
     assert overrides is not None
     config = tmp_path / "config.toml"
     config.write_text("[train]\nbatch = 32\n")
     made = Config.load(config, overrides[1].split())
-    assert made.strategy.file == file
+    assert made.strategy.file == Path(file.name)
     made.strategy.make(Strategy.from_toml(file.read_text()).topology)
 
 
-def test_codecs_are_planned_only_where_they_are_allowed() -> None:
-    plans = [json.loads(told_wide(*PLAN, "--json", *more))["plans"] for more in ((), ("--allow", "int8,int4+hadamard"))]
-    codecs = [any("int" in wire for each in found for wire in each["wires"].values()) for found in plans]
+def test_codecs_are_planned_only_where_they_are_allowed(found: dict[str, Any]) -> None:
+    allowed = json.loads(told_wide(*PLAN, "--json", "--allow", "int8,int4+hadamard"))
+    codecs = [any("int" in w for plan in each["plans"] for w in plan["wires"].values()) for each in (found, allowed)]
     assert codecs == [False, True]
 
 
@@ -137,8 +151,8 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 def test_ranks_that_are_not_alike_take_longer() -> None:
-    plain = json.loads(told_wide("simulate", "zero3", *SIDES, "--json"))
-    uneven = json.loads(told_wide("simulate", "zero3", *SIDES, "--jitter", "0.1", "--straggler", "5:1.5", "--json"))
+    late = ("--jitter", "0.1", "--straggler", "5:1.5")
+    plain, uneven = (json.loads(told_wide("simulate", "zero3", *SIDES, *more, "--json")) for more in ((), late))
     words = told_wide("simulate", "zero3", *SIDES, "--straggler", "5:1.5")
 
     assert uneven["late_seconds"]["most"] >= uneven["late_seconds"]["mean"] > 0.1 * plain["seconds"]
