@@ -31,7 +31,7 @@ LOSS = re.compile(r"loss ([\d.]+)")
 
 # By ranks; so few steps as show that it learns.
 EXAMPLES = {
-    "train.py": (2, ("paro-iig", "3")),
+    "train.py": (2, ("paro-iig", "2")),
     "hugging_face.py": (2, ("mics", "3", "saved")),
     "lora.py": (2, ("3", "saved")),
     "resnet.py": (2, ("zero3", "15")),
