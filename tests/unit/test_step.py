@@ -12,6 +12,7 @@ import random
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from towpath.core.precision import Precision
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.core.step_state import Pass, UnitFacts
+from towpath.core.step_state import GRADIENTS_CHANGE, WEIGHTS_CHANGE, Gradients, Pass, UnitFacts, UnitState, Weights
 from towpath.core.strategy import Kind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
@@ -30,7 +31,7 @@ from towpath.errors import StepError
 from towpath.topology.cluster import Extent, Topology
 
 GATHERS = (Kind.GATHER, Kind.BACKWARD_GATHER)
-Weights = tuple[int, int]  # of which unit, and of which version
+Content = tuple[int, int]  # the weights of which unit, and of which version
 
 
 class Watched:
@@ -43,7 +44,7 @@ class Watched:
         self.published = [0] * len(facts)  # the version that the shards of every rank have
         self.copies: list[int] = [-1] * len(facts)
         self.lives_in: list[Slot | None] = [self.machine.slot_of(i) for i in range(len(facts))]
-        self.content: dict[Slot, Weights] = {}
+        self.content: dict[Slot, Content] = {}
         self.shown, self.sealed = [False] * len(facts), [False] * len(facts)
         self.computing: list[int] = []
         self.queues: dict[str, deque[Task]] = defaultdict(deque)
@@ -184,6 +185,8 @@ class Watched:
             assert not self.machine.is_reduced(unit), "a gradient that comes too late"
             self.carry_out(self.machine.gradient_arrives(unit))
             assert unit in self.gradients
+            if self.draw.random() < 0.8:  # each of its parameters has one
+                self.machine.gradients_complete(unit)
             self.arrived[unit] += 1
 
     def forward_of_the_model(self, units: Iterable[int]) -> tuple[Pass, list[Pass]]:
@@ -327,6 +330,8 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
             watched.carry_out(watched.machine.backward_begins(root))
             for number, passed in enumerate(reversed(passes)):
                 if broken and number == failing:
+                    watched.carry_out(watched.machine.backward_begins(passed))
+                    watched.gradient(passed.unit)
                     break
                 watched.backward(passed)
             if broken:
@@ -364,6 +369,39 @@ def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: rando
         for unit in range(1, units):
             watched.forward(unit, graph=False)
         watched.ends(0, graph=False)
+
+
+def test_the_changes_that_are_drawn_happen_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weights_become` and `gradients_become` refuse the others, in all of these tests."""
+    weights: set[tuple[Weights, Weights]] = set()
+    gradients: set[tuple[Gradients, Gradients]] = set()
+    weights_become, gradients_become = UnitState.weights_become, UnitState.gradients_become
+
+    def note_weights(unit: UnitState, now: Weights) -> None:
+        weights.add((unit.weights, now))
+        weights_become(unit, now)
+
+    def note_gradients(unit: UnitState, now: Gradients) -> None:
+        gradients.add((unit.gradients, now))
+        gradients_become(unit, now)
+
+    monkeypatch.setattr(UnitState, "weights_become", note_weights)
+    monkeypatch.setattr(UnitState, "gradients_become", note_gradients)
+    for seed in range(30):
+        for units in (3, 5):
+            draw = random.Random(seed)
+            _inner(test_any_order_of_units_with_some_left_out_and_some_twice)(draw, units)
+            _inner(test_after_a_pass_that_failed_nothing_of_it_is_left)(draw, units, 1)
+            _inner(test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write)(draw, units)
+    assert {(a, b) for a, b in weights if a is not b} == {(a, b) for a, after in WEIGHTS_CHANGE.items() for b in after}
+    assert {(a, b) for a, b in gradients if a is not b} == {
+        (a, b) for a, after in GRADIENTS_CHANGE.items() for b in after
+    }
+
+
+def _inner(test: Any) -> Any:
+    """What hypothesis draws for."""
+    return test.hypothesis.inner_test
 
 
 def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:

@@ -42,7 +42,7 @@ class Gathers:
     def use(self, unit: UnitState, kind: Kind, keep_copy: bool = False) -> None:
         """Whole for what computes next; meanwhile the unit that came next the last time is prefetched."""
         if not unit.pinned:
-            unit.weights = Weights.IN_USE
+            unit.weights_become(Weights.IN_USE)
         self.gather(unit, kind, keep_copy)
         if unit.facts.root and kind is Kind.BACKWARD_GATHER:
             # First in any case: where it computes nothing after its last unit, that unit's gradient may come before.
@@ -86,7 +86,7 @@ class Gathers:
             self.release(user)
         if unit.slot.user is None:
             self.gather(unit, kind, keep_copy)
-            unit.weights = Weights.PREFETCHED
+            unit.weights_become(Weights.PREFETCHED)
 
     def _take_slot(self, unit: UnitState) -> None:
         """Another unit's, if nothing computes with that; else a new one of this unit's own."""
@@ -113,8 +113,8 @@ class Gathers:
     def leave_evictable(self, unit: UnitState) -> None:
         """Nothing computes with its weights now; they stay as long as nobody wants the slot."""
         self.show(unit, unit.pinned)
-        if not unit.pinned:
-            unit.weights = Weights.EVICTABLE
+        if unit.weights is Weights.IN_USE:  # not where its forward failed before they were whole
+            unit.weights_become(Weights.EVICTABLE)
 
     def release(self, unit: UnitState) -> None:
         """Another unit may have the slot; but not while a call into it is under way (a training_step)."""
@@ -124,7 +124,7 @@ class Gathers:
             return
         if unit.weights is Weights.PREFETCHED and unit.ready is not None:
             self._in_vain.append(unit.ready)
-        unit.weights = Weights.SHARDED
+        unit.weights_become(Weights.SHARDED)
         if unit.slot is not None:
             self._seal(unit, True)
             if unit.slot.user == unit.index:
@@ -171,13 +171,13 @@ class Gathers:
             self.release(unit)
             unit.home, unit.slot = unit.slot, Slot((unit.index,))
             self._actions.append(Place(unit.index, unit.slot))
-        unit.weights = Weights.PINNED
+        unit.weights_become(Weights.PINNED)
         self.gather(unit, Kind.GATHER, keep_copy=False)
         self.wait(unit)
         self.show(unit, True)
 
     def unpin(self, unit: UnitState) -> None:
-        unit.weights = Weights.SHARDED
+        unit.weights_become(Weights.SHARDED)
         self.release(unit)
         if unit.home is not None:
             assert unit.slot is not None

@@ -27,7 +27,7 @@ class Reductions:
         """Its first gradient of this backward pass arrives."""
         if unit.gradients is not Gradients.NONE:
             return []
-        unit.gradients = Gradients.COLLECTING
+        unit.gradients_become(Gradients.COLLECTING)
         if not unit.facts.reduces:
             return [Collect(unit.index, None)]
         slot = unit.collects_in = self.slots.next_free(unit.index)
@@ -45,7 +45,7 @@ class Reductions:
 
     def _reduce(self, unit: UnitState, boundary: bool) -> list[Action]:
         actions = self.collect(unit)  # where no gradient came, zeros take part in the sum
-        unit.gradients = Gradients.REDUCED
+        unit.gradients_become(Gradients.REDUCED)
         after: tuple[Task, ...] = ()
         if unit.collects_in is not None:
             slot, unit.collects_in = unit.collects_in, None
@@ -70,4 +70,5 @@ class Reductions:
         """For the next micro-step."""
         self._next, self.syncs = 0, []
         for unit in self._order:
-            unit.gradients, unit.finished = Gradients.NONE, False
+            unit.gradients_become(Gradients.NONE)
+            unit.finished = False

@@ -198,7 +198,7 @@ class StepMachine:
 
     def gradients_complete(self, index: int) -> None:
         """Each of its parameters has one: its slot may be taken. Where its inputs want none, nothing else tells."""
-        self._units[index].gradients = Gradients.COMPLETE
+        self._units[index].gradients_become(Gradients.COMPLETE)
 
     def backward_pass_ended(self) -> list[Action]:
         """autograd has walked a whole graph."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,15 +28,13 @@ class WriteMark:
 
 
 class Weights(Enum):
-    """Where a unit's weights stand.
+    """Where a unit's weights stand. What may follow on what: `WEIGHTS_CHANGE`.
 
-    SHARDED ──prefetch──▶ PREFETCHED ──a pass begins──▶ IN_USE ──it ends──▶ EVICTABLE
-       ▲                       │                          ▲ │                   │ │
-       │                       │    a pass begins again ──┘ │                   │ │
-       └── another unit wants the slot, or the model's next pass begins ─────────┘ │
-                                                          ▲───── a pass begins ───┘
-
-    pin: from SHARDED or EVICTABLE to PINNED; unpin: back to SHARDED.
+    SHARDED ──prefetch──▶ PREFETCHED ──a pass begins──▶ IN_USE ──it ends──▶ EVICTABLE ──a pass begins──▶ IN_USE
+       │                                                   ▲
+       └───────────────────── a pass begins ───────────────┘
+    From PREFETCHED, IN_USE and EVICTABLE back to SHARDED: another unit wants the slot, or the model's pass is over.
+    pin: from SHARDED, or where nothing has to be gathered, to PINNED; unpin: back to SHARDED.
     """
 
     SHARDED = "sharded"
@@ -47,16 +45,33 @@ class Weights(Enum):
 
 
 class Gradients(Enum):
-    """Where a unit's gradients of one backward pass stand.
+    """Where a unit's gradients of one backward pass stand. What may follow on what: `GRADIENTS_CHANGE`.
 
     NONE ──the first arrives──▶ COLLECTING ──all have arrived──▶ COMPLETE ──reduced──▶ REDUCED ──the pass ends──▶ NONE
-      └──────────────── where none comes, zeros are reduced ──────────────────────────────▲
+                                    └──────────── those that do not come count as zero ─────▲
+
+    A pass that fails: from each to NONE.
     """
 
     NONE = "none"
     COLLECTING = "collecting"
     COMPLETE = "complete"
     REDUCED = "reduced"
+
+
+WEIGHTS_CHANGE: Mapping[Weights, frozenset[Weights]] = {
+    Weights.SHARDED: frozenset({Weights.PREFETCHED, Weights.IN_USE, Weights.PINNED}),
+    Weights.PREFETCHED: frozenset({Weights.IN_USE, Weights.SHARDED}),
+    Weights.IN_USE: frozenset({Weights.EVICTABLE, Weights.SHARDED}),
+    Weights.EVICTABLE: frozenset({Weights.IN_USE, Weights.SHARDED, Weights.PINNED}),
+    Weights.PINNED: frozenset({Weights.SHARDED}),
+}
+GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
+    Gradients.NONE: frozenset({Gradients.COLLECTING}),
+    Gradients.COLLECTING: frozenset({Gradients.COMPLETE, Gradients.REDUCED, Gradients.NONE}),
+    Gradients.COMPLETE: frozenset({Gradients.REDUCED, Gradients.NONE}),
+    Gradients.REDUCED: frozenset({Gradients.NONE}),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +130,19 @@ class UnitState:
     ready: Task | None = None  # what makes its weights ready: the last gather, or publication
     publication: Task | None = None
     passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
+
+    def weights_become(self, now: Weights) -> None:
+        if now is not self.weights and now not in WEIGHTS_CHANGE[self.weights]:
+            raise AssertionError(
+                f"{self.facts}: its weights were {self.weights.value}, and cannot be {now.value} next."
+            )
+        self.weights = now
+
+    def gradients_become(self, now: Gradients) -> None:
+        was = self.gradients
+        if now is not was and now not in GRADIENTS_CHANGE[was]:
+            raise AssertionError(f"{self.facts}: its gradients were {was.value}, and cannot be {now.value} next.")
+        self.gradients = now
 
     @property
     def version(self) -> int:
