@@ -6,7 +6,8 @@ Two nodes of two ranks train PEFT's adapters of a GPT. The cables are such that 
 times what the module computes; that a whole step of FSDP2, plain and as its experts tune it, takes at least three times
 as long as the computation is checked in the race. FSDP2 has the same parameters frozen, and reduces no gradients of
 them. Ours keep them in the node: by default (`zero3`), with all else (`mics`), there in int8, or whole on every rank
-(`frozen=1x1`), where there is memory for that.
+(`frozen=1x1`), where there is memory for that. `bare` is the computation with clipping and AdamW, all that a step of
+one process does: no placement can take less.
 
 In `lora` all ranks compute on the machine's own cores, where whatever sends and receives competes with it; in
 `lora-elsewhere` blocks wait instead, as for a device of their own. Needs `pip install 'towpath[peft]'`.
@@ -29,11 +30,13 @@ REGIME = 4.0  # so that a step that overlaps all it can still takes three times 
 MOST = 1.15
 OURS = ("zero3", "mics", "mics frozen_codec=int8", "mics frozen=1x1")
 PEERS = ("fsdp2", "fsdp2 tuned")
-ASKED = (
+BARE = "bare"
+ASKED: tuple[tuple[str, str, float | None], ...] = (
     *((ours, COMPUTE, MOST) for ours in OURS),
     *((COMPUTE, peer, 1 / 3) for peer in PEERS),
 )
-
+# What is not asked, and tells what is to be won.
+BESIDE = ((BARE, COMPUTE, None), *((ours, BARE, None) for ours in OURS))
 _RATES = Rates()
 
 
@@ -45,13 +48,17 @@ class Case:
     def measure(self, settings: Settings) -> dict[str, Any]:
         workload = self.workload.quick() if settings.quick else self.workload
         derived = _RATES.of(REGIME, workload, settings.say)
-        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in (*OURS, *PEERS)]
+        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in (*OURS, *PEERS, BARE)]
         found, failures = measured(entrants, Venue(None, derived.rate), workload, settings)
         seconds: dict[str, list[float]] = found.pop("run").seconds
         usual = figures.medians(seconds)
         regime, warnings = regime_recorded(derived, usual[COMMUNICATION] / usual[COMPUTE])
         return {
-            "checks": [figures.ratio(seconds, *asked) for asked in ASKED if not failures.keys() & set(asked)],
+            "checks": [
+                figures.ratio(seconds, ours, theirs, most)
+                for ours, theirs, most in (*ASKED, *BESIDE)
+                if not failures.keys() & {ours, theirs}
+            ],
             "warnings": warnings,
             "regime": regime,
             "skipped": failures,
