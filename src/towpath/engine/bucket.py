@@ -98,9 +98,8 @@ class Bucket:
             if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind]):
                 self.transfers[kind] = wiring.bind(wanted)
                 if kind is Kind.SYNC:
-                    self.low_rank = (
-                        LowRankSync(plan, plan.factored, self.transfers[kind], self.device) if plan.factored else None
-                    )
+                    bound = self.transfers[kind]
+                    self.low_rank = LowRankSync(plan, plan.factored, bound, self.device) if plan.factored else None
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -306,7 +305,7 @@ class Bucket:
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         assert self.grads is not None
-        before, after = self.plan.divisors(Kind.REDUCE, world=self.plan.grads.count)
+        before, after = self.plan.divisors(Kind.REDUCE, self.plan.grads.count)
         if before != 1:
             buffer.div_(before)
         mine = self._slice(buffer, self.plan.grads)
@@ -352,8 +351,7 @@ class Bucket:
             assert isinstance(parameter, ShardTensor)
             if not is_used:
                 continue
-            start, end = parameter.span.in_cut()
-            local = mean[start:end]
+            local = mean[slice(*parameter.span.in_cut())]
             if parameter.grad is None:
                 parameter.grad = ShardTensor(local, parameter.span)
                 self._lent.append(weakref.ref(local))

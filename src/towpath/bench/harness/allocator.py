@@ -1,8 +1,8 @@
 """Freed memory stays with a rank that is timed.
 
 After a backward pass glibc gives the top of its heap back to the system, or not: that depends on what happens to lie
-above. Where it does, the next forward takes the pages anew, one fault each. On two cores a step of one rank had 28,705
-faults in its forward, and the bare module none, for the same work: a tenth of the step, which is no contestant's doing.
+above. Where it does, the next forward takes the pages anew, one fault each, and that is no contestant's doing
+(docs/log.md, 2026-11-25).
 """
 
 from __future__ import annotations
