@@ -18,6 +18,8 @@ READY := $(VENV)/ready
 
 # Tools are called through the interpreter or from .venv alone: nothing of the machine's own leaks in.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+# Else each of the commands that the tests start would compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 # pyright would ask the network at each run whether it is the newest.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 # mkdocs-material would announce the next generator at each build.

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.session import record, required
+from tests.session.collector import rarely_collect
 from tests.session.order import Scheduling, longest_first
 from tests.session.skips import Skips
 from tests.session.spent import Ledger, Meter
@@ -41,3 +42,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = longest_first(items)
+
+
+def pytest_collection_finish() -> None:
+    rarely_collect()

@@ -11,8 +11,8 @@ from tests.ranks.server import World
 from tests.ranks.strategies import leave_to_parity
 
 # Process groups live as long as the processes that made them, and each has a thread that looks a hundred times a second
-# whether it is to end: a world that has many leaves the tests beside it a third of the machine.
-THREADS_OF_A_RANK = 40
+# whether it is to end: of a world that has many, this costs more than to make another.
+THREADS_OF_A_RANK = 80
 
 _live: list[World] = []
 

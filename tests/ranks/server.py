@@ -11,7 +11,6 @@ hangs says where it stands. No ports (a file store), no sleeps, one torch thread
 from __future__ import annotations
 
 import faulthandler
-import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -23,6 +22,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.session.collector import rarely_collect
 
 # Shared memory where the machine has it: the store and the references are files, and are read often.
 SCRATCH = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
@@ -179,7 +180,7 @@ def _serve(
     torch.set_num_threads(1)
     routes.SMALLEST_PART_BYTES = 32  # the models here are small: routes are to cut up what they move all the same
     flops._MEASURED_SECONDS = 0.0  # one product, not as many as fit: each training would else take three times as long
-    gc.freeze()  # the collector, and who asks it what there is, need not go through all that was loaded before
+    rarely_collect()  # who asks the collector what there is need not go through what was loaded, either
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))
     with Path(folder, f"stack{rank}").open("w") as stack:
