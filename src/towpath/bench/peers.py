@@ -12,6 +12,7 @@
       powersgd=4      its PowerSGD hook of rank 4, from the third step on, with error feedback and a warm start
     auto              our planner's choice; allow=int8,int4:64: these codecs between nodes as well
     bare · compute    the module alone, with its optimizer, or only forward and backward in the dtype of the workload
+      barrier         before its optimizer's step the ranks wait for each other, as all do whose gradients are summed
     fsdp2 silent      FSDP2 with nothing computed: its communication alone
 
 All of them work on a CPU with gloo (torch 2.13), and train alike. What does less there, or nothing:
@@ -24,13 +25,14 @@ All of them work on a CPU with gloo (torch 2.13), and train alike. What does les
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import towpath
@@ -50,7 +52,7 @@ OPTIONS = {
     "fsdp2": ("tuned", "reshard", "sync", "silent", "ring"),
     "hsdp": ("tuned", "reshard", "sync", "ring"),
     "torch-ddp": ("tuned", "bf16", "powersgd"),
-    "bare": (),
+    "bare": ("barrier",),
     "compute": (),
 }
 
@@ -96,7 +98,7 @@ def build(text: str, workload: Workload) -> tuple[Any, Context]:
     kind = Kind.parse(text)
     match kind.name:
         case "bare":
-            return workload.model(), _nothing
+            return workload.model(), _barrier_after_the_last if kind.has("barrier") else _nothing
         case "compute":
             return workload.model().to(workload.torch_dtype), _nothing
         case "fsdp2" | "hsdp":
@@ -117,6 +119,13 @@ def tuned(contestant: str) -> str | None:
 
 def _nothing(model: Any, last: bool) -> AbstractContextManager[Any]:
     return nullcontext()
+
+
+@contextmanager
+def _barrier_after_the_last(model: Any, last: bool) -> Generator[None]:
+    yield
+    if last:
+        dist.barrier()
 
 
 def _ours(kind: Kind, workload: Workload) -> tuple[Any, Context]:

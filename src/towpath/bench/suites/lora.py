@@ -5,9 +5,10 @@
 Two nodes of two ranks train PEFT's adapters of a GPT. The cables are such that FSDP2's communication alone takes four
 times what the module computes; that a whole step of FSDP2, plain and as its experts tune it, takes at least three times
 as long as the computation is checked in the race. FSDP2 has the same parameters frozen, and reduces no gradients of
-them. Ours keep them in the node: by default (`zero3`), with all else (`mics`), there in int8, or whole on every rank
-(`frozen=1x1`), where there is memory for that. `bare` is the computation with clipping and AdamW, all that a step of
-one process does: no placement can take less.
+them. Ours keep them in the node: by default (`zero3`), with all else (`mics`), there in int8, or beside adapters that
+every rank holds whole (`ddp frozen=2x1`); or whole on every rank (`frozen=1x1`), where there is memory for that, as DDP
+has them. `bare` is the computation with clipping and AdamW, all that a step of one process does. With `barrier` the
+ranks wait for each other once a step, as all must that sum gradients: no placement can take less.
 
 In `lora` all ranks compute on the machine's own cores, where whatever sends and receives competes with it; in
 `lora-elsewhere` blocks wait instead, as for a device of their own. Needs `pip install 'towpath[peft]'`.
@@ -28,15 +29,20 @@ from towpath.bench.workload import Workload
 RANK = 8
 REGIME = 4.0  # so that a step that overlaps all it can still takes three times the computation
 MOST = 1.15
-OURS = ("zero3", "mics", "mics frozen_codec=int8", "mics frozen=1x1")
+OURS = ("zero3", "mics", "mics frozen_codec=int8", "ddp frozen=2x1", "mics frozen=1x1", "ddp frozen=1x1")
 PEERS = ("fsdp2", "fsdp2 tuned")
-BARE = "bare"
+WHOLE = "torch-ddp tuned"
+BARE, IN_STEP = "bare", "bare barrier"
 ASKED: tuple[tuple[str, str, float | None], ...] = (
     *((ours, COMPUTE, MOST) for ours in OURS),
     *((COMPUTE, peer, 1 / 3) for peer in PEERS),
 )
 # What is not asked, and tells what is to be won.
-BESIDE = ((BARE, COMPUTE, None), *((ours, BARE, None) for ours in OURS))
+BESIDE = (
+    *((other, COMPUTE, None) for other in (BARE, IN_STEP, WHOLE)),
+    *((ours, IN_STEP, None) for ours in OURS),
+    ("ddp frozen=1x1", WHOLE, None),
+)
 _RATES = Rates()
 
 
@@ -48,7 +54,8 @@ class Case:
     def measure(self, settings: Settings) -> dict[str, Any]:
         workload = self.workload.quick() if settings.quick else self.workload
         derived = _RATES.of(REGIME, workload, settings.say)
-        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in (*OURS, *PEERS, BARE)]
+        names = (*OURS, *PEERS, WHOLE, BARE, IN_STEP)
+        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in names]
         found, failures = measured(entrants, Venue(None, derived.rate), workload, settings)
         seconds: dict[str, list[float]] = found.pop("run").seconds
         usual = figures.medians(seconds)
