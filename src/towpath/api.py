@@ -23,7 +23,8 @@ from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.core.whole_matrices import WholeParameter
-from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank, check_values
+from towpath.engine.agreement import agree
+from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank, check_values
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard

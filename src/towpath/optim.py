@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from towpath.core.wire import Wire
-from towpath.engine.build import agree
+from towpath.engine.agreement import agree
 from towpath.engine.executor import Engine, engine_with
 from towpath.engine.matrix_steps import MatrixSteps, Whole
 from towpath.engine.shard_tensor import ShardTensor

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from towpath.core.formats import dtype_name
 from towpath.core.precision import Precision
-from towpath.engine.initialise import torch_dtype
+from towpath.engine.dtypes import torch_dtype
 from towpath.engine.layout import UnitChoice, UnitLayout, lay_out
 from towpath.errors import ConfigError
 from towpath.planner.model import Model, Unit

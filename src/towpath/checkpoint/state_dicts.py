@@ -22,7 +22,7 @@ from torch.utils import _pytree as trees
 from towpath.checkpoint.dcp.calls import described
 from towpath.checkpoint.memory.names import parameters_of
 from towpath.checkpoint.memory.optimizer import is_like, name_of
-from towpath.engine.build import agree
+from towpath.engine.agreement import agree
 from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor, whole_tensors
 from towpath.errors import CheckpointError, TowpathError

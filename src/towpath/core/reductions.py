@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from towpath.core.actions import Action, Collect, Submit, Task, Wait
-from towpath.core.step_state import Gradients, Slots, UnitState
+from towpath.core.step_state import Gradients, Slots, UnitState, in_backward_order
 from towpath.core.strategy import Kind
 
 
@@ -19,7 +19,7 @@ class Reductions:
         if root.facts.trains and root.facts.reduces:
             self.slots.reserve(root.index)
         # Whatever order the gradients arrive in: collectives must match.
-        self._order = [u for u in (*reversed(others), root) if u.facts.trains]
+        self._order = [u for u in in_backward_order(units) if u.facts.trains]
         self._next = 0  # of the order: the next to be reduced
         self.syncs: list[Task] = []  # at a boundary
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from towpath.core.actions import Action, Submit, Task
 from towpath.core.pipeline import PassKind, StagePass
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Pass, UnitFacts
+from towpath.core.step_state import Pass, UnitFacts, in_backward_order
 
 # In the first step the machine learns which unit follows which, in the forward and then in the backward pass.
 STEPS_BEFORE = 2
@@ -188,7 +188,7 @@ def _weight_gradients(
     machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[Pass]
 ) -> Iterator[Action | Compute]:
     yield from machine.weight_gradients_begin(passes)
-    for passed in (*reversed(passes[1:]), passes[0]):  # the root's last
+    for passed in in_backward_order(passes):
         yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
         yield from _gradients(machine, facts, passed.unit)
         yield from machine.weight_gradients_done(passed)

@@ -7,9 +7,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from towpath.core.actions import Slot, Task
 from towpath.core.strategy import Kind
+
+Unit = TypeVar("Unit")
+
+
+def in_backward_order(units: Sequence[Unit]) -> Sequence[Unit]:
+    """What is of each unit, the root's first, in the order in which a backward pass comes to the units; the root is
+    through with the last of them."""
+    return (*reversed(units[1:]), units[0])
 
 
 class WriteMark:

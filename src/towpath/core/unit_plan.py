@@ -61,6 +61,11 @@ class BucketPlan:
         return encoded or self.optimizer_on_host or self.compute_dtype != self.own_dtype
 
     @property
+    def publishes(self) -> bool:
+        """Whether a write to the parameters has to travel, or to be cast, before the weights are whole again."""
+        return self.has_master or bool(self.transfers[Kind.PUBLISH])
+
+    @property
     def grad_is_view(self) -> bool:
         """Whether `.grad` can be a view of the G shard."""
         return self.accumulate_dtype == self.own_dtype and not self.optimizer_on_host
@@ -160,7 +165,7 @@ class UnitPlan:
             copies=any(b.backward_copy for b in self.buckets),
             trains=bool(trainable),
             reduces=bool(self.gradient_needs),
-            publishes=any(b.has_master or b.transfers[Kind.PUBLISH] for b in self.buckets),
+            publishes=any(b.publishes for b in self.buckets),
             steps_on_host=any(b.optimizer_on_host for b in self.buckets),
             modules=modules,
         )

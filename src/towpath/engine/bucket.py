@@ -29,9 +29,10 @@ from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transitions import Cut
 from towpath.core.unit_plan import BucketPlan
+from towpath.engine.dtypes import torch_dtype
 from towpath.engine.encoded_shard import EncodedShard
 from towpath.engine.in_place import narrowed, widen
-from towpath.engine.initialise import Flat, torch_dtype
+from towpath.engine.initialise import Flat
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.low_rank_sync import LowRankSync
 from towpath.engine.optimizer_memory import OptimizerMemory
@@ -167,11 +168,6 @@ class Bucket:
     @property
     def dirty(self) -> bool:
         return self.published != self.mark.version
-
-    @property
-    def publishes(self) -> bool:
-        """Whether a write to the parameters has to travel, or to be cast, before the weights are whole again."""
-        return self.plan.has_master or bool(self.transfers[Kind.PUBLISH])
 
     def publish(self, workspace: Workspace) -> None:
         mine = self.own_slice(self.shard, self.plan.params)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -23,6 +22,7 @@ from towpath.core.precision import Precision
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan, plan_unit
+from towpath.engine.agreement import agree
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.hooks import attach
@@ -32,39 +32,8 @@ from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial_sums import Replica
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
-from towpath.errors import MismatchError, ShardError, TowpathError
+from towpath.errors import ShardError
 from towpath.topology.groups import Groups
-
-
-def agree(
-    groups: Groups,
-    mine: Sequence[str],
-    failure: TowpathError | None,
-    call: str = "shard()",
-    advice: str = "Build the same model and pass the same strategy on every rank.",
-) -> None:
-    """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
-    mine_failed = str(failure) if failure is not None else None
-    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    answers = groups.gather_objects((digest, mine_failed))
-    if failure is not None:
-        raise failure
-    for rank, (_, error) in enumerate(answers):
-        if error is not None:
-            raise MismatchError(f"{call} failed on rank {groups.members[rank]}: {error}")
-    if len({d for d, _ in answers}) == 1:
-        return
-    lines: list[list[str]] = groups.gather_objects(list(mine))
-    raise MismatchError(f"{_difference(lines)} {advice}")
-
-
-def _difference(lines: list[list[str]]) -> str:
-    other = next(rank for rank, theirs in enumerate(lines) if theirs != lines[0])
-    for i in range(max(len(lines[0]), len(lines[other]))):
-        here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
-        if here != there:
-            return f"the ranks were given different things: rank 0 has {here!r}, rank {other} has {there!r}."
-    raise AssertionError("equal lists cannot differ")
 
 
 def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
 from towpath.core.precision import Precision
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Pass, WriteMark
+from towpath.core.step_state import Pass, WriteMark, in_backward_order
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
 from towpath.engine.failed_passes import EndOfBackward, FailedPasses
-from towpath.engine.record import eager, on_host
+from towpath.engine.host_clock import eager, on_host
 from towpath.engine.shard_tensor import ShardTensor, in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
@@ -65,7 +65,7 @@ class Engine:
         self._held_back: list[Pass] | None = None
         self._only_weight_gradients = False
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
-        self._trained = [u for u in (*reversed(units[1:]), self.root) if u.trainable]
+        self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
         self._usage = Usage(strategy, self._trained, wiring)
         wiring.queues.plan(u.plan for u in units)
@@ -279,7 +279,7 @@ class Engine:
         self._only_weight_gradients = True
         try:
             self.carry_out(self.machine.weight_gradients_begin(passes))
-            for unit in (*reversed(self.units[1:]), self.root):
+            for unit in in_backward_order(self.units):
                 compute(unit)
                 for passed in passes:
                     if passed.unit == unit.index:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from towpath.engine.build import agree
+from towpath.engine.agreement import agree
 from towpath.engine.executor import Engine
 from towpath.engine.unit import Unit
 from towpath.errors import ShardError, StepError, TowpathError

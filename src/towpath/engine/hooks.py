@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from towpath.engine.bucket import Bucket
+from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
-from towpath.engine.initialise import torch_dtype
+from towpath.engine.host_clock import eager
 from towpath.engine.layout import kept_modules
 from towpath.engine.module_classes import become, keep_dtype
-from towpath.engine.record import eager
 from towpath.engine.unit import Unit, Use
 from towpath.errors import ShardError
 

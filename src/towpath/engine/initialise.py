@@ -16,6 +16,7 @@ from torch import nn
 
 from towpath.core.transitions import Cut
 from towpath.core.unit_plan import BucketPlan
+from towpath.engine.dtypes import torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.parallel import local_part, parallel_of
 from towpath.errors import ShardError, TowpathError
@@ -23,10 +24,6 @@ from towpath.topology.groups import Groups
 
 # The elements [start, end) of a tensor, by its name, in row-major order; KeyError for a name it does not know.
 Values = Callable[[str, int, int], torch.Tensor]
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
 
 
 class Flat(ABC):

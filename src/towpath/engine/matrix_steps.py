@@ -23,8 +23,8 @@ from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.core.whole_matrices import ROUNDS_IN_FLIGHT, Iterate, Round, WholeParameter, plan_matrices, step_actions
 from towpath.core.wire import Wire
+from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
-from towpath.engine.initialise import torch_dtype
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.streams import Handle
 from towpath.errors import StepError

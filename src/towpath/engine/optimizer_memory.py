@@ -19,7 +19,7 @@ from typing import final
 import torch
 
 from towpath.core.unit_plan import BucketPlan
-from towpath.engine.initialise import torch_dtype
+from towpath.engine.dtypes import torch_dtype
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

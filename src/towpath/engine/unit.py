@@ -133,7 +133,7 @@ class Unit:
         dirty = [b for b in self.buckets if b.dirty]
         for bucket in dirty:
             bucket.published = bucket.mark.version
-        sending = [b for b in dirty if b.publishes]
+        sending = [b for b in dirty if b.plan.publishes]
         return self._submit(Kind.PUBLISH, sending, Bucket.publish) if sending else None
 
     def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:

@@ -37,7 +37,7 @@ from towpath.core.precision import Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
-from towpath.engine.build import agree
+from towpath.engine.agreement import agree
 from towpath.engine.executor import engine_of
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice

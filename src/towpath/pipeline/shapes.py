@@ -17,7 +17,7 @@ from towpath.core.formats import dtype_name
 from towpath.core.job import wire_for
 from towpath.core.low_rank import matrix_of
 from towpath.core.precision import Precision
-from towpath.engine.initialise import torch_dtype
+from towpath.engine.dtypes import torch_dtype
 from towpath.engine.parallel import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMi
     stage_backward_weight,
 )
 
-from towpath.core.step_state import Pass
+from towpath.core.step_state import Pass, in_backward_order
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.unit import Unit
@@ -75,7 +75,7 @@ def weight_gradients(held_back: HeldBack) -> None:
 
 def _by_unit(held_back: HeldBack, leaves: dict[Any, _Leaf]) -> dict[int, list[dict[str, Any]]]:
     """Groups by their unit; those of several units by the one that is computed first."""
-    order = [id(unit) for engine, _ in held_back.passes for unit in reversed(engine.units)]
+    order = [id(unit) for engine, _ in held_back.passes for unit in in_backward_order(engine.units)]
     found: dict[int, list[dict[str, Any]]] = {}
     for group in held_back.groups:
         first = min((id(leaves[node].unit) for node in group["params"]), key=order.index)

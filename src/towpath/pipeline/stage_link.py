@@ -16,7 +16,7 @@ from towpath.codecs.low_rank import first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
 from towpath.core.low_rank import matrix_of
 from towpath.core.wire import Wire
-from towpath.engine.initialise import torch_dtype
+from towpath.engine.dtypes import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)

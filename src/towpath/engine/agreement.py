@@ -1,0 +1,40 @@
+"""Do all ranks hold the same? Else all of them raise, and say what differs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from towpath.errors import MismatchError, TowpathError
+from towpath.topology.groups import Groups
+
+
+def agree(
+    groups: Groups,
+    mine: Sequence[str],
+    failure: TowpathError | None,
+    call: str = "shard()",
+    advice: str = "Build the same model and pass the same strategy on every rank.",
+) -> None:
+    """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
+    mine_failed = str(failure) if failure is not None else None
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    answers = groups.gather_objects((digest, mine_failed))
+    if failure is not None:
+        raise failure
+    for rank, (_, error) in enumerate(answers):
+        if error is not None:
+            raise MismatchError(f"{call} failed on rank {groups.members[rank]}: {error}")
+    if len({d for d, _ in answers}) == 1:
+        return
+    lines: list[list[str]] = groups.gather_objects(list(mine))
+    raise MismatchError(f"{_difference(lines)} {advice}")
+
+
+def _difference(lines: list[list[str]]) -> str:
+    other = next(rank for rank, theirs in enumerate(lines) if theirs != lines[0])
+    for i in range(max(len(lines[0]), len(lines[other]))):
+        here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
+        if here != there:
+            return f"the ranks were given different things: rank 0 has {here!r}, rank {other} has {there!r}."
+    raise AssertionError("equal lists cannot differ")
