@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
-from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,17 +23,15 @@ from towpath.core.units import units_from_numels
 from towpath.core.whole_matrices import WholeParameter
 from towpath.engine.agreement import agree
 from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank, check_values
-from towpath.engine.executor import Engine, engine_of
+from towpath.engine.executor import engine_of
 from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
-from towpath.engine.hooks import register_known_methods
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
-from towpath.engine.module_classes import become
-from towpath.engine.uneven_data import Batch, joined
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
 from towpath.planner.workload import Workload
+from towpath.sharded_module import ShardedModule, become_sharded, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 
@@ -84,37 +80,13 @@ def shard(
         group, topology = _of_mesh(mesh, group, topology)
     groups = Groups(group)
     precision = precision or Precision()
-    lines: list[str] = []
-    failure: TowpathError | None = None
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))
     if strategy == "auto":
         assert topology is not None
         strategy = _planned(model, workload, topology, units, precision, groups, offload)
         workload = None
-    try:
-        if workload is not None:
-            raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
-        resolved = _resolve(strategy, topology, groups.world)
-        resolved = resolved if offload is None else replace(resolved, offload=offload)
-        _check_class(model)
-        layouts = lay_out(model, units, precision)
-        check_exchangeable(layouts, groups)
-        check_low_rank(resolved, layouts)
-        if values is not None:
-            check_values(layouts)
-        lines = [f"strategy {resolved.to_toml()}", f"{precision}", _told(values), *describe(layouts)]
-        # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
-        lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
-        lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
-        lines += [f"process groups that were made so far: {groups.describe_made()}"]
-        agree(groups, lines, None)
-    except TowpathError as error:
-        if lines:
-            raise
-        failure = error
-        agree(groups, lines, failure)
-        raise
+    resolved, layouts = _agreed(model, _Asked(strategy, topology, workload, units, precision, values, offload), groups)
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if is_open(resolved, specs) else None
     decision = decided(resolved, specs, precision, free)
@@ -122,8 +94,52 @@ def shard(
         _LOG.info(decision.why)
     engine = build(model, BuildOptions(decision.strategy, precision, values), layouts, groups)
     engine.free_bytes = free
-    _become_sharded(model, engine)
+    become_sharded(model, engine)
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What `shard` was asked for, "auto" resolved."""
+
+    strategy: str | Strategy
+    topology: Topology | None
+    workload: Workload | None
+    units: UnitChoice | None
+    precision: Precision
+    values: Values | None
+    offload: str | None
+
+
+def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
+    """The strategy and the units, once every rank has found that it was asked for the same; else all ranks raise."""
+    try:
+        strategy, layouts = _checked(model, asked, groups)
+    except TowpathError as failure:
+        agree(groups, [], failure)
+        raise
+    lines = [f"strategy {strategy.to_toml()}", f"{asked.precision}", _told(asked.values), *describe(layouts)]
+    # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
+    lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
+    lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
+    lines += [f"process groups that were made so far: {groups.describe_made()}"]
+    agree(groups, lines, None)
+    return strategy, layouts
+
+
+def _checked(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
+    """What this rank alone can find wrong."""
+    if asked.workload is not None:
+        raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
+    strategy = _resolve(asked.strategy, asked.topology, groups.world)
+    strategy = strategy if asked.offload is None else replace(strategy, offload=asked.offload)
+    check_class(model)
+    layouts = lay_out(model, asked.units, asked.precision)
+    check_exchangeable(layouts, groups)
+    check_low_rank(strategy, layouts)
+    if asked.values is not None:
+        check_values(layouts)
+    return strategy, layouts
 
 
 def _of_mesh(
@@ -170,7 +186,7 @@ def _planned(
                 "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
             )
         _check_world(topology, groups.world)
-        _check_class(model)
+        check_class(model)
         layouts = lay_out(model, units, precision)
         lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", f"{offload}", *describe(layouts)]
     except TowpathError as error:
@@ -207,100 +223,6 @@ def _check_world(topology: Topology, world: int) -> None:
             f"{topology.nodes} nodes of {topology.ranks_per_node} ranks are {topology.world} ranks, but the process "
             f"group has {world}. Start {topology.world} ranks, or pass the topology that is running."
         )
-
-
-class ShardedModule(nn.Module):
-    """What `shard` adds to a model."""
-
-    towpath_engine: Engine
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As it was. PyTorch's functions for state dicts begin with it, and are refused where they cannot do it."""
-        frame = inspect.currentframe()
-        _refuse_state_dict(self.towpath_engine, frame.f_back if frame is not None else None)
-        return super().named_children()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
-        return self.towpath_engine.no_sync()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what the micro-steps since the last boundary have accumulated."""
-        self.towpath_engine.discard()
-        super().zero_grad(set_to_none)
-
-    def unshard(self) -> None:
-        """Make all parameters whole, on every rank, until `reshard()`."""
-        unshard(self.towpath_engine)
-
-    def reshard(self, *, modifier_rank: int | None = None) -> None:
-        """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept; or, if one is
-        named, what `modifier_rank` has written. Every rank must call it."""
-        reshard(self.towpath_engine, modifier_rank)
-
-    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """For data that ends sooner on some ranks: `for batch in model.join(loader)` goes on until the last is through.
-
-        A rank that is through before gets its last batch again and again, and takes part in all that the others do; its
-        gradients count as zero, while the mean is still taken over all ranks.
-        """
-        return joined(self.towpath_engine, batches)
-
-    def broadcast_buffers(self, rank: int = 0) -> None:
-        """Every rank's buffers (a BatchNorm's running statistics, say) become those of `rank`. Every rank must call it.
-
-        The engine leaves buffers alone after `shard()`: where they depend on a rank's data, they differ.
-        """
-        for buffer in self.buffers():
-            self.towpath_engine.wiring.groups.broadcast(buffer, rank)
-
-
-class PretrainedModule(ShardedModule):
-    """What `shard` makes of a model that has `save_pretrained`."""
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As it was, with whole tensors: every rank must call it, and rank 0 writes. With `state_dict=`, as before."""
-        from towpath.checkpoint.pretrained import save_pretrained  # with all that checkpoints need
-
-        whole: Any = super()
-        return save_pretrained(self, whole.save_pretrained, *args, **kwargs)
-
-
-def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
-    """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole.
-
-    `frame`: the caller's. None of PyTorch's hooks is told of the options.
-    """
-    while frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-        call = frame.f_back.f_code.co_name if frame.f_back is not None else ""
-        if frame.f_code.co_name == "_verify_options" and getattr(
-            frame.f_locals.get("options"), "full_state_dict", False
-        ):
-            # Whole tensors can be copied into slices, and inside `full_parameters` the parameters are whole.
-            if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.pinned == engine.units):
-                return
-            raise ShardError(
-                f"PyTorch's own {call}(full_state_dict=True) knows DTensors only. Call towpath.checkpoint.{call} "
-                "instead, on every rank: it takes the same arguments."
-            )
-        frame = frame.f_back
-
-
-def _check_class(model: nn.Module) -> None:
-    if isinstance(model, ShardedModule):
-        raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
-    taken = [n for n in ("no_sync", "unshard", "reshard", "join", "broadcast_buffers") if hasattr(model, n)]
-    if taken:
-        raise ShardError(
-            f"{type(model).__name__} has {', '.join(taken)} of its own, which shard() would hide. Do not wrap the "
-            "model (DistributedDataParallel, FSDP) before shard()."
-        )
-
-
-def _become_sharded(model: nn.Module, engine: Engine) -> None:
-    become(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
-    object.__setattr__(model, "towpath_engine", engine)
-    register_known_methods(model)
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from towpath.api import ShardedModule, shard
+from towpath.api import shard
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitChoice
 from towpath.errors import ShardError
 from towpath.optim import members_of, whole_of
 from towpath.planner.workload import Workload
+from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 
 # What frameworks call mixed precision. Gradients are reduced as they would be by FSDP: in float32.

@@ -23,6 +23,7 @@ from towpath.core.pipeline import SCHEDULES
 from towpath.core.strategy import OFFLOADS, Strategy
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
+from towpath.train.config_checks import not_negative, one_of, positive, refuse
 from towpath.train.config_text import closest, put_override, reason_of, section_of, written_section
 
 
@@ -48,12 +49,12 @@ class ModelConfig:
     vocabulary: int = _key(0, "tokens the model knows; 0: as many as the tokenizer has")
 
     def __post_init__(self) -> None:
-        _positive(self, "width", "depth", "heads")
-        _not_negative(self, "kv_heads", "hidden", "vocabulary")
+        positive(self, "width", "depth", "heads")
+        not_negative(self, "kv_heads", "hidden", "vocabulary")
         if self.width % (2 * self.heads):
-            _refuse(self, "width", self.width, f"a multiple of 2 × heads = {2 * self.heads}")
+            refuse(self, "width", self.width, f"a multiple of 2 × heads = {2 * self.heads}")
         if self.kv_heads and self.heads % self.kv_heads:
-            _refuse(self, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
+            refuse(self, "kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
 
 
 # Over so many samples each source of a mixture gets the share that its weight says.
@@ -77,23 +78,23 @@ class DataConfig:
     def __post_init__(self) -> None:
         named = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
         if len(named) > 1:
-            _refuse(self, named[1], getattr(self, named[1]), f"only one source; data.{named[0]} is given too")
+            refuse(self, named[1], getattr(self, named[1]), f"only one source; data.{named[0]} is given too")
         if self.dataset and not self.column:
-            _refuse(self, "column", self.column, "the name of the dataset's column with the text")
+            refuse(self, "column", self.column, "the name of the dataset's column with the text")
         if not 0 <= self.held_out < 1:
-            _refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
+            refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
         self._check_weights(named[0] if named else "text")
 
     def _check_weights(self, source: str) -> None:
         named, weights = getattr(self, source), list(self.weights)
         if source == "dataset" and weights:
-            _refuse(self, "weights", weights, "none: a dataset is one source")
+            refuse(self, "weights", weights, "none: a dataset is one source")
         if len(weights) != len(named) and (weights or (source == "tokens" and len(named) > 1)):
-            _refuse(self, "weights", weights, f"as many numbers as data.{source} has entries, {len(named)}")
+            refuse(self, "weights", weights, f"as many numbers as data.{source} has entries, {len(named)}")
         if any(not weight > 0 or math.isinf(weight) for weight in weights):
-            _refuse(self, "weights", weights, "numbers above 0")
+            refuse(self, "weights", weights, "numbers above 0")
         if weights and min(weights) / sum(weights) * MIXED_SAMPLES < 1 - 1e-9:
-            _refuse(self, "weights", weights, f"shares of at least 1 in {MIXED_SAMPLES}")
+            refuse(self, "weights", weights, f"shares of at least 1 in {MIXED_SAMPLES}")
 
     def alone(self) -> tuple[DataConfig, ...]:
         """Each source that `weights` tells apart, by itself; without weights, all that is named is one."""
@@ -138,25 +139,25 @@ class TrainConfig:
     threads: int = _key(0, "CPU threads of a rank; 0: its share of the node's cores")
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "batch", "micro_batch", "length", "learning_rate", "eps", "evaluate_batches")
-        _positive(self, "muon_learning_rate")
-        _one_of(self, "optimizer", "adamw", "muon")
+        positive(self, "steps", "batch", "micro_batch", "length", "learning_rate", "eps", "evaluate_batches")
+        positive(self, "muon_learning_rate")
+        one_of(self, "optimizer", "adamw", "muon")
         if not 0 <= self.muon_momentum < 1:
-            _refuse(self, "muon_momentum", self.muon_momentum, "a number from 0 up to, not including, 1")
-        _not_negative(self, "weight_decay", "clip", "seed", "evaluate_every", "threads")
+            refuse(self, "muon_momentum", self.muon_momentum, "a number from 0 up to, not including, 1")
+        not_negative(self, "weight_decay", "clip", "seed", "evaluate_every", "threads")
         if self.batch % self.micro_batch:
-            _refuse(self, "micro_batch", self.micro_batch, f"a divisor of train.batch = {self.batch}")
+            refuse(self, "micro_batch", self.micro_batch, f"a divisor of train.batch = {self.batch}")
         for key in ("warmup", "final_share"):
             if not 0 <= getattr(self, key) <= 1:
-                _refuse(self, key, getattr(self, key), "a share from 0 to 1")
+                refuse(self, key, getattr(self, key), "a share from 0 to 1")
         if not all(0 <= beta < 1 for beta in self.betas):
-            _refuse(self, "betas", self.betas, "two numbers from 0 up to, not including, 1")
-        _one_of(self, "precision", *DTYPES)
+            refuse(self, "betas", self.betas, "two numbers from 0 up to, not including, 1")
+        one_of(self, "precision", *DTYPES)
         if math.frexp(self.loss_scale)[0] != 0.5:
-            _refuse(self, "loss_scale", self.loss_scale, "a power of two")
-        _one_of(self, "reduce", "", *DTYPES)
-        _one_of(self, "accumulate", *DTYPES)
-        _one_of(self, "not_finite", "stop", "skip")
+            refuse(self, "loss_scale", self.loss_scale, "a power of two")
+        one_of(self, "reduce", "", *DTYPES)
+        one_of(self, "accumulate", *DTYPES)
+        one_of(self, "not_finite", "stop", "skip")
 
     def micro_steps(self, world: int) -> int:
         """Of one optimizer step, on each of `world` ranks, or copies of a pipeline."""
@@ -202,27 +203,27 @@ class StrategyConfig:
 
     def __post_init__(self) -> None:
         if (self.nodes > 0) != (self.ranks_per_node > 0):
-            _refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
-        _one_of(self, "offload", "", *OFFLOADS)
+            refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
+        one_of(self, "offload", "", *OFFLOADS)
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
-                _refuse(self, key, list(getattr(self, key)), "[local, nodes]")
+                refuse(self, key, list(getattr(self, key)), "[local, nodes]")
         self._check_auto()
         if self.file is None and not self.auto and self.name not in presets.strategies():
             close = difflib.get_close_matches(self.name, presets.strategies(), n=1, cutoff=0.0)[0]
-            _refuse(self, "name", self.name, f"a preset ({close}?), the path of a .toml file, or auto")
+            refuse(self, "name", self.name, f"a preset ({close}?), the path of a .toml file, or auto")
 
     def _check_auto(self) -> None:
-        _not_negative(self, "memory")
+        not_negative(self, "memory")
         for key in _AUTO if not self.auto else (*_OPTIONS, *_EXTENTS):
             if getattr(self, key):
                 where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
-                _refuse(self, key, getattr(self, key), where)
+                refuse(self, key, getattr(self, key), where)
         for codec in self.allow:
             try:
                 Codec.parse(codec)
             except StrategyError as error:
-                _refuse(self, "allow", codec, f"a codec ({error})")
+                refuse(self, "allow", codec, f"a codec ({error})")
 
     @property
     def auto(self) -> bool:
@@ -273,12 +274,12 @@ class ParallelConfig:
     gradients: str = _key("", "codec of the first stages' gradients: low-rank:128")
 
     def __post_init__(self) -> None:
-        _positive(self, "pipeline")
-        _one_of(self, "schedule", *SCHEDULES)
-        _one_of(self, "compression", *COMPRESSIONS)
+        positive(self, "pipeline")
+        one_of(self, "schedule", *SCHEDULES)
+        one_of(self, "compression", *COMPRESSIONS)
         for f in fields(self):
             if self.pipeline == 1 and getattr(self, f.name) != f.default:
-                _refuse(self, f.name, getattr(self, f.name), "only with parallel.pipeline above 1")
+                refuse(self, f.name, getattr(self, f.name), "only with parallel.pipeline above 1")
         self.make()
 
     @property
@@ -310,9 +311,9 @@ class LogConfig:
     trace: tuple[int, ...] = _key((), "steps of which to write a trace for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
-        _positive(self, "every")
+        positive(self, "every")
         if any(step < 1 for step in self.trace):
-            _refuse(self, "trace", list(self.trace), "steps, counted from 1")
+            refuse(self, "trace", list(self.trace), "steps, counted from 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,11 +331,11 @@ class CheckpointConfig:
     resume: str = _key("auto", "auto: from the newest in the folder; off; or a path")
 
     def __post_init__(self) -> None:
-        _not_negative(self, "every", "every_minutes", "keep", "keep_every")
+        not_negative(self, "every", "every_minutes", "keep", "keep_every")
         if self.keep_every and not self.keep:
-            _refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
+            refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
         if not self.resume:
-            _refuse(self, "resume", self.resume, "auto, off or a path")
+            refuse(self, "resume", self.resume, "auto, off or a path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -391,24 +392,3 @@ class Config:
     def __str__(self) -> str:
         sections = [getattr(self, f.name) for f in fields(self)]
         return "\n".join(written_section(section) for section in sections)
-
-
-def _refuse(section: Any, key: str, got: Any, expected: str) -> None:
-    raise ConfigError(f"{section.NAME}.{key} = {got!r}: expected {expected}.")
-
-
-def _positive(section: Any, *keys: str) -> None:
-    for key in keys:
-        if not getattr(section, key) > 0:
-            _refuse(section, key, getattr(section, key), "more than 0")
-
-
-def _not_negative(section: Any, *keys: str) -> None:
-    for key in keys:
-        if not getattr(section, key) >= 0:
-            _refuse(section, key, getattr(section, key), "0 or more")
-
-
-def _one_of(section: Any, key: str, *allowed: str) -> None:
-    if getattr(section, key) not in allowed:
-        _refuse(section, key, getattr(section, key), f"one of {', '.join(map(repr, allowed))}")

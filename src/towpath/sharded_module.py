@@ -1,0 +1,112 @@
+"""What `shard` adds to a model's class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from towpath.engine.executor import Engine
+from towpath.engine.full_parameters import reshard, unshard
+from towpath.engine.hooks import register_known_methods
+from towpath.engine.module_classes import become
+from towpath.engine.uneven_data import Batch, joined
+from towpath.errors import ShardError
+
+
+class ShardedModule(nn.Module):
+    """What `shard` adds to a model."""
+
+    towpath_engine: Engine
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As it was. PyTorch's functions for state dicts begin with it, and are refused where they cannot do it."""
+        frame = inspect.currentframe()
+        _refuse_state_dict(self.towpath_engine, frame.f_back if frame is not None else None)
+        return super().named_children()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
+        return self.towpath_engine.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also drops what the micro-steps since the last boundary have accumulated."""
+        self.towpath_engine.discard()
+        super().zero_grad(set_to_none)
+
+    def unshard(self) -> None:
+        """Make all parameters whole, on every rank, until `reshard()`."""
+        unshard(self.towpath_engine)
+
+    def reshard(self, *, modifier_rank: int | None = None) -> None:
+        """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept; or, if one is
+        named, what `modifier_rank` has written. Every rank must call it."""
+        reshard(self.towpath_engine, modifier_rank)
+
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """For data that ends sooner on some ranks: `for batch in model.join(loader)` goes on until the last is through.
+
+        A rank that is through before gets its last batch again and again, and takes part in all that the others do; its
+        gradients count as zero, while the mean is still taken over all ranks.
+        """
+        return joined(self.towpath_engine, batches)
+
+    def broadcast_buffers(self, rank: int = 0) -> None:
+        """Every rank's buffers (a BatchNorm's running statistics, say) become those of `rank`. Every rank must call it.
+
+        The engine leaves buffers alone after `shard()`: where they depend on a rank's data, they differ.
+        """
+        for buffer in self.buffers():
+            self.towpath_engine.wiring.groups.broadcast(buffer, rank)
+
+
+class PretrainedModule(ShardedModule):
+    """What `shard` makes of a model that has `save_pretrained`."""
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As it was, with whole tensors: every rank must call it, and rank 0 writes. With `state_dict=`, as before."""
+        from towpath.checkpoint.pretrained import save_pretrained  # with all that checkpoints need
+
+        whole: Any = super()
+        return save_pretrained(self, whole.save_pretrained, *args, **kwargs)
+
+
+def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
+    """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole.
+
+    `frame`: the caller's. None of PyTorch's hooks is told of the options.
+    """
+    while frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        call = frame.f_back.f_code.co_name if frame.f_back is not None else ""
+        if frame.f_code.co_name == "_verify_options" and getattr(
+            frame.f_locals.get("options"), "full_state_dict", False
+        ):
+            # Whole tensors can be copied into slices, and inside `full_parameters` the parameters are whole.
+            if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.pinned == engine.units):
+                return
+            raise ShardError(
+                f"PyTorch's own {call}(full_state_dict=True) knows DTensors only. Call towpath.checkpoint.{call} "
+                "instead, on every rank: it takes the same arguments."
+            )
+        frame = frame.f_back
+
+
+def check_class(model: nn.Module) -> None:
+    if isinstance(model, ShardedModule):
+        raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
+    taken = [n for n in ("no_sync", "unshard", "reshard", "join", "broadcast_buffers") if hasattr(model, n)]
+    if taken:
+        raise ShardError(
+            f"{type(model).__name__} has {', '.join(taken)} of its own, which shard() would hide. Do not wrap the "
+            "model (DistributedDataParallel, FSDP) before shard()."
+        )
+
+
+def become_sharded(model: nn.Module, engine: Engine) -> None:
+    become(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
+    object.__setattr__(model, "towpath_engine", engine)
+    register_known_methods(model)
