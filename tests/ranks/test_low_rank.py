@@ -62,7 +62,7 @@ def _gradients(model: Any) -> list[torch.Tensor]:
 
 def _syncs(model: Any) -> list[LowRankSync]:
     buckets = [bucket for unit in model.towpath_engine.units for bucket in unit.buckets]
-    return [bucket.low_rank for bucket in buckets if bucket.low_rank is not None]
+    return [bucket.gradients.low_rank for bucket in buckets if bucket.gradients.low_rank is not None]
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -124,8 +124,8 @@ def _apart() -> None:
     engine_of(run.model).publish()
     engine_of(run.model).wiring.queues.finish()
     assert torch.equal(bucket.shard, bucket.master) and not torch.equal(bucket.shard, before)
-    assert bucket.grads is not None and bucket._mean is not None
-    assert bucket._mean.untyped_storage().data_ptr() != bucket.grads.untyped_storage().data_ptr()
+    assert bucket.gradients.sums is not None and bucket.gradients._mean is not None
+    assert bucket.gradients._mean.untyped_storage().data_ptr() != bucket.gradients.sums.untyped_storage().data_ptr()
 
 
 # --- what users do with parameters and states ------------------------------------------------------------------------

@@ -70,6 +70,12 @@ class BucketPlan:
         """Whether `.grad` can be a view of the G shard."""
         return self.accumulate_dtype == self.own_dtype and not self.optimizer_on_host
 
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether `.grad` can be what autograd makes: nothing of it travels, or is rounded or cut on the way."""
+        travel = self.transfers[Kind.REDUCE] or self.transfers[Kind.SYNC]
+        return not travel and self.optimizer.count == 1 and self.grad_is_view
+
     def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
         """By what a sum is divided before and after `kind` (reduce, and then sync), so that it ends as the mean.
 

@@ -6,7 +6,7 @@ A bucket holds the parameters of one dtype, all trainable or all frozen. Its mem
     shard   numel / P      compute dtype   this rank's slice of the weights; or bytes, where it rests encoded
     master  numel / OS     own dtype       what the optimizer writes: a view of shard, or a copy in mixed precision
     copy    numel / hpZ    compute dtype   what backward gathers from, where the strategy keeps one
-    grads   numel / G      accumulate      the sum of the gradients of the micro-steps so far
+    grads   numel / G      accumulate      the sum of the gradients of the micro-steps so far (`gradients.py`)
 
 All of it is the device's, but for the master of a bucket whose optimizer works in the host's memory
 (`optimizer_memory.py`).
@@ -15,23 +15,19 @@ The OS slice lies inside the G slice, and that inside the P slice.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
 from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.collective import Collective
 from towpath.collectives.workspace import Workspace
-from towpath.core.routes import Op
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transitions import Cut
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.dtypes import torch_dtype
 from towpath.engine.encoded_shard import EncodedShard
-from towpath.engine.in_place import narrowed, widen
+from towpath.engine.gradients import gradients_of
 from towpath.engine.initialise import Flat
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.low_rank_sync import LowRankSync
@@ -40,9 +36,9 @@ from towpath.engine.parallel import Mesh
 from towpath.engine.partial_sums import Replica
 from towpath.engine.shard_operations import operation
 from towpath.engine.shard_tensor import ShardTensor, handlers_are_chosen_by
+from towpath.engine.slices import slice_of, slice_within
 from towpath.engine.span import Span
 from towpath.engine.wiring import Wiring
-from towpath.errors import StepError
 
 handlers_are_chosen_by(operation)
 
@@ -61,7 +57,8 @@ class Bucket:
         self.layout, self.rank, self.device = layout, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
         self.transfers: dict[Kind, list[BoundTransfer]] = {}
-        self.low_rank: LowRankSync | None = None
+        self._optimizer = OptimizerMemory(plan, self.device)
+        self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
         self.bind(plan, wiring)
         self.mark = WriteMark(writes)
         self.published = 0
@@ -69,11 +66,10 @@ class Bucket:
         # Rounded once, from what the user gave.
         self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
         self.shard = self.resting.message if self.resting else start.part(plan.params, compute)
-        self._optimizer = OptimizerMemory(plan, self.device)
         if plan.has_master:
             self.master = self._optimizer.holding(start.part(plan.optimizer, own))
         else:
-            self.master = self.own_slice(self.shard, plan.params)
+            self.master = self._own_slice(self.shard)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
         self.whole = plan.always_whole
@@ -81,38 +77,30 @@ class Bucket:
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
             self._exchange(place, replica, mesh)
-        self.grads: torch.Tensor | None = None  # made with the first gradient
-        self.grads_filled = False
-        self.used = [False] * len(layout.places)  # by this rank, since the last boundary
-        self._mean: torch.Tensor | None = None
-        self._arriving: list[torch.Tensor] = []
-        self._arrived: set[int] = set()  # since the memory that gradients arrive in was last cleared
-        self._arrived_now: set[int] = set()  # in this micro-step
-        self._lent: list[weakref.ref[torch.Tensor]] = []
         if self.whole:
             self.place(self.shard)
 
     def bind(self, plan: BucketPlan, wiring: Wiring) -> None:
         """From now on it travels by the transfers of `plan`; those that stay keep their collectives."""
         self.plan = plan
-        for kind, wanted in plan.transfers.items():
-            if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind]):
-                self.transfers[kind] = wiring.bind(wanted)
-                if kind is Kind.SYNC:
-                    bound = self.transfers[kind]
-                    self.low_rank = LowRankSync(plan, plan.factored, bound, self.device) if plan.factored else None
+        changed = [
+            kind
+            for kind, wanted in plan.transfers.items()
+            if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind])
+        ]
+        for kind in changed:
+            self.transfers[kind] = wiring.bind(plan.transfers[kind])
+        self.gradients.travel_by(plan, self.transfers, new_sync=Kind.SYNC in changed)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _slice(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
-        return whole.view(cut.count, -1)[cut.slots[self.rank]]
+        return slice_of(whole, cut, self.rank)
 
-    def own_slice(self, outer: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """The part of `outer`, this rank's slice of `cut`, that is its OS slice."""
-        inner = self.plan.optimizer
-        ratio = inner.count // cut.count
-        return outer.view(ratio, -1)[inner.slots[self.rank] % ratio]
+    def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
+        """The part of this rank's P shard that is its OS slice."""
+        return slice_within(shard, self.plan.params, self.plan.optimizer, self.rank)
 
     def _view(self, place: ParameterPlace, dtype: torch.dtype) -> nn.Parameter:
         """What the modules compute with: whole, as far as this rank's part of a DTensor is."""
@@ -170,7 +158,7 @@ class Bucket:
         return self.published != self.mark.version
 
     def publish(self, workspace: Workspace) -> None:
-        mine = self.own_slice(self.shard, self.plan.params)
+        mine = self._own_slice(self.shard)
         if self.plan.has_master:
             self._optimizer.publish(self.master, mine)
         for transfer in self.transfers[Kind.PUBLISH]:
@@ -219,149 +207,13 @@ class Bucket:
             return
         before = self.shard if self._rounded is None else self._rounded
         if self.plan.has_master:
-            mine, was = self.own_slice(now, self.plan.params), self.own_slice(before, self.plan.params)
+            mine, was = self._own_slice(now), self._own_slice(before)
             master = self.master.to(mine.device)
             left = mine == (master.to(mine.dtype) if self._rounded is None else was)
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, self.shard, now))
         self._rounded = None
         self.mark.written()
-
-    # Gradients ----------------------------------------------------------------------------------------------------
-
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients travel every micro-step; else they are summed where they lie."""
-        return bool(self.transfers[Kind.REDUCE])
-
-    @property
-    def arrived(self) -> bool:
-        """Whether all its gradients have, in this micro-step."""
-        return len(self._arrived_now) == len(self.used)
-
-    def reclaim(self) -> None:
-        """Before the G shard is written anew: whoever still holds a view of it, lent as `.grad`, gets a copy."""
-        for reference in self._lent:
-            tensor = reference()
-            if tensor is not None:
-                tensor.data = tensor.clone()
-        self._lent.clear()
-
-    def begin(self, buffer: torch.Tensor | None) -> None:
-        """Gradients of this micro-step arrive in `buffer`; without one, in the G shard itself."""
-        if self.grads is None:
-            self.grads = self._empty(self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.accumulate_dtype))
-            self.grads.zero_()  # the padding between parameters is never written, and must not be noise
-        self.reclaim()
-        self._arrived_now.clear()
-        if buffer is None:
-            buffer = self.grads
-        else:
-            self._arrived.clear()
-        if not self._arrived:
-            self._clear_padding(buffer)
-        if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
-            self._arriving = [place.of(buffer) for place in self.layout.places]
-
-    def _clear_padding(self, buffer: torch.Tensor) -> None:
-        ends = [*(p.offset for p in self.layout.places[1:]), self.plan.numel]
-        for place, end in zip(self.layout.places, ends, strict=True):
-            start = place.offset + place.numel
-            if start < end:
-                buffer[start:end].zero_()
-
-    def arrive(self, index: int, grad: torch.Tensor | None) -> None:
-        """Take over the gradient of one parameter; None: it counts as zero."""
-        if grad is None:
-            self._arrive_as_zero(index)
-            return
-        parallel = self.layout.places[index].parallel
-        if parallel is not None:
-            grad = parallel.part_of_gradient(grad)
-        if grad.layout is not torch.strided:
-            grad = grad.to_dense()
-        if index in self._arrived:
-            self._arriving[index].add_(grad)
-        else:
-            self._arriving[index].copy_(grad)
-        self._arrived.add(index)
-        self._arrived_now.add(index)
-        self.used[index] = True
-
-    def fill_missing(self) -> None:
-        """What got no gradient on this rank adds zero to the sum."""
-        for index in range(len(self.used)):
-            self._arrive_as_zero(index)
-
-    def _arrive_as_zero(self, index: int) -> None:
-        self._arrived_now.add(index)
-        if index not in self._arrived:
-            self._arriving[index].zero_()
-            self._arrived.add(index)
-
-    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        assert self.grads is not None
-        before, after = self.plan.divisors(Kind.REDUCE, self.plan.grads.count)
-        if before != 1:
-            buffer.div_(before)
-        mine = self._slice(buffer, self.plan.grads)
-        for transfer in self.transfers[Kind.REDUCE]:
-            transfer.run(buffer, mine, workspace)
-        if self.grads_filled:
-            self.grads.add_(mine, alpha=1 / after)
-        else:
-            self.grads.copy_(mine)
-            if after != 1:
-                self.grads.div_(after)
-        self.grads_filled = True
-
-    def sync(self, world: int, workspace: Workspace) -> None:
-        """The mean over all ranks, in this rank's OS slice of the G shard."""
-        assert self.grads is not None
-        before, after = self.plan.divisors(Kind.SYNC, world)
-        mine = self.own_slice(self.grads, self.plan.grads)
-        if before != 1:
-            self.grads.div_(before)
-        if self.low_rank is not None:
-            self.low_rank.run(self.grads, workspace)
-        elif transfers := self.transfers[Kind.SYNC]:
-            # What travels is narrower than the sum, and lives in the same memory meanwhile.
-            travelling = narrowed(self.grads, torch_dtype(transfers[0].transfer.dtype))
-            own = self.own_slice(travelling, self.plan.grads)
-            for bound in transfers:
-                bound.run(travelling if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
-            widen(own, mine)
-        if after != 1:
-            mine.div_(after)
-        if not self.plan.grad_is_view:
-            if self._mean is None:
-                self._mean = self._optimizer.like(mine)
-            self._mean.copy_(mine, non_blocking=True)
-
-    def deliver(self, used: Sequence[bool]) -> None:
-        """Add the mean gradients to `.grad` of every parameter that some rank used, and begin anew."""
-        assert self.grads is not None
-        mean = self._mean if self._mean is not None else self.own_slice(self.grads, self.plan.grads)
-        for place, is_used in zip(self.layout.places, used, strict=True):
-            parameter = place.parameter
-            assert isinstance(parameter, ShardTensor)
-            if not is_used:
-                continue
-            local = mean[slice(*parameter.span.in_cut())]
-            if parameter.grad is None:
-                parameter.grad = ShardTensor(local, parameter.span)
-                self._lent.append(weakref.ref(local))
-            elif isinstance(parameter.grad, ShardTensor):
-                parameter.grad.local.add_(local)
-            else:
-                raise StepError(f"{place.names[0]}.grad was replaced by a plain tensor; set it to None, or zero it.")
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget what was accumulated."""
-        self.grads_filled = False
-        self._arrived.clear()
-        self.used = [False] * len(self.used)
 
     @property
     def keepers(self) -> dict[str, Collective | LowRankSync]:
@@ -370,8 +222,8 @@ class Bucket:
         for kind, transfers in self.transfers.items():
             for position, bound in enumerate(transfers):
                 found[f"{kind.value}/{position}"] = bound.collective
-        if self.low_rank is not None:
-            found[f"{Kind.SYNC.value}/low-rank"] = self.low_rank
+        if self.gradients.low_rank is not None:
+            found[f"{Kind.SYNC.value}/low-rank"] = self.gradients.low_rank
         return found
 
     def memory_bytes(self) -> dict[str, int]:
@@ -382,8 +234,8 @@ class Bucket:
             "params": self.shard.nbytes if self.trainable else 0,
             "master": self.master.nbytes if self.plan.has_master and not on_host else 0,
             "backward_params": self.copy.nbytes if self.copy is not None else 0,
-            "grads": self.grads.nbytes if self.grads is not None else 0,
-            "grad": self._mean.nbytes if self._mean is not None and not on_host else 0,
+            "grads": self.gradients.nbytes,
+            "grad": 0 if on_host else self.gradients.mean_nbytes,
             "feedback": sum(kept.nbytes for keeper in self.keepers.values() for kept in keeper.state),
         }
 
@@ -392,5 +244,4 @@ class Bucket:
         outgoing = self._optimizer.outgoing
         if outgoing is None:
             return {}
-        mean = self._mean.nbytes if self._mean is not None else 0
-        return {"master": self.master.nbytes, "grad": mean, "outgoing": outgoing.nbytes}
+        return {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes, "outgoing": outgoing.nbytes}

@@ -200,8 +200,8 @@ class Engine:
         if first or grad.requires_grad or not (bucket.whole or machine.is_whole(unit.index)):
             self._check_gradient(unit, bucket, index, grad)
         # A muted rank counts what arrives, too: what follows from it must be the same on every rank.
-        self.host.leave_out(bucket.arrive, index, None if self.muted else grad)
-        if bucket.arrived and all(b.arrived for b in unit.trainable):
+        self.host.leave_out(bucket.gradients.arrive, index, None if self.muted else grad)
+        if bucket.gradients.arrived and all(b.gradients.arrived for b in unit.trainable):
             self.machine.gradients_complete(unit.index)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
@@ -323,8 +323,8 @@ class Engine:
         used = self._used
         for unit in self._trained:
             for bucket in unit.trainable:
-                count = len(bucket.used)
-                bucket.deliver(used[:count])
+                count = len(bucket.gradients.used)
+                bucket.gradients.deliver(used[:count])
                 used = used[count:]
         self.wiring.record.end_step()
         self.step += 1
@@ -377,7 +377,7 @@ class Engine:
         self._micro_step_ended(0)
         for unit in self.units:
             for bucket in unit.trainable:
-                bucket.restart()
+                bucket.gradients.restart()
 
     def tell_before_rewrite(self) -> None:
         for reference in self.before_rewrite:

@@ -163,32 +163,34 @@ class Unit:
 
     def collect(self, memory: Buffers | None) -> None:
         """From now on gradients arrive in `memory`; without any, in the G shards themselves."""
-        travelling = [b for b in self.trainable if b.reduces]
+        travelling = [b for b in self.trainable if b.gradients.reduces]
         for bucket, buffer in zip(travelling, _divide_gradients(travelling, memory), strict=True):
-            bucket.begin(buffer)
+            bucket.gradients.begin(buffer)
         for bucket in self.trainable:
-            if not bucket.reduces:
-                bucket.begin(None)
+            if not bucket.gradients.reduces:
+                bucket.gradients.begin(None)
 
     def reduce(self, memory: Buffers) -> Handle:
         """Send this micro-step's gradients to the G shards."""
-        travelling = [b for b in self.trainable if b.reduces]
+        travelling = [b for b in self.trainable if b.gradients.reduces]
         for bucket in travelling:
-            bucket.fill_missing()
+            bucket.gradients.fill_missing()
 
         def send(workspace: Workspace) -> None:
             # Divided here, by the queue's thread: what one allocates and another frees leaves holes in the heap.
             for bucket, buffer in zip(travelling, _divide_gradients(travelling, memory), strict=True):
-                bucket.reduce(buffer, workspace)
+                bucket.gradients.reduce(buffer, workspace)
 
         return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), send)
 
     def sync(self, world: int, after: Sequence[Handle]) -> Handle:
         """At the boundary: from the G shards to the mean over all ranks."""
         for bucket in self.trainable:
-            if not bucket.reduces:
-                bucket.fill_missing()
-        return self._submit(Kind.SYNC, self.trainable, lambda bucket, workspace: bucket.sync(world, workspace), after)
+            if not bucket.gradients.reduces:
+                bucket.gradients.fill_missing()
+        return self._submit(
+            Kind.SYNC, self.trainable, lambda bucket, workspace: bucket.gradients.sync(world, workspace), after
+        )
 
     def _submit(
         self,

@@ -20,12 +20,12 @@ class Usage:
 
     def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: Wiring) -> None:
         self._trained, self._wiring = trained, wiring
-        parameters = sum(len(bucket.used) for unit in trained for bucket in unit.trainable)
+        parameters = sum(len(bucket.gradients.used) for unit in trained for bucket in unit.trainable)
         self._transfers = wiring.bind(usage_transfers(strategy, parameters))
 
     def compare(self) -> list[bool]:
         """By parameter: whether any rank has a gradient of it. An error, on every rank, if they ran different units."""
-        mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.used]
+        mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
         if not self._transfers:
             return mine
         journal = self._wiring.journal

@@ -1,0 +1,331 @@
+"""The gradients of one bucket on one rank: from what autograd computes to the means in `.grad`.
+
+Where they travel they are copied to flat memory first (`FlatGradients`). Where nothing of them does, as on one rank,
+what autograd made is what the optimizer gets (`OwnGradients`): a copy of all gradients is some percent of a step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+
+from towpath.collectives.bound_transfer import BoundTransfer
+from towpath.collectives.workspace import Workspace
+from towpath.core.routes import Op
+from towpath.core.strategy import Kind
+from towpath.core.unit_plan import BucketPlan
+from towpath.engine.dtypes import torch_dtype
+from towpath.engine.in_place import narrowed, widen
+from towpath.engine.layout import ParameterPlace
+from towpath.engine.low_rank_sync import LowRankSync
+from towpath.engine.optimizer_memory import OptimizerMemory
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.slices import slice_of, slice_within
+from towpath.errors import StepError
+
+Transfers = Mapping[Kind, Sequence[BoundTransfer]]
+
+
+class BucketGradients(ABC):
+    """`used`: by parameter, whether this rank has had a gradient of it since the last boundary."""
+
+    low_rank: LowRankSync | None = None
+
+    def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
+        self.plan, self._places = plan, places
+        self.used = [False] * len(places)
+        self._arrived: set[int] = set()  # since what they arrive in was last cleared
+        self._arrived_now: set[int] = set()  # in this micro-step
+
+    def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+        """From now on. `new_sync`: by other transfers at a boundary than before."""
+        self.plan = plan
+
+    @property
+    @abstractmethod
+    def reduces(self) -> bool:
+        """Whether they travel every micro-step; else they are summed where they lie."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """What is held of them on the device."""
+
+    @property
+    def mean_nbytes(self) -> int:
+        """And of the means, where those have memory of their own, which is the optimizer's."""
+        return 0
+
+    @property
+    def arrived(self) -> bool:
+        """Whether all have, in this micro-step."""
+        return len(self._arrived_now) == len(self.used)
+
+    @abstractmethod
+    def begin(self, buffer: torch.Tensor | None) -> None:
+        """A micro-step, whose gradients are reduced from `buffer`; without one they stay."""
+
+    def arrive(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Take over the gradient of one parameter; None: it counts as zero."""
+        if gradient is None:
+            self._arrive_as_zero(index)
+            return
+        parallel = self._places[index].parallel
+        if parallel is not None:
+            gradient = parallel.part_of_gradient(gradient)
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        self._add(index, gradient)
+        self._arrived.add(index)
+        self._arrived_now.add(index)
+        self.used[index] = True
+
+    @abstractmethod
+    def _add(self, index: int, gradient: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _arrive_as_zero(self, index: int) -> None: ...
+
+    def fill_missing(self) -> None:
+        """What got no gradient on this rank adds zero to the sum."""
+        for index in range(len(self.used)):
+            self._arrive_as_zero(index)
+
+    @abstractmethod
+    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        """Add the sums over the ranks of `buffer` to this rank's G shard."""
+
+    @abstractmethod
+    def sync(self, terms: int, workspace: Workspace) -> None:
+        """From the sums of so many to the means over all ranks, in this rank's OS slice."""
+
+    @abstractmethod
+    def _means(self) -> Sequence[torch.Tensor | None]:
+        """By parameter, as far as they lie in this rank's OS slice: 1-D."""
+
+    def deliver(self, used: Sequence[bool]) -> None:
+        """Add the means to `.grad` of every parameter that some rank used, and begin anew."""
+        for place, mean, is_used in zip(self._places, self._means(), used, strict=True):
+            parameter = place.parameter
+            assert isinstance(parameter, ShardTensor)
+            if not is_used:
+                continue
+            assert mean is not None
+            if parameter.grad is None:
+                parameter.grad = ShardTensor(mean, parameter.span)
+                self._lend(mean)
+            elif isinstance(parameter.grad, ShardTensor):
+                parameter.grad.local.add_(mean)
+            else:
+                raise StepError(f"{place.names[0]}.grad was replaced by a plain tensor; set it to None, or zero it.")
+        self.restart()
+
+    @abstractmethod
+    def _lend(self, mean: torch.Tensor) -> None:
+        """It is `.grad` of a parameter from now on."""
+
+    def restart(self) -> None:
+        """Forget what was accumulated."""
+        self._arrived.clear()
+        self.used = [False] * len(self.used)
+
+
+def gradients_of(
+    plan: BucketPlan, places: Sequence[ParameterPlace], optimizer: OptimizerMemory, rank: int, device: torch.device
+) -> BucketGradients:
+    return OwnGradients(plan, places) if plan.gradients_stay else FlatGradients(plan, places, optimizer, rank, device)
+
+
+@final
+class OwnGradients(BucketGradients):
+    """Each as autograd made it, and as it is in `.grad` afterwards."""
+
+    def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
+        super().__init__(plan, places)
+        self._sums: list[torch.Tensor | None] = [None] * len(places)
+        self._dtype = torch_dtype(plan.accumulate_dtype)
+
+    @property
+    def reduces(self) -> bool:
+        return False
+
+    @property
+    def nbytes(self) -> int:
+        held = [place.parameter.grad for place in self._places]
+        lent = sum(grad.local.nbytes for grad in held if isinstance(grad, ShardTensor))
+        return lent + sum(each.nbytes for each in self._sums if each is not None)
+
+    def begin(self, buffer: torch.Tensor | None) -> None:
+        assert buffer is None
+        self._arrived_now.clear()
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        before = self._sums[index]
+        if before is None:
+            self._sums[index] = gradient.to(self._dtype).reshape(-1)
+        else:
+            before.add_(gradient.reshape(-1))
+
+    def _arrive_as_zero(self, index: int) -> None:
+        self._arrived_now.add(index)
+
+    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        raise AssertionError("nothing of these gradients travels")
+
+    def sync(self, terms: int, workspace: Workspace) -> None:
+        before, after = self.plan.divisors(Kind.SYNC, terms)
+        if before * after != 1:
+            for each in self._sums:
+                if each is not None:
+                    each.div_(before).div_(after)
+
+    def _means(self) -> Sequence[torch.Tensor | None]:
+        return self._sums
+
+    def _lend(self, mean: torch.Tensor) -> None:
+        """The next micro-step's are other tensors."""
+
+    def restart(self) -> None:
+        super().restart()
+        self._sums = [None] * len(self._sums)
+
+
+@final
+class FlatGradients(BucketGradients):
+    """`sums`: this rank's G shard, made with the first gradient."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        places: Sequence[ParameterPlace],
+        optimizer: OptimizerMemory,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(plan, places)
+        self._optimizer, self._rank, self._device = optimizer, rank, device
+        self._transfers: Transfers = {}
+        self.sums: torch.Tensor | None = None
+        self._holds_sums = False
+        self._mean: torch.Tensor | None = None
+        self._arriving: list[torch.Tensor] = []
+        self._lent: list[weakref.ref[torch.Tensor]] = []
+
+    def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+        self.plan, self._transfers = plan, transfers
+        if new_sync:
+            bound = transfers[Kind.SYNC]
+            self.low_rank = LowRankSync(plan, plan.factored, bound, self._device) if plan.factored else None
+
+    @property
+    def reduces(self) -> bool:
+        return bool(self._transfers[Kind.REDUCE])
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.sums is None else self.sums.nbytes
+
+    @property
+    def mean_nbytes(self) -> int:
+        return 0 if self._mean is None else self._mean.nbytes
+
+    def _reclaim(self) -> None:
+        """Before the G shard is written anew: whoever still holds a view of it, lent as `.grad`, gets a copy."""
+        for reference in self._lent:
+            tensor = reference()
+            if tensor is not None:
+                tensor.data = tensor.clone()
+        self._lent.clear()
+
+    def _lend(self, mean: torch.Tensor) -> None:
+        self._lent.append(weakref.ref(mean))
+
+    def begin(self, buffer: torch.Tensor | None) -> None:
+        if self.sums is None:
+            elements, dtype = self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.accumulate_dtype)
+            # The padding between parameters is never written, and must not be noise.
+            self.sums = torch.zeros(elements, dtype=dtype, device=self._device)
+        self._reclaim()
+        self._arrived_now.clear()
+        if buffer is None:
+            buffer = self.sums
+        else:
+            self._arrived.clear()
+        if not self._arrived:
+            self._clear_padding(buffer)
+        if not self._arriving or self._arriving[0].data_ptr() != buffer.data_ptr():
+            self._arriving = [place.of(buffer) for place in self._places]
+
+    def _clear_padding(self, buffer: torch.Tensor) -> None:
+        ends = [*(p.offset for p in self._places[1:]), self.plan.numel]
+        for place, end in zip(self._places, ends, strict=True):
+            start = place.offset + place.numel
+            if start < end:
+                buffer[start:end].zero_()
+
+    def _add(self, index: int, gradient: torch.Tensor) -> None:
+        if index in self._arrived:
+            self._arriving[index].add_(gradient)
+        else:
+            self._arriving[index].copy_(gradient)
+
+    def _arrive_as_zero(self, index: int) -> None:
+        self._arrived_now.add(index)
+        if index not in self._arrived:
+            self._arriving[index].zero_()
+            self._arrived.add(index)
+
+    def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        assert self.sums is not None
+        before, after = self.plan.divisors(Kind.REDUCE, self.plan.grads.count)
+        if before != 1:
+            buffer.div_(before)
+        mine = slice_of(buffer, self.plan.grads, self._rank)
+        for transfer in self._transfers[Kind.REDUCE]:
+            transfer.run(buffer, mine, workspace)
+        if self._holds_sums:
+            self.sums.add_(mine, alpha=1 / after)
+        else:
+            self.sums.copy_(mine)
+            if after != 1:
+                self.sums.div_(after)
+        self._holds_sums = True
+
+    def sync(self, terms: int, workspace: Workspace) -> None:
+        assert self.sums is not None
+        before, after = self.plan.divisors(Kind.SYNC, terms)
+        mine = self._own_slice(self.sums)
+        if before != 1:
+            self.sums.div_(before)
+        if self.low_rank is not None:
+            self.low_rank.run(self.sums, workspace)
+        elif transfers := self._transfers[Kind.SYNC]:
+            # What travels is narrower than the sum, and lives in the same memory meanwhile.
+            travelling = narrowed(self.sums, torch_dtype(transfers[0].transfer.dtype))
+            own = self._own_slice(travelling)
+            for bound in transfers:
+                bound.run(travelling if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
+            widen(own, mine)
+        if after != 1:
+            mine.div_(after)
+        if not self.plan.grad_is_view:
+            if self._mean is None:
+                self._mean = self._optimizer.like(mine)
+            self._mean.copy_(mine, non_blocking=True)
+
+    def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
+        return slice_within(shard, self.plan.grads, self.plan.optimizer, self._rank)
+
+    def _means(self) -> Sequence[torch.Tensor]:
+        assert self.sums is not None
+        mean = self._mean if self._mean is not None else self._own_slice(self.sums)
+        spans = [place.parameter.span for place in self._places if isinstance(place.parameter, ShardTensor)]
+        return [mean[slice(*span.in_cut())] for span in spans]
+
+    def restart(self) -> None:
+        super().restart()
+        self._holds_sums = False
