@@ -99,6 +99,10 @@ class BucketGradients(ABC):
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         """Add the sums over the ranks of `buffer` to this rank's G shard."""
 
+    def needs_sync(self, terms: int) -> bool:
+        """Whether the sum of so many is not their mean over all ranks already."""
+        return True
+
     @abstractmethod
     def sync(self, terms: int, workspace: Workspace) -> None:
         """From the sums of so many to the means over all ranks, in this rank's OS slice."""
@@ -176,12 +180,14 @@ class OwnGradients(BucketGradients):
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         raise AssertionError("nothing of these gradients travels")
 
+    def needs_sync(self, terms: int) -> bool:
+        return self.plan.divisors(Kind.SYNC, terms) != (1, 1.0)
+
     def sync(self, terms: int, workspace: Workspace) -> None:
         before, after = self.plan.divisors(Kind.SYNC, terms)
-        if before * after != 1:
-            for each in self._sums:
-                if each is not None:
-                    each.div_(before).div_(after)
+        for each in self._sums:
+            if each is not None:
+                each.div_(before).div_(after)
 
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums

@@ -183,14 +183,17 @@ class Unit:
 
         return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), send)
 
-    def sync(self, world: int, after: Sequence[Handle]) -> Handle:
-        """At the boundary: from the G shards to the mean over all ranks."""
+    def sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
+        """At the boundary: from the G shards to the mean of so many, over all ranks."""
         for bucket in self.trainable:
             if not bucket.gradients.reduces:
                 bucket.gradients.fill_missing()
-        return self._submit(
-            Kind.SYNC, self.trainable, lambda bucket, workspace: bucket.gradients.sync(world, workspace), after
-        )
+
+        def mean(bucket: Bucket, workspace: Workspace) -> None:
+            bucket.gradients.sync(terms, workspace)
+
+        sums = [b for b in self.trainable if b.gradients.needs_sync(terms)]
+        return self._submit(Kind.SYNC, sums, mean, after) if sums else None
 
     def _submit(
         self,

@@ -1,0 +1,102 @@
+"""One rank: nothing of the gradients travels, and what autograd made of them is what the optimizer gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.test_engine_promises import Branching
+from tests.ranks.twin import Twin, loss_on
+from towpath.engine.gradients import OwnGradients
+
+Worlds = Callable[[int], World]
+
+ALONE = towpath.Topology(1, 1)
+LABELS = ("ddp", "zero3", "zero++", "paro-iig")
+
+
+def test_it_trains_as_plain_pytorch_does_whatever_is_done_with_gradients(world: Worlds) -> None:
+    world(1).run(_trains_alone)
+
+
+def _trains_alone() -> None:
+    from tests.ranks.models import MODELS
+
+    for label in LABELS:
+        twin = Twin(MODELS["gpt"].build, loss_on("gpt"), label, ALONE)
+        for step in range(4):
+            twin.backward(step, micro_steps=1 + step % 3)
+            if step == 2:  # a second boundary without zero_grad
+                twin.backward(step + 4, micro_steps=2)
+            twin.check_gradients()
+            twin.step(set_to_none=step != 1)
+        twin.check_parameters()
+
+
+def test_a_parameter_that_some_micro_steps_leave_out_has_the_gradient_of_the_others(world: Worlds) -> None:
+    world(1).run(_branches)
+
+
+def _branches() -> None:
+    def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+        use = [0] + [1] * (micro == 1) + [2] * (micro == 0) + [3] * (step % 2)
+        torch.manual_seed(10 * step + micro)
+        return model(torch.randn(3, 6, dtype=torch.float64), tuple(use)).square().mean()
+
+    twin = Twin(Branching, loss, "zero3", ALONE)
+    for step in range(3):
+        twin.backward(step, micro_steps=2)
+        twin.check_gradients()
+        twin.step()
+
+
+def test_no_gradient_is_copied_and_one_that_is_kept_stays_as_it_was(world: Worlds) -> None:
+    world(1).run(_lent)
+
+
+def _lent() -> None:
+    model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), "zero3")
+    assert all(type(b.gradients) is OwnGradients for u in model.towpath_engine.units for b in u.trainable)
+    made: list[int] = []
+    for bucket in (b for u in model.towpath_engine.units for b in u.trainable):
+        for view in bucket.views:
+            view.register_hook(lambda grad: made.append(grad.data_ptr()))
+    x = torch.randn(4, 8)
+    model(x).square().sum().backward()
+    delivered = {p.grad.local.data_ptr() for p in model.parameters()}
+    assert delivered <= set(made)
+    kept = [p.grad for p in model.parameters()]
+    before = [grad.local.clone() for grad in kept]
+    model.zero_grad()
+    model(2 * x).square().sum().backward()
+    assert all(torch.equal(grad.local, values) for grad, values in zip(kept, before, strict=True))
+    assert not any(torch.equal(p.grad.local, v) for p, v in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_gradients_are_summed_in_float32(world: Worlds, dtype: str) -> None:
+    world(1).run(_narrow, dtype)
+
+
+def _narrow(dtype: str) -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16, bias=False)
+    whole = linear.weight.detach().clone()
+    model = towpath.shard(nn.Sequential(linear), "zero3", precision=towpath.Precision(dtype, dtype))
+    x = [torch.randn(4, 16).to(getattr(torch, dtype)) for _ in range(3)]
+    for micro in range(2):
+        with model.no_sync():
+            model(x[micro]).sum().backward()
+    model(x[2]).sum().backward()
+    rounded = whole.to(getattr(torch, dtype)).requires_grad_()
+    expected = torch.zeros(16, 16)
+    for each in x:
+        expected += torch.autograd.grad(torch.nn.functional.linear(each, rounded).sum(), rounded)[0].float()
+    (found,) = [p.grad.full_tensor() for p in model.parameters()]
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
