@@ -438,7 +438,7 @@ class TestEngine:
         [
             ("fsdp3", "neither a peer nor a strategy 'fsdp3', only fsdp2"),
             ("torch-ddp reshard=no", "torch-ddp has no option reshard; there are tuned, bf16"),
-            ("bare tuned", "bare has no option tuned; there are none"),
+            ("bare tuned", "bare has no option tuned; there are barrier"),
         ],
     )
     def test_an_unknown_contestant_is_refused(self, scripts: SimpleNamespace, text: str, words: str) -> None:
