@@ -203,7 +203,7 @@ def _train_and_drop(label: str) -> int:
 AT_REST = ("zero3 frozen_codec=int8 frozen=1x1", "zero3 frozen_codec=int4:64 frozen=2x1", "hpz frozen_codec=int8")
 
 
-@in_turn((*AT_REST, "mics frozen_codec=int8 gradients=int4:64", "zero3 frozen=2x1"), 2)
+@in_turn((*AT_REST, "mics frozen_codec=int8 gradients=int4:64", "zero3 frozen=2x1"), 1)
 def test_what_is_frozen_is_decoded_in_order(world: Worlds, label: str) -> None:
     world(4).run(_train_partly_frozen, label)
 
@@ -233,7 +233,7 @@ def _train(label: str, build: Callable[[], nn.Module], bf16: bool) -> None:
         check_communications(checker.communications)
 
 
-@in_turn(("zero3", "mics", "paro-iig", "zero++", "mics offload=optimizer"), 2)
+@in_turn(("zero3", "mics", "paro-iig", "zero++", "mics offload=optimizer"), 1)
 def test_what_users_do_between_steps_keeps_its_order(world: Worlds, label: str, tmp_path: Path) -> None:
     world(4).run(_between_steps, label, tmp_path)
 

@@ -58,7 +58,7 @@ def test_the_datas_workers_run_beside_the_queues(world: Worlds) -> None:
 def _with_workers() -> None:
     multiprocessing.current_process()._config["daemon"] = False  # a rank of these tests may not have children else
     data = torch.randn(12, 6, generator=torch.Generator().manual_seed(dist.get_rank())).double()
-    for label in LABELS[:2]:
+    for label in LABELS[:1]:
         twin = Twin(Net, _loss, label, SHAPE)
         twin.train(1)  # the queues are at work when the workers are forked
         batches = list(data.split(3))

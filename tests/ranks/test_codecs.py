@@ -18,6 +18,7 @@ from torch import nn
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
 from towpath.collectives.collective import Binding, Collective, Members
@@ -113,7 +114,7 @@ def _gather(shape: Topology) -> None:
 
 
 @shapes
-@pytest.mark.parametrize("op", [Op.REDUCE_SCATTER, Op.ALL_REDUCE])
+@in_turn([Op.REDUCE_SCATTER, Op.ALL_REDUCE], 1, "op")
 def test_a_reduction_is_near_the_true_sum(world: Worlds, shape: Topology, op: Op) -> None:
     world(shape.world).run(_reduce, shape, op)
 

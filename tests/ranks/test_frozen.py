@@ -72,7 +72,7 @@ def _strategy(label: str, frozen: str | None = None, **options: Any) -> towpath.
 # Training -------------------------------------------------------------------------------------------------------------
 
 
-@in_turn((None, *EXTENTS), 2, "frozen")
+@in_turn((None, *EXTENTS), 1, "frozen")
 @pytest.mark.parametrize("label", LABELS)
 def test_training_is_the_same_wherever_frozen_parameters_lie(world: Worlds, label: str, frozen: str | None) -> None:
     world(4).run(_train, label, frozen)
@@ -216,7 +216,7 @@ def rounded(values: Tensor, codec: Codec) -> Tensor:
     return out.view(values.shape)
 
 
-@pytest.mark.parametrize("frozen", ["1x1", "2x1", "2x2"])
+@in_turn(["1x1", "2x1", "2x2"], 2, "frozen")
 def test_what_rests_encoded_is_what_the_oracle_rounds_to(world: Worlds, frozen: str) -> None:
     world(4).run(_rounds_once, frozen)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import towpath
 from tests.documented import ROOT
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath import checkpoint
 from towpath.core.strategy import Kind
@@ -45,7 +46,7 @@ def _loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 2)
 def test_adapters_of_peft_train_as_in_one_process(world: Worlds, label: str) -> None:
     world(4).run(_train, label)
 

@@ -35,7 +35,7 @@ MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
-@in_turn(LABELS, 5)
+@in_turn(LABELS, 3)
 def test_training_is_the_same_to_the_bit(world: Worlds, label: str, precision: Precision) -> None:
     world(4).run(_compare_with_device, label, precision)
 
@@ -131,7 +131,7 @@ def _apart() -> None:
 # --- what users do with parameters and states ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
+@in_turn([Precision(), MIXED], 1, "precision")
 def test_checkpoints_pass_between_runs_that_offload_and_others(
     world: Worlds, tmp_path: Path, precision: Precision
 ) -> None:

@@ -191,12 +191,12 @@ def _halves(strategy: str) -> bool:
     return arrived[0] == "True"
 
 
-@in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 3, "pair")
+@in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 2, "pair")
 def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str, str], steps: int) -> None:
     world(4).run(_exact, 2, 2, *pair, 4, steps)
 
 
-@in_turn((*SINGLE, *SEVERAL), 3, "schedule")
+@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
 def test_four_stages_are_one_process(world: Worlds, schedule: str, steps: int) -> None:
     world(4).run(_exact, 4, 1, schedule, "ddp", 8, steps)
 
@@ -211,7 +211,7 @@ def _loss_of_two(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["exposed", "every"])
-@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_gradients_of_the_rank_that_is_sent_arrive_exactly(world: Worlds, schedule: str, every: bool) -> None:
     world(4).run(_low_rank, schedule, every)
 

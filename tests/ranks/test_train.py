@@ -116,7 +116,7 @@ def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
         return losses, held_out, _weights(training)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@in_turn(["fp32", "bf16"], 1, "precision")
 def test_what_is_offloaded_changes_no_bit(world: Worlds, config: Callable[..., Config], precision: str) -> None:
     plain = config(train={"precision": precision, "checkpointing": True})
     offloaded = _with(plain, train={"offload_activations": True}, strategy={"offload": "optimizer"})
@@ -208,7 +208,7 @@ LOSSLESS: list[Any] = [
 ]
 
 
-@in_turn(LOSSLESS, 6, "options")
+@in_turn(LOSSLESS, 4, "options")
 def test_every_lossless_strategy_trains_alike(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float], options: dict[str, Any]
 ) -> None:
@@ -345,7 +345,7 @@ def test_skipped_steps_are_counted_and_the_training_goes_on(world: Worlds, confi
     assert all(math.isfinite(row["loss"]) for row in rows_of(mine)[3:])
 
 
-@in_turn(["zero3", "paro-nig"], 2)
+@in_turn(["zero3", "paro-nig"], 1)
 def test_fp16_scales_the_loss_down_until_no_gradient_overflows(
     world: Worlds, config: Callable[..., Config], label: str
 ) -> None:
