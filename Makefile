@@ -9,7 +9,7 @@
 #   make soak     runs whose ranks are killed again and again
 #   make gpu      what only a machine with CUDA can show: tests, kernels, a trace; each result is stamped, and to be committed
 
-PYTHON ?= python3
+PYTHON ?= $(shell .ci/python)
 WORKERS ?= 2
 
 VENV := .venv
