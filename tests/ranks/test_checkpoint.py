@@ -23,7 +23,7 @@ import towpath
 from tests.ranks.checkpoints import Content, Run, content, differing, rank
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.strategies import strategy_of
 from towpath import Topology, checkpoint
 from towpath.checkpoint.dcp import storage
 from towpath.checkpoint.disk import files
@@ -118,7 +118,7 @@ CODED = [
 ]
 
 
-@in_turn(CODED, 2)
+@pytest.mark.parametrize("label", CODED)
 def test_what_codecs_carry_goes_on_bit_for_bit_and_elsewhere_begins_at_zero(
     world: Worlds, tmp_path: Path, label: str
 ) -> None:

@@ -16,7 +16,6 @@ from torch import nn
 import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn
 from towpath.engine.low_rank_sync import LowRankSync
 
 Worlds = Callable[[int], World]
@@ -193,7 +192,7 @@ def _warm_up() -> None:
         assert executed <= planned
 
 
-@in_turn(["bf16 sums", "bf16 parameters, float32 sums"], 1)
+@pytest.mark.parametrize("label", ["bf16 sums", "bf16 parameters, float32 sums"])
 def test_narrow_sums_travel_narrow_and_are_near(world: Worlds, label: str) -> None:
     world(4).run(_narrow, label)
 

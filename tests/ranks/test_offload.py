@@ -21,7 +21,7 @@ import towpath
 from tests.ranks.checkpoints import Run, content, differing
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn, strategy_of
+from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin, loss_on
 from towpath import Precision, Topology, checkpoint
 from towpath.engine.executor import engine_of
@@ -131,7 +131,7 @@ def _apart() -> None:
 # --- what users do with parameters and states ------------------------------------------------------------------------
 
 
-@in_turn([Precision(), MIXED], 1, "precision")
+@pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 def test_checkpoints_pass_between_runs_that_offload_and_others(
     world: Worlds, tmp_path: Path, precision: Precision
 ) -> None:

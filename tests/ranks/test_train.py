@@ -116,7 +116,7 @@ def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
         return losses, held_out, _weights(training)
 
 
-@in_turn(["fp32", "bf16"], 1, "precision")
+@pytest.mark.parametrize("precision", [seldom("fp32"), "bf16"])
 def test_what_is_offloaded_changes_no_bit(world: Worlds, config: Callable[..., Config], precision: str) -> None:
     plain = config(train={"precision": precision, "checkpointing": True})
     offloaded = _with(plain, train={"offload_activations": True}, strategy={"offload": "optimizer"})
