@@ -78,6 +78,38 @@ def _lent() -> None:
     assert not any(torch.equal(p.grad.local, v) for p, v in zip(model.parameters(), before, strict=True))
 
 
+class Sum(nn.Module):
+    """Autograd gives its parameters one gradient, in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(1, 4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(2, 2) + self.b.view(2, 2) + x).square().sum()
+
+
+def test_gradients_that_share_their_memory_are_summed_and_scaled_once(world: Worlds) -> None:
+    """Plain PyTorch does both twice: it is compared with what autograd.grad returns."""
+    world(1).run(_shared_memory)
+
+
+def _shared_memory() -> None:
+    model = towpath.shard(Sum(), "ddp")
+    inputs = [torch.full((2, 2), float(i)) for i in range(3)]
+    with model.no_sync():
+        model(inputs[0]).backward()
+        model(inputs[1]).backward()
+    model(inputs[2]).backward()
+    plain = Sum()
+    each = [torch.autograd.grad(plain(x), list(plain.parameters())) for x in inputs]
+    expected = [torch.stack(found).sum(0) for found in zip(*each, strict=True)]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.item() == pytest.approx(nn.utils.get_total_norm(expected).item())
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), gradient / norm.item(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_gradients_are_summed_in_float32(world: Worlds, dtype: str) -> None:
     world(1).run(_narrow, dtype)

@@ -170,7 +170,8 @@ class OwnGradients(BucketGradients):
     def _add(self, index: int, gradient: torch.Tensor) -> None:
         before = self._sums[index]
         if before is None:
-            self._sums[index] = gradient.to(self._dtype).reshape(-1)
+            own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
+            self._sums[index] = own.to(self._dtype).reshape(-1)
         else:
             before.add_(gradient.reshape(-1))
 
@@ -198,6 +199,23 @@ class OwnGradients(BucketGradients):
     def restart(self) -> None:
         super().restart()
         self._sums = [None] * len(self._sums)
+
+
+def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
+    """Autograd gives both terms of a sum one gradient, or views of it: what is added to one, or scales it, would change
+    the other."""
+    storage = gradient.untyped_storage()
+    users = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
+    return storage.nbytes() == gradient.nbytes and users <= _ALONE
+
+
+def _users_of_a_new_tensors_memory() -> int:
+    """The tensor, and what Python holds to ask."""
+    storage = torch.empty(1).untyped_storage()
+    return 1 + torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
+
+
+_ALONE = _users_of_a_new_tensors_memory()
 
 
 @final
