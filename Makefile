@@ -37,7 +37,7 @@ NATIVE := CMakeLists.txt $(wildcard src/towpath/codecs/kernels/native/*)
 # check. The line after it warns if the extension could not be built.
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Towpath needs Python 3.11 or newer; set PYTHON=")'
-	@echo "Setting up $(VENV) (some minutes the first time: torch is large)"
+	@echo "Setting up $(VENV) with $(PYTHON) (some minutes the first time: torch is large)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.3"
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --build-constraint constraints.txt \

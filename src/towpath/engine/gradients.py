@@ -206,16 +206,7 @@ def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
     the other."""
     storage = gradient.untyped_storage()
     users = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
-    return storage.nbytes() == gradient.nbytes and users <= _ALONE
-
-
-def _users_of_a_new_tensors_memory() -> int:
-    """The tensor, and what Python holds to ask."""
-    storage = torch.empty(1).untyped_storage()
-    return 1 + torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
-
-
-_ALONE = _users_of_a_new_tensors_memory()
+    return storage.nbytes() == gradient.nbytes and users <= 2  # the gradient, and `storage`
 
 
 @final
