@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath
 from tests.ranks.server import World
 from tests.ranks.test_engine_promises import Branching
 from tests.ranks.twin import Twin, loss_on
 from towpath.engine.gradients import OwnGradients
+from towpath.engine.shard_tensor import ShardTensor
 
 Worlds = Callable[[int], World]
 
@@ -132,3 +135,29 @@ def _narrow(dtype: str) -> None:
     (found,) = [p.grad.full_tensor() for p in model.parameters()]
     assert found.dtype is torch.float32
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Called(TorchDispatchMode):
+    """Which operations run on ShardTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if ShardTensor in types:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_norms_are_taken_and_gradients_scaled_in_one_call_for_all(world: Worlds) -> None:
+    """As PyTorch does where it knows the class of a tensor: a call for each costs more than the work on a small one."""
+    world(1).run(_clipped)
+
+
+def _clipped() -> None:
+    model = towpath.shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), "zero3")
+    model(torch.ones(1, 8)).sum().backward()
+    with Called() as called:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert called.names == ["_foreach_norm", "_foreach_mul_"]

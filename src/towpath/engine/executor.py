@@ -10,6 +10,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -188,21 +189,28 @@ class Engine:
         else:
             self.carry_out(self.machine.weight_gradients_done(use.passed))
 
-    @on_host
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        """Autograd has accumulated the whole gradient of one parameter."""
-        machine, first = self.machine, not self.machine.is_collecting(unit.index)
-        if first:
-            with self._maybe_first_of_a_backward_pass():
-                actions = machine.gradient_arrives(unit.index)
-            self.carry_out(actions)
-        # Checked for each of very many: what it is called is looked up where something is wrong.
-        if first or grad.requires_grad or not (bucket.whole or machine.is_whole(unit.index)):
+        """Autograd has accumulated the whole gradient of one parameter: there are many of these in a step."""
+        machine, gradients = self.machine, bucket.gradients
+        if not machine.is_collecting(unit.index):
+            self._first_gradient(unit, bucket, index, grad)
+        began = perf_counter()
+        if grad.requires_grad or not (bucket.whole or machine.is_whole(unit.index)):
             self._check_gradient(unit, bucket, index, grad)
+        arrives = perf_counter()
         # A muted rank counts what arrives, too: what follows from it must be the same on every rank.
-        self.host.leave_out(bucket.gradients.arrive, index, None if self.muted else grad)
-        if bucket.gradients.arrived and all(b.gradients.arrived for b in unit.trainable):
-            self.machine.gradients_complete(unit.index)
+        gradients.arrive(index, None if self.muted else grad)
+        has_arrived = perf_counter()
+        if gradients.arrived and all(b.gradients.arrived for b in unit.trainable):
+            machine.gradients_complete(unit.index)
+        self.host.seconds += perf_counter() - began - (has_arrived - arrives)
+
+    @on_host
+    def _first_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
+        with self._maybe_first_of_a_backward_pass():
+            actions = self.machine.gradient_arrives(unit.index)
+        self.carry_out(actions)
+        self._check_gradient(unit, bucket, index, grad)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         name = bucket.layout.places[index].names[0]

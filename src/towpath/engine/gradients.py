@@ -171,7 +171,9 @@ class OwnGradients(BucketGradients):
         before = self._sums[index]
         if before is None:
             own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
-            self._sums[index] = own.to(self._dtype).reshape(-1)
+            if own.dtype is not self._dtype:  # there are many gradients in a step, and each call takes its time
+                own = own.to(self._dtype)
+            self._sums[index] = own.reshape(-1)
         else:
             before.add_(gradient.reshape(-1))
 

@@ -37,12 +37,6 @@ class HostClock:
         if self._running:  # what a user's call waits for was never added
             self.seconds -= seconds
 
-    def leave_out(self, work: Callable[Arguments, None], *args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
-        """Work on tensors that the engine does."""
-        began = time.perf_counter()
-        work(*args, **kwargs)
-        self.take_off(time.perf_counter() - began)
-
 
 class HasHost(Protocol):
     host: HostClock

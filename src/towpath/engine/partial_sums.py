@@ -72,16 +72,30 @@ class Partial(torch.Tensor):
         """All is done in __new__."""
 
     @staticmethod
-    def norm_of(local: torch.Tensor, order: float, replica: Replica, dtype: torch.dtype | None = None) -> Partial:
+    def norms_of(
+        locals_: Sequence[torch.Tensor], order: float, replicas: Sequence[Replica], dtype: torch.dtype | None = None
+    ) -> list[Partial]:
+        """Of each slice; taken together, since each call costs more than a small slice's norm."""
         order = float(order)
-        # An empty slice has no norm of order inf or below zero; and sums of squares are taken in double, so that
-        # combining them neither overflows nor rounds.
-        work = dtype or local.dtype
-        if local.numel():
-            values = torch.linalg.vector_norm(local, order, dtype=torch.promote_types(work, torch.float32))
-        else:
-            values = local.new_full((), math.inf if order < 0 else 0.0)
-        return Partial(values.double(), order, replica, work)
+        # Sums of squares are taken in double, so that combining them neither overflows nor rounds. An empty slice has
+        # no norm of order inf or below zero.
+        neutral = math.inf if order < 0 else 0.0
+        norms: list[torch.Tensor] = [torch.empty(0)] * len(locals_)
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, local in enumerate(locals_):
+            if local.numel():
+                alike.setdefault((local.device, local.dtype), []).append(index)
+            else:
+                norms[index] = local.new_full((), neutral, dtype=torch.float64)
+        for (_, held), indices in alike.items():
+            work = torch.promote_types(dtype or held, torch.float32)
+            found = torch._foreach_norm([locals_[i] for i in indices], order, dtype=work)  # pyright: ignore
+            for index, norm in zip(indices, torch.stack(found).double().unbind(), strict=True):
+                norms[index] = norm
+        return [
+            Partial(norm, order, replica, dtype or local.dtype)
+            for norm, replica, local in zip(norms, replicas, locals_, strict=True)
+        ]
 
     @staticmethod
     def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
@@ -121,7 +135,7 @@ class Partial(torch.Tensor):
                 )
             return Partial.stacked(args[0], args[1] if len(args) > 1 else 0)
         if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
-            return Partial.norm_of(args[0].part, args[0].order, args[0].replica).as_dtype(args[0].dtype).resolve()
+            return args[0].of_all().resolve()
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
@@ -130,6 +144,11 @@ class Partial(torch.Tensor):
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
             return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+
+    def of_all(self) -> Partial:
+        """Of norms: the norm of all that they are of."""
+        assert isinstance(self.order, float)
+        return Partial(torch.linalg.vector_norm(self.part, self.order), self.order, self.replica, self.dtype)
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
         return Partial(self.part, self.order, self.replica, dtype)
@@ -144,7 +163,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     for norm in norms:
         by_replica.setdefault(id(norm.replica), []).append(norm)
     stacks = [Partial.stacked(each) for each in by_replica.values()]
-    whole = [Partial.norm_of(stack.part, float(order), stack.replica).resolve() for stack in stacks]
+    whole = [stack.of_all().resolve() for stack in stacks]
     # Where an optimizer works in the host's memory, so do its norms.
     return torch.linalg.vector_norm(torch.stack([each.to(whole[0].device) for each in whole]).double(), float(order))
 

@@ -18,7 +18,10 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
+from torch.optim.optimizer import _foreach_supported_types as known_to_optimizers  # pyright: ignore
+from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
+from towpath.engine.encoded_shard import EncodedSlice
 from towpath.engine.partial_sums import Partial
 from towpath.engine.shard_tensor import Handler, ShardTensor, in_backward
 from towpath.engine.span import Span
@@ -89,7 +92,7 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 def _check_writable(target: Any) -> None:
     """What rests encoded is written as a whole."""
-    if isinstance(target, ShardTensor) and target.rests_in is not None:
+    if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
             f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
             "p.copy_(whole tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
@@ -122,6 +125,13 @@ def _local_of(func: Any, value: Any, where: Span) -> Any:
     return value
 
 
+def _matching(func: Any, value: Any, where: Span | None) -> Any:
+    """The same where there may be many; the common cases are told apart at once."""
+    if type(value) is ShardTensor and value.span is where and type(value.held) is torch.Tensor:
+        return value.held
+    return value if where is None else _local_of(func, value, where)
+
+
 def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     where = next(a.span for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
     local_args = [_local_of(func, a, where) for a in args]
@@ -151,15 +161,15 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """foreach and fused operations: lists of tensors, matched index by index."""
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
-    wheres: list[Span | None] = []
-    for i in range(max(len(a) for a in lists)):
-        at_index = (a[i] for a in lists if i < len(a))
-        wheres.append(next((t.span for t in at_index if isinstance(t, ShardTensor)), None))
+    wheres: list[Span | None] = [None] * max(len(a) for a in lists)
+    for tensors in lists:
+        for i, tensor in enumerate(tensors):
+            if wheres[i] is None and isinstance(tensor, ShardTensor):
+                wheres[i] = tensor.span
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            pairs = zip(value, wheres, strict=False)
-            return [t if where is None else _local_of(func, t, where) for t, where in pairs]
+            return [_matching(func, t, where) for t, where in zip(value, wheres, strict=False)]
         return value.resolve() if isinstance(value, Partial) else value
 
     for position in _writes(func).positions:
@@ -207,17 +217,19 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
     local = tensor.span.counted(tensor.local)
-    return Partial.norm_of(local, 2 if order is None else order, tensor.span.replica, kwargs.get("dtype"))
+    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.span.replica], kwargs.get("dtype"))
+    return norm
 
 
 def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    tensors = cast(Sequence[torch.Tensor], args[0])
+    ours = [t for t in tensors if isinstance(t, ShardTensor)]
+    parts = Partial.norms_of([t.span.counted(t.local) for t in ours], order, [t.span.replica for t in ours], dtype)
+    norms = iter(parts)
     return [
-        Partial.norm_of(t.span.counted(t.local), order, t.span.replica, dtype)
-        if isinstance(t, ShardTensor)
-        else torch.linalg.vector_norm(t, order, dtype=dtype)
-        for t in args[0]
+        next(norms) if isinstance(t, ShardTensor) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
     ]
 
 
@@ -312,3 +324,10 @@ _SPECIAL: dict[Any, Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
     **dict.fromkeys((aten.max, aten.min, aten.amax, aten.amin, aten.any, aten.all, aten.equal), _extreme),
 }
+
+
+# PyTorch works on lists of tensors at once (norms, clipping, and on a GPU each optimizer) if it knows that their class
+# allows it. DTensor enters itself alike.
+for _known in (known_to_clipping, known_to_optimizers):
+    if ShardTensor not in _known:
+        cast(list[type], _known).append(ShardTensor)
