@@ -22,7 +22,7 @@ from towpath.lab.counters import CABLE
 SHAPE = towpath.Topology(2, 2)
 THREE_NODES = towpath.Topology(3, 1)
 # How long a process group waits for a peer: more than a busy machine keeps a rank that lives.
-PATIENCE_SECONDS = 8
+PATIENCE_SECONDS = 5
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
 

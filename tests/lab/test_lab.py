@@ -191,7 +191,7 @@ def test_an_exception_arrives_with_its_rank_and_traceback_at_once(lab: Labs) -> 
     ("fn", "seconds", "reason"),
     [
         (functions.die_on, HANGS_SECONDS, r"it ended without an answer \(exit code 3\)"),
-        (functions.hang_on, 5, "it hung for 5 s:.*in hang_on"),
+        (functions.hang_on, 3, "it hung for 3 s:.*in hang_on"),
     ],
     ids=["dies", "hangs"],
 )

@@ -19,8 +19,8 @@ def measured(rank: int, world: int) -> Profile:
 
     # Some of it takes as long as it does, whatever the budget; and nothing of that is looked at here.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(probe, "_THOROUGH", replace(probe._THOROUGH, warm_steps=1, repeats=3))
-        return probe.probe(Topology(2, 2), budget_seconds=6)
+        patch.setattr(probe, "_THOROUGH", replace(probe._THOROUGH, warm_steps=1, repeats=3, all_at_once_seconds=0.05))
+        return probe.probe(Topology(2, 2), budget_seconds=4)
 
 
 def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: Callable[..., Lab]) -> None:

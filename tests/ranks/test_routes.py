@@ -251,7 +251,7 @@ def test_a_message_that_never_comes_is_named_with_its_route_its_step_and_both_ra
 
 
 def _stay_away(shape: Topology, route: str, op: Op) -> str | None:
-    group = dist.new_group(timeout=timedelta(seconds=5))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     members = _members(shape, group=group)
     collective, region = _collective(op, route, shape, 240, "float32", members), torch.zeros(240)
     collective.run(region, _own(region, members), workspace())
