@@ -23,7 +23,7 @@ import towpath
 from tests.ranks.checkpoints import Content, Run, content, differing, rank
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import seldom, strategy_of
 from towpath import Topology, checkpoint
 from towpath.checkpoint.dcp import storage
 from towpath.checkpoint.disk import files
@@ -111,8 +111,8 @@ def _other_precision(root: Path) -> None:
 
 
 CODED = [
-    "mics:2x1 gradients=int4:32 feedback=both",
-    "qgz gradients=int8:32+stochastic feedback=first",
+    seldom("mics:2x1 gradients=int4:32 feedback=both"),
+    seldom("qgz gradients=int8:32+stochastic feedback=first"),
     "zero++",
     "zero1 gradients=low-rank:2",
 ]

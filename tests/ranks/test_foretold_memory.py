@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.server import World
+from tests.ranks.strategies import seldom
 from towpath.auto.live import describe_live
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
@@ -104,10 +105,10 @@ def _most_at_once(profiled: Any) -> int:
     "kind, strategy, precision, again",
     [
         ("own", "zero3", towpath.Precision(), False),
-        ("own", "mics", LOWERED, False),
+        seldom("own", "mics", LOWERED, False),
         ("own", "zero2", towpath.Precision(), True),
         ("own", "paro-nig", LOWERED, True),
-        ("llama", "zero1", LOWERED, False),
+        seldom("llama", "zero1", LOWERED, False),
         ("gpt2", "hpz", towpath.Precision(), False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

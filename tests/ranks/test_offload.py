@@ -35,7 +35,7 @@ MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
-@in_turn(LABELS, 3)
+@in_turn(LABELS, 2)
 def test_training_is_the_same_to_the_bit(world: Worlds, label: str, precision: Precision) -> None:
     world(4).run(_compare_with_device, label, precision)
 
