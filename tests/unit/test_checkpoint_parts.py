@@ -6,6 +6,7 @@ import json
 import random
 import zlib
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -18,8 +19,10 @@ from safetensors.torch import load_file
 
 from towpath.checkpoint.disk import files, folders
 from towpath.checkpoint.disk.crc import combine
+from towpath.checkpoint.disk.fields import WrongFieldError
 from towpath.checkpoint.disk.manifest import File, Manifest, Stored, StoredBox
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
+from towpath.checkpoint.disk.stored import check_boxes
 from towpath.checkpoint.memory.rng import rng_state, seed_anew, set_rng_state
 from towpath.engine.boxes import boxes_of
 from towpath.errors import CheckpointError
@@ -47,6 +50,43 @@ def test_the_boxes_of_a_slice_are_its_elements_in_order_few_and_never_empty(
         assert place.reshape(-1).tolist() == list(range(box.start, box.end))
         at = box.end
     assert at == end
+
+
+@st.composite
+def _rectangles(draw: st.DrawFn) -> Stored:
+    """A tensor that is cut again and again, each part across some dimension."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+    parts = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        offsets, sizes = parts.pop(draw(st.integers(0, len(parts) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        for start, length in ((0, at), (at, sizes[dim] - at)):
+            parts.append((_with(offsets, dim, offsets[dim] + start), _with(sizes, dim, length)))
+    return Stored("F32", shape, tuple(StoredBox(offsets, sizes, "file", 0, 0) for offsets, sizes in parts))
+
+
+def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
+    return (*values[:place], value, *values[place + 1 :])
+
+
+@given(stored=_rectangles(), which=st.integers(0, 20), other=st.integers(0, 20))
+def test_rectangles_are_taken_that_hold_each_element_once_and_no_others(stored: Stored, which: int, other: int) -> None:
+    check_boxes(stored)
+    boxes = [box for box in stored.boxes if box.numel]
+    one, another = boxes[which % len(boxes)], boxes[other % len(boxes)]
+    without, twice = [box for box in boxes if box is not one], [*boxes, one]
+    instead = [another if box is one else box for box in boxes]
+    for wrong in (without, twice, *([instead] if one is not another else [])):
+        with pytest.raises(WrongFieldError):
+            check_boxes(replace(stored, boxes=tuple(wrong)))
+
+
+def test_rectangles_of_which_very_many_lie_beside_each_other_are_refused() -> None:
+    """Each would be compared with each."""
+    boxes = tuple(StoredBox((0, 2 * i), (2, 2), "file", 0, 0) for i in range(3000))
+    with pytest.raises(WrongFieldError, match="fewer that lie beside each other"):
+        check_boxes(Stored("F32", (2, 6000), boxes))
 
 
 @given(shapes, st.lists(st.integers(0, 700), max_size=3), st.lists(st.integers(0, 700), max_size=3))

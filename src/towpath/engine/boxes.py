@@ -13,7 +13,8 @@ from math import prod
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`sizes` elements from `offsets` on, which are the elements [start, end) of the flattened tensor."""
+    """`sizes` elements from `offsets` on, which are the elements [start, end) of the flattened tensor; of one that is a
+    part of another, whose `offsets` these are, of the flattened part."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

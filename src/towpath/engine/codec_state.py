@@ -49,7 +49,9 @@ def fingerprint(engine: Engine) -> str:
     for unit in engine.units:
         for bucket in unit.buckets:
             lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
-            lines += [f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}" for p in bucket.layout.places]
+            for p in bucket.layout.places:
+                lines.append(f"{unit.name} {p.names[0]} {tuple(p.shape)} {p.offset}")
+                lines += [f"{p.parallel.describe()} on {p.parallel.ranks}"] if p.parallel is not None else []
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.errors import ShardTensorError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -36,6 +38,18 @@ class Parallel:
     def is_split(self) -> bool:
         """Whether no two ranks of the mesh hold the same part."""
         return all(placement.is_shard() for placement in self.placements)
+
+    def first(self) -> tuple[int, ...]:
+        """The element of the whole tensor that this rank's part begins with."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        if any(type(placement) not in (Shard, Replicate) for placement in self.placements):
+            raise ShardTensorError(
+                f"a parameter {self.describe()} is no rectangle on each rank, and checkpoints are made of those. Place "
+                "it with Shard(dim) or Replicate()."
+            )
+        return tuple(compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)[1])
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         from torch.distributed.tensor import DTensor

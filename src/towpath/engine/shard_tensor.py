@@ -6,6 +6,7 @@ What operations make of it stands in `shard_operations.py`; `full_tensor()` gath
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -180,15 +181,16 @@ class ShardTensor(torch.Tensor):
             raise ShardTensorError(f"{index.fqn}: no box of {self} begins at {index.offset}. Plan the load anew.")
         return self.local.detach()[box.start - start : box.end - start].view(box.sizes)
 
-    def boxes(self) -> list[Box]:
-        if self.span.parallel is not None:
-            raise ShardTensorError(
-                f"{self} is split over a tensor-parallel mesh besides, which checkpoints do not know yet. Save "
-                "full_tensor() of every parameter."
-            )
-        start, end = self.span.bounds()
-        whole = Box((0,) * self.dim(), tuple(self.shape), 0, 0)
-        return list(boxes_of(self.shape, start, end)) if self.numel() else [whole]
+    def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
+        """Where this rank's elements lie in the whole tensor; or those `among` [start, end), counted as `span` does."""
+        span = self.span
+        if not self.numel():
+            return [Box((0,) * self.dim(), tuple(self.shape), 0, 0)]
+        boxes = boxes_of(span.shape, *(among or span.bounds()))
+        if span.parallel is None:
+            return list(boxes)
+        first = span.parallel.first()
+        return [replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True)))) for box in boxes]
 
     __torch_function__ = NO_TORCH_FUNCTION
 

@@ -25,6 +25,9 @@ BYTES_OF = {
 }
 
 
+_MOST_COMPARED = 300_000  # rectangles of one tensor, two by two: half a second
+
+
 @dataclass(frozen=True, slots=True)
 class File:
     bytes: int
@@ -34,7 +37,7 @@ class File:
 
 @dataclass(frozen=True, slots=True)
 class StoredBox:
-    """Elements that follow one another in the flattened tensor."""
+    """A rectangle of a tensor: `sizes` elements from `offsets` on."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -63,8 +66,10 @@ class Stored:
     def bytes(self) -> int:
         return prod(self.shape) * self.itemsize
 
-    def position(self, box: StoredBox) -> int:
-        """Which element of the flattened tensor is the first of the box."""
+    def place(self, box: StoredBox) -> int | None:
+        """Which element of the flattened tensor is the first of the box, if its elements follow one another there."""
+        if not _in_one_piece(box, self.shape):
+            return None
         position = 0
         for offset, length in zip(box.offsets, self.shape, strict=True):
             position = position * length + offset
@@ -79,18 +84,41 @@ def check_shape(shape: tuple[int, ...], itemsize: int) -> None:
 
 def check_boxes(stored: Stored) -> None:
     check_shape(stored.shape, stored.itemsize)
-    ranges: list[tuple[int, int]] = []
     for number, box in enumerate(stored.boxes):
-        fits = all(o + n <= length for o, n, length in zip(box.offsets, box.sizes, stored.shape, strict=True))
-        if not fits or not _in_one_piece(box, stored.shape):
+        if not all(o + n <= length for o, n, length in zip(box.offsets, box.sizes, stored.shape, strict=True)):
             place = [list(box.offsets), list(box.sizes)]
-            expected = f"elements of {list(stored.shape)} that follow one another"
-            raise wrong(f"boxes[{number}]", place, expected)
-        first = stored.position(box)
-        ranges.append((first, first + box.numel))
+            raise wrong(f"boxes[{number}]", place, f"elements of {list(stored.shape)}")
+    firsts = [stored.place(box) for box in stored.boxes]
+    ranges = [(at, at + box.numel) for at, box in zip(firsts, stored.boxes, strict=True) if at is not None]
+    if len(ranges) < len(firsts):
+        _check_rectangles(stored)
+        return
     at = gap(ranges, 0, prod(stored.shape))
     if at is not None or not ranges:
         raise WrongFieldError("boxes", f"do not hold each element of {list(stored.shape)} once: see element {at or 0}.")
+
+
+def _check_rectangles(stored: Stored) -> None:
+    """They hold each element once if they hold as many as there are, and no two hold the same."""
+    if sum(box.numel for box in stored.boxes) != prod(stored.shape):
+        raise WrongFieldError("boxes", f"do not hold each element of {list(stored.shape)} once.")
+    beside: list[StoredBox] = []  # those that share rows with the next one
+    compared = 0
+    for box in sorted((box for box in stored.boxes if box.numel), key=lambda box: box.offsets[0]):
+        beside = [other for other in beside if other.offsets[0] + other.sizes[0] > box.offsets[0]]
+        compared += len(beside)
+        if compared > _MOST_COMPARED:
+            raise wrong("boxes", len(stored.boxes), "fewer that lie beside each other")
+        for other in beside:
+            if _overlap(box, other):
+                both = " and ".join(str([list(each.offsets), list(each.sizes)]) for each in (other, box))
+                raise WrongFieldError("boxes", f"hold elements of {list(stored.shape)} twice: see {both}.")
+        beside.append(box)
+
+
+def _overlap(one: StoredBox, other: StoredBox) -> bool:
+    places = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + n and b < a + m for a, m, b, n in places)
 
 
 def _in_one_piece(box: StoredBox, shape: tuple[int, ...]) -> bool:

@@ -109,10 +109,16 @@ def parts_of(model: Any) -> Parts:
     if not isinstance(model, nn.Module):
         return model.checkpoint_parts()
     engine: Engine | None = getattr(model, "towpath_engine", None)
-    groups = engine.wiring.groups if engine is not None else Groups()
-    # Without a topology every rank reads for itself.
+    mesh_size = _mesh_size(engine)
+    groups = engine.wiring.groups if engine is not None and mesh_size == 1 else Groups()
+    if engine is not None and engine.wiring.groups.world * mesh_size != groups.world:
+        raise CheckpointError(
+            f"the model is on {engine.wiring.groups.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
+            f"job has {groups.world}: a checkpoint is of a whole job."
+        )
+    # Without a topology, as on a mesh, every rank reads for itself.
     nodes = list(range(groups.world))
-    if engine is not None:
+    if engine is not None and mesh_size == 1:
         nodes = [engine.strategy.topology.node_of(rank) for rank in range(groups.world)]
     return Parts(
         groups=groups,
@@ -123,3 +129,9 @@ def parts_of(model: Any) -> Parts:
         keepers={} if engine is None else {"": EngineState(engine)},
         fingerprint="" if engine is None else fingerprint(engine),
     )
+
+
+def _mesh_size(engine: Engine | None) -> int:
+    """How many ranks the tensor-parallel mesh has whose DTensors were sharded; 1 without."""
+    places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
+    return max((len(place.parallel.ranks) for place in places if place.parallel is not None), default=1)

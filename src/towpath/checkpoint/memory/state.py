@@ -29,7 +29,6 @@ from towpath.checkpoint.memory.names import Named, aliases_in, name_in, shape_te
 from towpath.checkpoint.memory.parts import Parts, parts_of, together
 from towpath.checkpoint.memory.restoring import Restoring
 from towpath.checkpoint.memory.rng import rng_state
-from towpath.engine.boxes import boxes_of
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 
@@ -89,12 +88,6 @@ class State:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
         self.groups = self.parts.groups
         self.rank, self.world = self.groups.rank, self.groups.world
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter, ShardTensor) and parameter.span.parallel is not None:
-                raise CheckpointError(
-                    f"{name} is split over a tensor-parallel mesh, which checkpoints do not know yet. Save "
-                    "full_tensor() of every parameter."
-                )
 
     @property
     def nodes(self) -> list[int]:
@@ -235,18 +228,19 @@ class State:
 def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """This rank's part of the slice that it and others hold, in boxes."""
     span, local = tensor.span, tensor.to_local().detach()
+    if not span.counts:
+        return  # another rank of the tensor-parallel mesh has the same
     first, last = span.bounds()
     place, count = span.holders.index(span.replica.rank), len(span.holders)
     if tensor.numel() == 0:
         if span.replica.rank == 0:
             yield (0,) * tensor.dim(), local.view(tensor.shape)
         return
-    tensor.boxes()  # refuses what is split over a tensor-parallel mesh
     if last - first >= _SPLIT_ELEMENTS:
         start, end = (first + (last - first) * i // count for i in (place, place + 1))
     else:
         start, end = (first, last) if number % count == place else (first, first)
-    for box in boxes_of(tensor.shape, start, end):
+    for box in tensor.boxes((start, end)):
         yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
 
 

@@ -1,0 +1,140 @@
+"""Checkpoints of tensor-parallel models and stages: they fit any other layout of the same model.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain, _batch, _loss
+from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, _tensor_parallel
+from towpath import checkpoint
+from towpath.checkpoint import State
+from towpath.errors import CheckpointError
+from towpath.pipeline import Pipeline
+
+Worlds = Callable[[int], World]
+
+STAGES = 2
+# Stages, data-parallel and tensor-parallel ranks. Half of the copies take the one batch, half the other.
+LAYOUTS = [
+    ((2, 2, 2), "zero3"),
+    ((2, 4, 1), "zero1"),
+    ((1, 4, 2), "paro-iig"),
+    ((2, 2, 2), "ddp"),
+    ((1, 8, 1), "mics"),
+]
+
+
+def test_a_checkpoint_fits_other_tensor_parallel_ranks_stages_and_copies(world: Worlds, tmp_path: Path) -> None:
+    world(8).run(_refitted, tmp_path)
+    saved = checkpoint.latest(tmp_path)
+    assert saved is not None and checkpoint.verify(saved).ok
+
+
+def _refitted(root: Path) -> None:
+    """A step under each layout, which goes on from what the one before saved; the same steps in one process."""
+    whole = nn.Sequential(*(Plain(seed) for seed in range(STAGES)))
+    reference = _optimizer(whole)
+    for step, (sizes, strategy) in enumerate(LAYOUTS):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
+        model = _pipeline(mesh, strategy) if sizes[0] > 1 else _one_model(mesh, strategy)
+        optimizer = _optimizer(model)
+        state = State(model, optimizer)
+        if step:
+            loaded = checkpoint.load(root, state)
+            assert loaded is not None and loaded.step == step
+        _train(model, step, mesh.get_local_rank("dp"))
+        (sum(_loss(whole(x), y) for x, y in (_batch(step, r, MICRO_BATCHES) for r in range(2))) / 2).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        _check(model, optimizer, whole, reference)
+        saver = checkpoint.Saver(root, state)  # in the background
+        saver.save(step + 1)
+        outcome = saver.close()
+        assert outcome is not None and outcome.ok
+
+
+def _optimizer(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(list(model.parameters()), lr=1e-2, eps=1e-5)
+
+
+def _pipeline(mesh: DeviceMesh, strategy: str) -> Pipeline:
+    splits = mesh["tp"].size() > 1
+    return Pipeline(
+        [partial(_tensor_parallel, seed, mesh["tp"]) if splits else partial(Plain, seed) for seed in range(STAGES)],
+        strategy,
+        mesh=mesh if splits else mesh["pp", "dp"],
+        micro_batches=MICRO_BATCHES,
+        loss=_loss,
+        example=torch.empty(BATCH, WIDTH).double(),
+        units=[Block],
+    )
+
+
+def _one_model(mesh: DeviceMesh, strategy: str) -> Any:
+    splits = mesh["tp"].size() > 1
+    model = nn.Sequential(*(_tensor_parallel(s, mesh["tp"]) if splits else Plain(s) for s in range(STAGES)))
+    topology = towpath.Topology(2, mesh["dp"].size() // 2)
+    return towpath.shard(model, strategy, topology=topology, group=mesh["dp"].get_group(), units=[Block])
+
+
+def _train(model: Any, step: int, copy: int) -> None:
+    x, y = _batch(step, copy % 2, MICRO_BATCHES)
+    if isinstance(model, Pipeline):
+        model.step(x, target=y)
+    else:
+        _loss(model(x), y).backward()
+
+
+def _check(model: Any, optimizer: Any, whole: nn.Module, reference: torch.optim.Optimizer) -> None:
+    theirs = dict(whole.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.full_tensor(), theirs[name], rtol=0, atol=1e-9), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            found, expected = optimizer.state[parameter][key].full_tensor(), reference.state[theirs[name]][key]
+            assert torch.allclose(found, expected, rtol=0, atol=1e-9), (name, key)
+
+
+def test_what_is_the_same_on_the_whole_mesh_is_written_once_and_exported(world: Worlds, tmp_path: Path) -> None:
+    world(4).run(_saved, tmp_path / "run")
+    saved = checkpoint.latest(tmp_path / "run")
+    assert saved is not None
+    checkpoint.export(saved, tmp_path / "out")
+    from safetensors.torch import load_file
+
+    found = {name: t for file in (tmp_path / "out").glob("*.safetensors") for name, t in load_file(file).items()}
+    expected = dict(Plain(0).named_parameters())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def _saved(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = _tensor_parallel(0, mesh["tp"])
+    towpath.shard(model, "zero3", topology=towpath.Topology(2, 1), group=mesh["dp"].get_group(), units=[Block])
+    assert checkpoint.save(root, 1, State(model)).ok
+
+
+def test_a_part_of_the_job_cannot_save_it(world: Worlds) -> None:
+    world(8).run(_part)
+
+
+def _part() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("models", "dp", "tp"))
+    model: Any = _tensor_parallel(0, mesh["tp"])
+    towpath.shard(model, "zero3", topology=towpath.Topology(2, 1), group=mesh["dp"].get_group(), units=[Block])
+    with pytest.raises(CheckpointError, match=r"on 2 data-parallel × 2 tensor-parallel ranks, and the job has 8"):
+        State(model)
