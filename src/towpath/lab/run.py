@@ -184,4 +184,5 @@ def describe(returncode: int) -> str:
     """How a process ended, for people."""
     if returncode >= 0:
         return f"exit code {returncode}"
-    return f"killed by signal {-returncode} ({signal.strsignal(-returncode)})"
+    hint = "; was memory short?" if returncode == -signal.SIGKILL else ""
+    return f"killed by signal {-returncode} ({signal.strsignal(-returncode)}{hint})"

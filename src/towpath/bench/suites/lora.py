@@ -16,6 +16,7 @@ In `lora` all ranks compute on the machine's own cores, where whatever sends and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,16 +34,8 @@ OURS = ("zero3", "mics", "mics frozen_codec=int8", "ddp frozen=2x1", "mics froze
 PEERS = ("fsdp2", "fsdp2 tuned")
 WHOLE = "torch-ddp tuned"
 BARE, IN_STEP = "bare", "bare barrier"
-ASKED: tuple[tuple[str, str, float | None], ...] = (
-    *((ours, COMPUTE, MOST) for ours in OURS),
-    *((COMPUTE, peer, 1 / 3) for peer in PEERS),
-)
-# What is not asked, and tells what is to be won.
-BESIDE = (
-    *((other, COMPUTE, None) for other in (BARE, IN_STEP, WHOLE)),
-    *((ours, IN_STEP, None) for ours in OURS),
-    ("ddp frozen=1x1", WHOLE, None),
-)
+# All at once are more ranks than a machine of 24 GiB holds where each computes a model of its own.
+FEWER = ("mics", "ddp frozen=2x1", "mics frozen=1x1", "ddp frozen=1x1")
 _RATES = Rates()
 
 
@@ -50,11 +43,22 @@ _RATES = Rates()
 class Case:
     name: str
     workload: Workload
+    ours: tuple[str, ...] = OURS
+    beside: tuple[str, ...] = (BARE, IN_STEP, WHOLE)
+
+    @property
+    def pairs(self) -> Iterator[tuple[str, str, float | None]]:
+        """What is asked; and what is not, and tells what is to be won."""
+        yield from ((ours, COMPUTE, MOST) for ours in self.ours)
+        yield from ((COMPUTE, peer, 1 / 3) for peer in PEERS)
+        yield from ((other, COMPUTE, None) for other in self.beside)
+        yield from ((ours, IN_STEP, None) for ours in self.ours)
+        yield "ddp frozen=1x1", WHOLE, None
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         workload = self.workload.quick() if settings.quick else self.workload
         derived = _RATES.of(REGIME, workload, settings.say)
-        names = (*OURS, *PEERS, WHOLE, BARE, IN_STEP)
+        names = (*self.ours, *PEERS, *self.beside)
         entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in names]
         found, failures = measured(entrants, Venue(None, derived.rate), workload, settings)
         seconds: dict[str, list[float]] = found.pop("run").seconds
@@ -63,7 +67,7 @@ class Case:
         return {
             "checks": [
                 figures.ratio(seconds, ours, theirs, most)
-                for ours, theirs, most in (*ASKED, *BESIDE)
+                for ours, theirs, most in self.pairs
                 if not failures.keys() & {ours, theirs}
             ],
             "warnings": warnings,
@@ -74,7 +78,7 @@ class Case:
 
 
 CASES = [
-    Case("lora", Workload(adapters=RANK)),
+    Case("lora", Workload(adapters=RANK), FEWER, (IN_STEP, WHOLE)),
     Case("lora-elsewhere", replace(waiting(Workload()), dtype="float32", adapters=RANK)),
 ]
 
