@@ -229,7 +229,7 @@ def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], 
     """This rank's part of the slice that it and others hold, in boxes."""
     span, local = tensor.span, tensor.to_local().detach()
     if not span.counts:
-        return  # another rank of the tensor-parallel mesh has the same
+        return  # another rank of the tensor-parallel mesh has the same, and writes it
     first, last = span.bounds()
     place, count = span.holders.index(span.replica.rank), len(span.holders)
     if tensor.numel() == 0:
