@@ -22,7 +22,7 @@ from towpath.core.strategy import Strategy
 from towpath.core.units import units_from_numels
 from towpath.core.whole_matrices import WholeParameter
 from towpath.engine.agreement import agree
-from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank, check_values
+from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank
 from towpath.engine.executor import engine_of
 from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
@@ -137,8 +137,6 @@ def _checked(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy,
     layouts = lay_out(model, asked.units, asked.precision)
     check_exchangeable(layouts, groups)
     check_low_rank(strategy, layouts)
-    if asked.values is not None:
-        check_values(layouts)
     return strategy, layouts
 
 

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain, _batch, _loss
-from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, _tensor_parallel
+from tests.ranks.test_pipeline import BATCH, LENGTH, WIDTH, Block, Plain, _batch, _loss, _token_loss, _tokens
+from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, End, _parallel_end, _tensor_parallel
 from towpath import checkpoint
 from towpath.checkpoint import State
 from towpath.errors import CheckpointError
@@ -106,6 +106,48 @@ def _check(model: Any, optimizer: Any, whole: nn.Module, reference: torch.optim.
         for key in ("exp_avg", "exp_avg_sq"):
             found, expected = optimizer.state[parameter][key].full_tensor(), reference.state[theirs[name]][key]
             assert torch.allclose(found, expected, rtol=0, atol=1e-9), (name, key)
+
+
+def test_tied_embeddings_of_tensor_parallel_stages_are_one_tensor_of_the_checkpoint(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(8).run(_tied, tmp_path)
+
+
+def _tied(root: Path) -> None:
+    """A step in stages, and one that goes on from it without stages or slices; the same steps in one process."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline = Pipeline(
+        [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)],
+        "zero1",
+        mesh=mesh,
+        micro_batches=MICRO_BATCHES,
+        loss=_token_loss,
+        example=torch.zeros(BATCH, LENGTH, dtype=torch.int64),
+        units=[Block],
+        tied=("tokens", "head"),
+    )
+    whole, again = _tied_ends(), _tied_ends()
+    optimizer, reference, other = map(_optimizer, (pipeline, whole, again))
+    batches = [_tokens(0, replica) for replica in range(2)]
+    mine = batches[mesh.get_local_rank("dp")]
+    pipeline.step(mine, target=mine)
+    (sum(_token_loss(whole(ids), ids) for ids in batches) / 2).backward()
+    optimizer.step()
+    reference.step()
+    assert checkpoint.save(root, 1, State(pipeline, optimizer)).ok
+    loaded = checkpoint.load(root, State(again, other))
+    assert loaded is not None and loaded.step == 1
+    for (name, found), expected in zip(again.named_parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(found, expected, rtol=0, atol=1e-9), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.allclose(other.state[found][key], reference.state[expected][key], rtol=0, atol=1e-9), name
+
+
+def _tied_ends() -> nn.Sequential:
+    ends = [End(False), End(True)]
+    ends[1].head.weight = ends[0].tokens.weight
+    return nn.Sequential(*ends)
 
 
 def test_what_is_the_same_on_the_whole_mesh_is_written_once_and_exported(world: Worlds, tmp_path: Path) -> None:

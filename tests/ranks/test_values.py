@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import towpath
 from tests.ranks.models import MODELS, TiedGPT
@@ -175,14 +175,55 @@ def _only_first_has_values() -> str:
     return str(caught.value)
 
 
-def test_values_of_a_tensor_parallel_model_are_refused(world: Worlds) -> None:
-    for message in world(4).run(_tensor_parallel_with_values):
-        assert "tensor-parallel" in message and "values=" in message
+SPLIT = {"0": ColwiseParallel(), "1": RowwiseParallel()}
 
 
-def _tensor_parallel_with_values() -> str:
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_of_split_parameters_a_rank_asks_for_its_part_only(world: Worlds, device: str) -> None:
+    asked: Counter[str] = sum(world(4).run(_split, device), Counter[str]())
+    assert asked["0.weight"] == asked["1.weight"] == 6 * 8  # each element once
+    assert asked["1.bias"] == 2 * 6  # once on each rank of the mesh
+
+
+def _split(device: str) -> Counter[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(nn.Sequential(nn.Linear(6, 8)), mesh["tp"], {"0": ColwiseParallel()})
-    with pytest.raises(errors.ShardError) as caught:
-        towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group(), values=_unknown)
-    return str(caught.value)
+    values = {"0.weight": (8, 6), "0.bias": (8,), "1.weight": (6, 8), "1.bias": (6,)}
+    whole = {name: torch.randn(shape, generator=torch.Generator().manual_seed(7)) for name, shape in values.items()}
+    counts = Counter[str]()
+
+    def asked(name: str, start: int, end: int) -> Tensor:
+        counts[name] += end - start
+        return whole[name].reshape(-1)[start:end]
+
+    with torch.device(device):
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    model = parallelize_module(model, mesh["tp"], SPLIT)
+    towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group(), values=asked)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), whole[name]), name
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+    expected = nn.functional.linear(nn.functional.linear(x, whole["0.weight"], whole["0.bias"]), whole["1.weight"])
+    assert torch.allclose(model(x), expected + whole["1.bias"], atol=1e-5)
+    return counts
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_a_tensor_parallel_model_begins_alike_on_its_mesh_whatever_its_ranks_have_drawn(
+    world: Worlds, device: str
+) -> None:
+    """Halves of a matrix are not alike, and what is replicated is."""
+    for seeds in ([0, 1, 2, 3], [5, 5, 5, 5]):
+        drawn = world(4).run(_drawn, device, seeds)
+        assert all(torch.equal(one, other) for found in drawn for one, other in zip(drawn[0], found, strict=True))
+        for matrix, dim in zip(drawn[0][:4:2], (0, 1), strict=True):
+            assert not torch.equal(*matrix.chunk(2, dim))
+
+
+def _drawn(device: str, seeds: list[int]) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(seeds[dist.get_rank()])
+    with torch.device(device):
+        model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 3))  # of the last one all is on each
+    model = parallelize_module(model, mesh["tp"], SPLIT)
+    towpath.shard(model, "zero3", topology=Topology(1, 2), group=mesh["dp"].get_group())
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]

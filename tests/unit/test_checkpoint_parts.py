@@ -24,7 +24,7 @@ from towpath.checkpoint.disk.manifest import File, Manifest, Stored, StoredBox
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.disk.stored import check_boxes
 from towpath.checkpoint.memory.rng import rng_state, seed_anew, set_rng_state
-from towpath.engine.boxes import boxes_of
+from towpath.engine.boxes import Box, boxes_of, ranges_of
 from towpath.errors import CheckpointError
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
@@ -52,6 +52,17 @@ def test_the_boxes_of_a_slice_are_its_elements_in_order_few_and_never_empty(
     assert at == end
 
 
+@given(shapes, st.data())
+def test_the_ranges_of_a_box_are_its_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    offsets = tuple(data.draw(st.integers(0, length - 1)) for length in shape)
+    sizes = tuple(data.draw(st.integers(1, length - o)) for o, length in zip(offsets, shape, strict=True))
+    flat = torch.arange(prod(shape))
+    box = flat.view(shape)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+    ranges = list(ranges_of(Box(offsets, sizes, 0, 0), shape))
+    assert torch.cat([flat[start:end] for start, end in ranges]).tolist() == box.reshape(-1).tolist()
+    assert all(one[1] < other[0] for one, other in pairwise(ranges))  # else they would be one
+
+
 @st.composite
 def _rectangles(draw: st.DrawFn) -> Stored:
     """A tensor that is cut again and again, each part across some dimension."""
@@ -62,7 +73,8 @@ def _rectangles(draw: st.DrawFn) -> Stored:
         dim = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(0, sizes[dim]))
         for start, length in ((0, at), (at, sizes[dim] - at)):
-            parts.append((_with(offsets, dim, offsets[dim] + start), _with(sizes, dim, length)))
+            if length:
+                parts.append((_with(offsets, dim, offsets[dim] + start), _with(sizes, dim, length)))
     return Stored("F32", shape, tuple(StoredBox(offsets, sizes, "file", 0, 0) for offsets, sizes in parts))
 
 
@@ -73,7 +85,7 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 @given(stored=_rectangles(), which=st.integers(0, 20), other=st.integers(0, 20))
 def test_rectangles_are_taken_that_hold_each_element_once_and_no_others(stored: Stored, which: int, other: int) -> None:
     check_boxes(stored)
-    boxes = [box for box in stored.boxes if box.numel]
+    boxes = list(stored.boxes)
     one, another = boxes[which % len(boxes)], boxes[other % len(boxes)]
     without, twice = [box for box in boxes if box is not one], [*boxes, one]
     instead = [another if box is one else box for box in boxes]

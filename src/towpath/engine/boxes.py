@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 
@@ -49,3 +50,19 @@ def _inside(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
     index = start // row
     for box in boxes_of(shape[1:], start - index * row, end - index * row):
         yield Box((index, *box.offsets), (1, *box.sizes), index * row + box.start, index * row + box.end)
+
+
+def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The elements of a box of a tensor of `shape`, in order, as ranges [start, end) of the flattened tensor."""
+    # From here on the box has all of each dimension: what it has of the one before follows one another.
+    rest = next((dim for dim in range(len(shape), 0, -1) if box.sizes[dim - 1] != shape[dim - 1]), 0)
+    if rest == 0:
+        yield 0, prod(shape)
+        return
+    row = prod(shape[rest:])
+    places = [range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
+    for index in product(*places[: rest - 1]):
+        first = 0
+        for at, length in zip((*index, box.offsets[rest - 1]), shape[:rest], strict=True):
+            first = first * length + at
+        yield first * row, (first + box.sizes[rest - 1]) * row

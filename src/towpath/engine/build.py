@@ -118,16 +118,6 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
     return {kind}.union(*(_with_subclasses(c) for c in kind.__subclasses__()))
 
 
-def check_values(layouts: list[UnitLayout]) -> None:
-    """What `values` cannot give."""
-    split = next((p for p in _places(layouts) if p.parallel is not None), None)
-    if split is not None:
-        raise ShardError(
-            f"values= gives elements of whole parameters, and {split.names[0]} is a DTensor on a tensor-parallel mesh. "
-            "Build the model with its values, or without the mesh."
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
     """What is to be built."""
@@ -153,7 +143,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in '
             "the host's memory. Leave out offload=, or the mesh."
         )
-    source = _source(options.values, wiring)
+    source = _source(options.values, wiring, mesh)
     trainable, frozen = (_replica(strategy.of(trains), groups, mesh) for trains in (True, False))
     shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, WriteMark())
     materialise_buffers(model, wiring.device)
@@ -170,9 +160,9 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     return engine
 
 
-def _source(values: Values | None, wiring: Wiring) -> Source:
+def _source(values: Values | None, wiring: Wiring, mesh: Mesh) -> Source:
     if values is None:
-        return FromModel(wiring.groups, wiring.device)
+        return FromModel(wiring.groups, mesh, wiring.device)
     return FromValues(values, wiring.rank, wiring.device)
 
 

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from towpath.core.transitions import Cut
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.dtypes import torch_dtype
 from towpath.engine.layout import BucketLayout, ParameterPlace
-from towpath.engine.parallel import local_part, parallel_of
+from towpath.engine.parallel import Mesh, local_part
 from towpath.errors import ShardError, TowpathError
 from towpath.topology.groups import Groups
 
@@ -51,8 +52,8 @@ class Source(ABC):
 
 @final
 class FromModel(Source):
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        self._groups, self._device = groups, device
+    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device) -> None:
+        self._groups, self._mesh, self._device = groups, mesh, device
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
@@ -64,6 +65,9 @@ class FromModel(Source):
                 if values.data_ptr() != target.data_ptr():
                     target.copy_(values)
         self._groups.broadcast(whole)
+        for place in layout.places:
+            for group in self._mesh.copies(place.parallel):
+                dist.broadcast(place.of(whole), group=group, group_src=0)
         return _Whole(whole, self._groups.rank)
 
     def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -162,7 +166,9 @@ class _Asked(Flat):
             start, end = (min(max(at - place.offset, 0), place.numel) for at in (begin, begin + length))
             if start < end:
                 at = place.offset + start - begin
-                self._source.fill(part[at : at + end - start], place.names, start)
+                for first, last in place.ranges(start, end):
+                    self._source.fill(part[at : at + last - first], place.names, first)
+                    at += last - first
         return part
 
 
@@ -178,14 +184,16 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
             if parameter is not None:
                 _parameters(module)[attribute] = _empty(parameter, flat.device)
     for place in absent:
-        values = _as_parameter(place.of(flat), place.parameter)
-        for module, attribute in place.owners:
-            _parameters(module)[attribute] = values
+        if place.parallel is None:
+            _set(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
     try:
         for place in absent:
             module, attribute = place.owners[0]
             if owners.pop(id(module), None) is not None:
                 _initialiser(module, f"parameter {attribute!r}", place.names[0])()
+        for place in absent:
+            if place.parallel is not None:
+                _take_part(place, flat)
         yield
     finally:
         for module, parameters in before:
@@ -193,12 +201,26 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return _as_parameter(torch.empty(local_part(parameter).shape, dtype=parameter.dtype, device=device), parameter)
+    """Whole, also of a DTensor: of its parts, equal seeds would draw the same, and other seeds would draw apart what is
+    replicated on the mesh."""
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
 
 
-def _as_parameter(values: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
-    parallel = parallel_of(like)
-    return nn.Parameter(values if parallel is None else parallel.wrap(values), like.requires_grad)
+def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
+    """Of a parameter that its module has drawn whole, as the first rank of the mesh has it."""
+    module, attribute = place.owners[0]
+    whole, parallel = module.get_parameter(attribute), place.parallel
+    assert parallel is not None
+    for group in parallel.mesh.get_all_groups():
+        dist.broadcast(whole.detach(), group=group, group_src=0)
+    part = tuple(slice(first, first + length) for first, length in zip(parallel.first(), place.shape, strict=True))
+    place.of(flat).copy_(whole[part])
+    _set(place, nn.Parameter(parallel.wrap(place.of(flat)), place.parameter.requires_grad))
+
+
+def _set(place: ParameterPlace, values: nn.Parameter) -> None:
+    for module, attribute in place.owners:
+        _parameters(module)[attribute] = values
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:

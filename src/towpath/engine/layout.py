@@ -12,7 +12,8 @@ from torch import nn
 from towpath.core.formats import FLOATING, dtype_name
 from towpath.core.precision import Precision
 from towpath.core.units import BucketSpec, UnitSpec, together
-from towpath.engine.parallel import Parallel, local_part, parallel_of
+from towpath.engine.boxes import ranges_of
+from towpath.engine.parallel import Parallel, boxes_in_whole, local_part, parallel_of
 from towpath.errors import ShardError
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
@@ -47,6 +48,14 @@ class ParameterPlace:
         if len(self.shape) < 2 or self.replicated:
             return None
         return self.shape[0], self.shape[1:].numel()
+
+    def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """The elements [start, end) of this rank's part, flattened, as ranges of the whole parameter's elements."""
+        if self.parallel is None:
+            yield start, end
+            return
+        for box in boxes_in_whole(self.shape, self.parallel, start, end):
+            yield from ranges_of(box, self.parallel.shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
         """Where this parameter lies in the whole flat buffer."""

@@ -5,13 +5,15 @@ DTensor costs a second to import, so that happens only for a model that has some
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from towpath.engine.boxes import Box, boxes_of
 from towpath.errors import ShardTensorError
 
 if TYPE_CHECKING:
@@ -76,6 +78,15 @@ class Parallel:
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"
 
 
+def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, end: int) -> list[Box]:
+    """The elements [start, end) of this rank's `part` of a parameter, flattened, as boxes of the whole parameter."""
+    boxes = boxes_of(part, start, end)
+    if parallel is None:
+        return list(boxes)
+    first = parallel.first()
+    return [replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True)))) for box in boxes]
+
+
 def parallel_of(parameter: nn.Parameter) -> Parallel | None:
     """How `parameter` lies on its mesh, if it is a DTensor."""
     if type(parameter) is nn.Parameter:
@@ -100,6 +111,13 @@ class Mesh:
 
     groups: tuple[dist.ProcessGroup, ...] = ()
     coordinate: tuple[int, ...] = ()
+
+    def copies(self, parallel: Parallel | None) -> list[dist.ProcessGroup]:
+        """The groups whose ranks have the same of a parameter."""
+        if parallel is None:
+            return list(self.groups)
+        placed = zip(self.groups, parallel.placements, strict=True)
+        return [group for group, placement in placed if placement.is_replicate()]
 
     def counts(self, parallel: Parallel | None) -> bool:
         """Whether this rank's copy is the one that counts. A plain parameter is the same on the whole mesh."""

@@ -6,7 +6,6 @@ What operations make of it stands in `shard_operations.py`; `full_tensor()` gath
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -16,8 +15,9 @@ import torch
 from towpath.collectives.flat import all_gather_single
 from towpath.core.formats import Codec
 from towpath.core.step_state import WriteMark
-from towpath.engine.boxes import Box, boxes_of
+from towpath.engine.boxes import Box
 from towpath.engine.encoded_shard import EncodedSlice
+from towpath.engine.parallel import boxes_in_whole
 from towpath.engine.partial_sums import NO_TORCH_FUNCTION
 from towpath.engine.span import Span
 from towpath.errors import ShardTensorError
@@ -186,11 +186,7 @@ class ShardTensor(torch.Tensor):
         span = self.span
         if not self.numel():
             return [Box((0,) * self.dim(), tuple(self.shape), 0, 0)]
-        boxes = boxes_of(span.shape, *(among or span.bounds()))
-        if span.parallel is None:
-            return list(boxes)
-        first = span.parallel.first()
-        return [replace(box, offsets=tuple(map(sum, zip(box.offsets, first, strict=True)))) for box in boxes]
+        return boxes_in_whole(span.shape, span.parallel, *(among or span.bounds()))
 
     __torch_function__ = NO_TORCH_FUNCTION
 

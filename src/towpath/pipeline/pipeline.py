@@ -313,6 +313,8 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_, of the gradients of all stages. Every rank must call it."""
+        if not norm_type > 0:
+            raise ShardError(f"Pipeline.clip_grad_norm_: norm_type = {norm_type}: expected a number above 0, or inf.")
         own = [p for p in self.parameters() if p.grad is not None]
         tied = self._tied.parameters if self._tied is not None else set[nn.Parameter]()
         norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type)
