@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -416,8 +418,9 @@ def _save_without_a_dict(folder: Path) -> None:
 
 
 def test_save_pretrained_on_one_rank_alone_is_an_error_on_both() -> None:
-    """Long before the process group's time is over, where the other one waits for it in a forward pass."""
-    with World(2, group_timeout=8.0) as ranks:
+    """Long before the process group's time is over, where the other one waits for it in a forward pass; and though that
+    one looks only when the first has found out and gone on."""
+    with World(2, group_timeout=12.0) as ranks:
         errors = ranks.run(_save_alone)
     words = r"rank 0 is in get_model_state_dict\(\), which every rank must call, while rank 1 waits for a transfer"
     assert all(re.search(words, error) for error in errors), errors
@@ -425,12 +428,21 @@ def test_save_pretrained_on_one_rank_alone_is_an_error_on_both() -> None:
 
 def _save_alone() -> str:
     model: Any = towpath.shard(_seeded(_llama), "zero3", topology=SHAPE)
+    peers, store = model.towpath_engine.wiring.record.peers, dist.distributed_c10d._get_default_store()
     ids = torch.arange(3, 9)[None]
     model(ids)
-    with pytest.raises(StepError) as caught:
-        if dist.get_rank() == 0:
+    if dist.get_rank() == 0:
+        went_on = threading.Event()
+        post = peers.post
+        peers.post = lambda silent: (post(silent), None if silent else went_on.set())
+        with pytest.raises(StepError) as caught:
             model.save_pretrained("nowhere")
-        else:
+        went_on.wait(3 * peers.pause_seconds)  # its note would have been taken back by then
+        store.set("rank 0 went on", "")
+    else:
+        look, looks = peers.look_for_divergence, count()
+        peers.look_for_divergence = lambda: next(looks) and (store.wait(["rank 0 went on"]), look())
+        with pytest.raises(StepError) as caught:
             model(ids)
     return str(caught.value)
 

@@ -238,7 +238,9 @@ def _report(reference: weakref.ref[Peers]) -> None:
     while peers is not None:
         pause, activity = peers.pause_seconds, peers.activity
         silent, progress = activity.silent_seconds(), activity.progress
-        if silent >= 2 * pause:
+        if peers.diverged:
+            pass  # what this rank has posted stays there: by it the others find out, too, however late they look
+        elif silent >= 2 * pause:
             if posted != progress:
                 peers.post(silent=True)
                 posted = progress
