@@ -300,14 +300,8 @@ def _parallel_end(last: bool, mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(End(last), mesh, plan | {name: ends[name] for name in ("head" if last else "tokens",)})
 
 
-@pytest.mark.parametrize("fused", [True, seldom(False)], ids=["fused", "not fused"])
-def test_tied_embeddings_that_are_tensor_parallel_train_as_in_one_model(world: Worlds, fused: bool, steps: int) -> None:
-    world(8).run(_tied_and_tensor_parallel, fused, steps)
-
-
-def _tied_and_tensor_parallel(fused: bool, steps: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    pipeline = Pipeline(
+def _parallel_ends(mesh: DeviceMesh, fused: bool = True) -> Pipeline:
+    return Pipeline(
         [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)],
         "zero1",
         mesh=mesh,
@@ -318,9 +312,23 @@ def _tied_and_tensor_parallel(fused: bool, steps: int) -> None:
         tied=("tokens", "head"),
         compression=Compression(fused_embeddings=fused),
     )
+
+
+def _tied_ends() -> nn.Sequential:
+    """Both in one model."""
     ends = [End(False), End(True)]
     ends[1].head.weight = ends[0].tokens.weight
-    whole = nn.Sequential(*ends)
+    return nn.Sequential(*ends)
+
+
+@pytest.mark.parametrize("fused", [True, seldom(False)], ids=["fused", "not fused"])
+def test_tied_embeddings_that_are_tensor_parallel_train_as_in_one_model(world: Worlds, fused: bool, steps: int) -> None:
+    world(8).run(_tied_and_tensor_parallel, fused, steps)
+
+
+def _tied_and_tensor_parallel(fused: bool, steps: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    pipeline, whole = _parallel_ends(mesh, fused), _tied_ends()
     optimizers = [torch.optim.AdamW(list(m.parameters()), lr=1e-2, eps=1e-5) for m in (pipeline, whole)]
     for step in range(steps):
         for optimizer in optimizers:

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.test_pipeline import BATCH, LENGTH, WIDTH, Block, Plain, _batch, _loss, _token_loss, _tokens
-from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, End, _parallel_end, _tensor_parallel
+from tests.ranks.test_pipeline import BATCH, WIDTH, Block, Plain, _batch, _loss, _token_loss, _tokens
+from tests.ranks.test_pipeline_layouts import MICRO_BATCHES, _parallel_ends, _tensor_parallel, _tied_ends
 from towpath import checkpoint
 from towpath.checkpoint import State
 from towpath.errors import CheckpointError
@@ -117,16 +117,7 @@ def test_tied_embeddings_of_tensor_parallel_stages_are_one_tensor_of_the_checkpo
 def _tied(root: Path) -> None:
     """A step in stages, and one that goes on from it without stages or slices; the same steps in one process."""
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
-    pipeline = Pipeline(
-        [partial(_parallel_end, last, mesh["tp"]) for last in (False, True)],
-        "zero1",
-        mesh=mesh,
-        micro_batches=MICRO_BATCHES,
-        loss=_token_loss,
-        example=torch.zeros(BATCH, LENGTH, dtype=torch.int64),
-        units=[Block],
-        tied=("tokens", "head"),
-    )
+    pipeline = _parallel_ends(mesh)
     whole, again = _tied_ends(), _tied_ends()
     optimizer, reference, other = map(_optimizer, (pipeline, whole, again))
     batches = [_tokens(0, replica) for replica in range(2)]
@@ -142,12 +133,6 @@ def _tied(root: Path) -> None:
         assert torch.allclose(found, expected, rtol=0, atol=1e-9), name
         for key in ("exp_avg", "exp_avg_sq"):
             assert torch.allclose(other.state[found][key], reference.state[expected][key], rtol=0, atol=1e-9), name
-
-
-def _tied_ends() -> nn.Sequential:
-    ends = [End(False), End(True)]
-    ends[1].head.weight = ends[0].tokens.weight
-    return nn.Sequential(*ends)
 
 
 def test_what_is_the_same_on_the_whole_mesh_is_written_once_and_exported(world: Worlds, tmp_path: Path) -> None:

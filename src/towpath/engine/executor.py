@@ -26,13 +26,14 @@ from towpath.core.unit_plan import plan_unit
 from towpath.engine.bucket import Bucket
 from towpath.engine.buffers import SlotMemory
 from towpath.engine.failed_passes import EndOfBackward, FailedPasses
+from towpath.engine.gradients import check_gradient
 from towpath.engine.host_clock import eager, on_host
 from towpath.engine.shard_tensor import ShardTensor, in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.usage import Usage
 from towpath.engine.wiring import Wiring
-from towpath.errors import ShardError, StepError
+from towpath.errors import ShardError
 
 if TYPE_CHECKING:
     from towpath.engine.matrix_steps import MatrixSteps
@@ -213,23 +214,8 @@ class Engine:
         self._check_gradient(unit, bucket, index, grad)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        name = bucket.layout.places[index].names[0]
-        if grad.requires_grad:
-            raise StepError(
-                f"{name}: its gradient has a graph, which a sum over ranks loses. "
-                "Instead of backward(create_graph=True) take autograd.grad(loss, inputs, create_graph=True)."
-            )
-        if not bucket.whole and not self.machine.is_whole(unit.index):
-            raise StepError(
-                f"{name}: a gradient arrived while unit {unit.name!r} was not whole. "
-                "Its forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
-                "or dataclasses of them."
-            )
-        if self.machine.is_reduced(unit.index):
-            raise StepError(
-                f"{name}: another gradient arrived after the reduction of unit "
-                f"{unit.name!r} had begun. Use checkpoint(..., use_reentrant=False), which computes each once."
-            )
+        is_whole = bucket.whole or self.machine.is_whole(unit.index)
+        check_gradient(bucket.layout.places[index], grad, unit.name, is_whole, self.machine.is_reduced(unit.index))
 
     @contextmanager
     def _maybe_first_of_a_backward_pass(self) -> Generator[None]:

@@ -138,6 +138,27 @@ class BucketGradients(ABC):
         self.used = [False] * len(self.used)
 
 
+def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whole: bool, is_reduced: bool) -> None:
+    """Refuse one that autograd has accumulated at a moment, or in a way, that the sum over ranks does not allow."""
+    name = place.names[0]
+    if grad.requires_grad:
+        raise StepError(
+            f"{name}: its gradient has a graph, which a sum over ranks loses. "
+            "Instead of backward(create_graph=True) take autograd.grad(loss, inputs, create_graph=True)."
+        )
+    if not is_whole:
+        raise StepError(
+            f"{name}: a gradient arrived while unit {unit!r} was not whole. "
+            "Its forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
+            "or dataclasses of them."
+        )
+    if is_reduced:
+        raise StepError(
+            f"{name}: another gradient arrived after the reduction of unit "
+            f"{unit!r} had begun. Use checkpoint(..., use_reentrant=False), which computes each once."
+        )
+
+
 def gradients_of(
     plan: BucketPlan, places: Sequence[ParameterPlace], optimizer: OptimizerMemory, rank: int, device: torch.device
 ) -> BucketGradients:
