@@ -66,6 +66,10 @@ class Stats:
             seconds_host=self.seconds_host - earlier.seconds_host,
         )
 
+    def of_groups(self, count: int) -> Stats:
+        """Of so many groups of ranks that all send this; memory and seconds as they are."""
+        return replace(self, transfers=tuple(transfer.of_groups(count) for transfer in self.transfers))
+
     @property
     def inter_bytes(self) -> int:
         return sum(t.inter_bytes for t in self.transfers)

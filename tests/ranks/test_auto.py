@@ -21,11 +21,14 @@ import towpath
 from tests.profiles import made_profile
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from towpath.auto import choice as auto
 from towpath.auto.live import describe_by_parameters
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, MismatchError, PlanError, ShardError, TowpathError
+from towpath.planner.model import Transformer
+from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Ranking, Solver
@@ -232,17 +235,21 @@ def test_a_training_takes_the_micro_batch_and_checkpointing_that_go_with_it(
     world: Worlds, profile: Path, tmp_path: Path
 ) -> None:
     """Of two sequences a rank: both at once, since every gather counts, and nothing recomputed, since all fits."""
-    text = tmp_path / "corpus.txt"
-    text.write_text("lock barge weir horse canal " * 400)
-    options = (
-        *("model.width=32", "model.depth=4", "model.heads=2", "train.batch=8", "train.micro_batch=1"),
-        *("train.length=32", "train.steps=2", "train.threads=1", f'data.text=["{text}"]', "strategy.nodes=2"),
-        *("strategy.ranks_per_node=2", "strategy.name=auto", f"strategy.profile={profile}", f"log.folder={tmp_path}"),
-    )
-    seen = world(4).run(_begun, options)
+    seen = world(4).run(_begun, _options(tmp_path, profile))
     assert all(one == seen[0] for one in seen)
     strategy, micro_batch, checkpointing = seen[0]
     assert strategy.topology == SHAPE and (micro_batch, checkpointing) == (2, False)
+
+
+def _options(folder: Path, profile: Path, *more: str) -> tuple[str, ...]:
+    text = folder / "corpus.txt"
+    text.write_text("lock barge weir horse canal " * 400)
+    return (
+        *("model.width=32", "model.depth=4", "model.heads=2", "train.batch=8", "train.micro_batch=1"),
+        *("train.length=32", "train.steps=2", "train.threads=1", f'data.text=["{text}"]', "strategy.nodes=2"),
+        *("strategy.ranks_per_node=2", "strategy.name=auto", f"strategy.profile={profile}", f"log.folder={folder}"),
+        *more,
+    )
 
 
 def _begun(options: tuple[str, ...]) -> Any:
@@ -250,3 +257,78 @@ def _begun(options: tuple[str, ...]) -> Any:
         training = run.begin(Config.load(os.devnull, options), job)
         training.step()
     return training.strategy, training.config.micro_batch, training.config.checkpointing
+
+
+NARROW, WIDE = 2e5, 2e12
+PACKED = "parallel.activation_gradients=low-rank:2"
+# Bytes a second of a node, what is asked for, and the pipeline and the tensor-parallel ranks that come out.
+LAYOUTS = {
+    "stages, where the cable is narrow": (NARROW, ["strategy.pipelines=[2]"], 2, 1),
+    "shared layers, offered alone": (NARROW, ["strategy.tensors=[2]", "strategy.pipelines=[2]"], 2, 2),
+    "as laid out": (WIDE, ["parallel.pipeline=4", "parallel.compression=optimus-cb+fe", PACKED], 4, 1),
+    "as shared": (WIDE, ["parallel.tensor=2"], 1, 2),
+}
+
+
+@in_turn(list(LAYOUTS), 2, "case")
+def test_a_training_is_laid_out_as_the_planner_ranks_first(
+    world: Worlds, profile: Path, tmp_path: Path, case: str
+) -> None:
+    cable, asked, pipeline, tensor = LAYOUTS[case]
+    profile.write_text(made_profile(os.uname().nodename, cable).to_json())
+    (planned, said, *first), *others = world(4).run(_laid_out, _options(tmp_path, profile, *asked))
+    assert all(found == first for _, _, *found in others)
+    assert "auto: " in said and "a step as planned" in said
+    parallel, topology, sent = first
+    assert (parallel.pipeline, parallel.tensor) == (pipeline, tensor)
+    assert topology.world == 4 // pipeline // tensor
+    if pipeline > 1 and tensor == 1:
+        assert sent == planned
+
+
+def _laid_out(options: tuple[str, ...]) -> Any:
+    """What was planned of the bytes of a step, on rank 0; the layout, the topology of a stage, and what is sent."""
+    from towpath.planner.pipelines import Pipelines
+    from towpath.train.passes import Stages
+
+    planned: list[Any] = []
+    solve = Pipelines.solve
+
+    def noted(*args: Any, **options: Any) -> Any:
+        planned.extend(found := solve(*args, **options))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said, run.joined() as job:
+        patch.setattr(Pipelines, "solve", noted)
+        training = run.begin(Config.load(os.devnull, options), job)
+        training.step()
+        sent = None
+        if isinstance(training.passes, Stages):
+            schedule = training.passes.model.schedule(towpath.Topology(2, 2))
+            sent = (schedule.inter_bytes, schedule.intra_bytes)
+    bytes_planned = (planned[0].inter_bytes, planned[0].intra_bytes) if planned else None
+    return bytes_planned, said.getvalue(), training.parallel, training.strategy.topology, sent
+
+
+def test_stages_are_chosen_where_nothing_else_is_quicker_or_fits() -> None:
+    shape, profile = Transformer(256, 64, 4, 4, 256), made_profile()
+    model, cluster = shape.model("gpt", TOKENS), profile.cluster()
+
+    def chosen(batch: int, memory: int, seconds: float | None, only: bool = False) -> auto.Choice:
+        """`seconds`: that stages take; None: none fit."""
+        request, whole = (Request(b, m, towpath.Precision()) for b, m in ((batch, memory), (8, 1 << 30)))
+        pipelines = Pipelines(lambda count: shape.staged("gpt", TOKENS, count), cluster, whole)
+        (best,) = pipelines.solve([2], best=1)
+        found = None if seconds is None else replace(best, seconds=seconds)
+        pipelined = auto.Pipelined(lambda model, cluster, request: found, only)
+        return auto._planned(profile, "as made up", model, lambda memory: request, pipelined)
+
+    assert chosen(8, 1 << 30, seconds=1e-6).layout == Layout(2, strategy="zero1")
+    slower = chosen(8, 1 << 30, seconds=1e6)
+    assert slower.layout is None and "stages" not in slower.why
+    assert chosen(8, 1 << 30, seconds=1e6, only=True).layout is not None
+    assert "nothing fits without stages" in chosen(8, 1, seconds=1e6).why
+    assert "nothing fits without stages" in chosen(2, 1 << 30, seconds=1e6).why  # of which four ranks get no share
+    for batch, memory, only, words in ((8, 1, True, "no stages fit into"), (2, 1 << 30, False, "shared out evenly")):
+        with pytest.raises(TowpathError, match=words):
+            chosen(batch, memory, None, only)

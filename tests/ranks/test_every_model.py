@@ -179,7 +179,7 @@ def _compiled(way: str, backend: str) -> nn.Module:
 
 @pytest.mark.compiles
 @in_turn(("zero3", "hpz", "paro-iig", "zero1"), 1)
-@pytest.mark.parametrize("way", [seldom(way) if way == "in place" else way for way in COMPILES])
+@pytest.mark.parametrize("way", [seldom(way) if way in ("in place", "wrapped") else way for way in COMPILES])
 def test_blocks_compiled_as_one_graph_each_train_exactly(world: Worlds, way: str, label: str) -> None:
     """On two ranks: each of them compiles for itself."""
     world(2).run(_train_compiled, way, label, timeout=600)
@@ -720,11 +720,11 @@ class ParallelModel(nn.Module):
 PARALLEL = (*((label, Topology(2, 1)) for label in ("zero3", "hpz", "paro-iig", "zero1")), ("mics:2x1", Topology(1, 2)))
 
 
-@pytest.mark.parametrize("label, topology", PARALLEL, ids=[label for label, _ in PARALLEL])
+@in_turn(PARALLEL, 3, "parallel")
 def test_a_tensor_parallel_model_trains_exactly_and_clips_by_the_norm_over_both_meshes(
-    world: Worlds, label: str, topology: Topology
+    world: Worlds, parallel: tuple[str, Topology]
 ) -> None:
-    world(4).run(_train_tensor_parallel, label, topology)
+    world(4).run(_train_tensor_parallel, *parallel)
 
 
 SPLIT_MATRICES = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}

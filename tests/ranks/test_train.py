@@ -271,6 +271,7 @@ def test_recomputing_blocks_changes_no_bit(world: Worlds, config: Callable[..., 
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
 
+@pytest.mark.parity  # test_train_models.py has one that is quicker
 @pytest.mark.compiles
 def test_compiled_blocks_train_alike(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float]

@@ -30,8 +30,9 @@ from towpath.core.strategy import Strategy
 from towpath.engine.layout import UnitChoice, lay_out
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
-from towpath.planner.cluster import GIB
+from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model
+from towpath.planner.pipelines import Layout, PricedPipeline
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Infeasible, Priced, Ranking, Solver
@@ -56,6 +57,19 @@ class Choice:
     batching: Batching
     seconds: float
     why: str
+    layout: Layout | None = None  # where the model is to be cut into stages, or its layers to be shared
+
+
+# The best pipeline for a model on a cluster, if any fits.
+BestPipeline = Callable[[Model, Cluster, Request], PricedPipeline | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """What may be chosen besides plain strategies; or, as `only` it may, in their place."""
+
+    best: BestPipeline
+    only: bool
 
 
 def choose(
@@ -64,6 +78,7 @@ def choose(
     describe: Callable[[torch.device], Model],
     request: Callable[[int], Request],
     profile: str | Path = "",
+    pipelined: Pipelined | None = None,
 ) -> Choice:
     """The same on every rank; every rank must call it.
 
@@ -75,7 +90,7 @@ def choose(
             f'strategy="auto" measures the whole job, and group= has {groups.world} of its ranks. Pass a strategy: '
             "`towpath plan` finds one."
         )
-    planner = _Planner(groups, describe, request)
+    planner = _Planner(groups, describe, request, pipelined)
     kept, where = _kept_profile(groups, topology, profile)
     began = time.monotonic()
     if kept is not None and (profile or still_holds(kept, groups)):  # a named file is the user's word
@@ -194,9 +209,13 @@ class _Planner:
     """Rank 0 plans, and the others wait for what it finds. The model is described once."""
 
     def __init__(
-        self, groups: Groups, describe: Callable[[torch.device], Model], request: Callable[[int], Request]
+        self,
+        groups: Groups,
+        describe: Callable[[torch.device], Model],
+        request: Callable[[int], Request],
+        pipelined: Pipelined | None,
     ) -> None:
-        self._groups, self._describe, self._request = groups, describe, request
+        self._groups, self._describe, self._request, self._pipelined = groups, describe, request, pipelined
         self._model: Model | None = None
 
     def choose(self, profile: Profile, how: str) -> Choice:
@@ -220,17 +239,33 @@ class _Planner:
         device = device_of_job()
         if self._groups.rank == 0:
             self._model = self._model or self._describe(device)
-            return _planned(profile, how, self._model, self._request)
+            return _planned(profile, how, self._model, self._request, self._pipelined)
         if self._model is None and ranks_measure_together(device):
             with suppress(Exception):  # what cannot be described is said by rank 0
                 self._model = self._describe(device)
         return None
 
 
-def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], Request]) -> Choice:
+def _planned(
+    profile: Profile, how: str, model: Model, request: Callable[[int], Request], pipelined: Pipelined | None
+) -> Choice:
     cluster = profile.cluster()
     solver = Solver(model, cluster, request(int(cluster.memory * _SHARE_OF_MEMORY)))
-    found = solver.solve(best=1)
+    stages = pipelined.best(model, cluster, solver.request) if pipelined is not None else None
+    if pipelined is not None and pipelined.only and stages is None:
+        raise PlanError(
+            f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, a '
+            "smaller micro-batch or activation checkpointing."
+        )
+    if pipelined is not None and pipelined.only and stages is not None:
+        return _staged(stages, "the layout is as configured", how)
+    found = _without_stages(solver, stages is not None)
+    if stages is not None and not isinstance(found, Ranking):
+        return _staged(stages, "nothing fits without stages", how)
+    if stages is not None and isinstance(found, Ranking) and stages.seconds < found.ranked[0].seconds:
+        best = found.ranked[0]
+        without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
+        return _staged(stages, without, how)
     if isinstance(found, Infeasible):
         needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
         raise PlanError(
@@ -238,8 +273,30 @@ def _planned(profile: Profile, how: str, model: Model, request: Callable[[int], 
             f"{tables.extents(found.nearest.strategy)} (P, G, OS). Take more ranks, a smaller micro-batch or "
             "activation checkpointing."
         )
+    assert isinstance(found, Ranking)
     best = found.ranked[0]
     return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
+
+
+def _without_stages(solver: Solver, otherwise: bool) -> Ranking | Infeasible | None:
+    """`otherwise`: there are stages to take where the batch is no multiple of the ranks."""
+    try:
+        return solver.solve(best=1)
+    except ConfigError:
+        if otherwise:
+            return None
+        raise
+
+
+def _staged(stages: PricedPipeline, compared: str, how: str) -> Choice:
+    batching = stages.batching
+    again = ", checkpointed" if batching.checkpointing else ""
+    why = (
+        f"auto: {stages.layout}, micro-batch {batching.micro_batch} × {batching.micro_steps}{again}: "
+        f"{tables.seconds(stages.seconds)} a step as planned, {stages.idle:.0%} of it idle, "
+        f"{stages.peak_bytes / GIB:.2f} GiB; {compared}; {how}."
+    )
+    return Choice(stages.strategy, batching, stages.seconds, why, stages.layout)
 
 
 def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:

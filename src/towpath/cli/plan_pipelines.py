@@ -95,4 +95,5 @@ def settings(priced: PricedPipeline) -> list[str]:
     """Of `towpath train`."""
     layout = priced.layout
     found = [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]
+    found += [] if layout.tensor == 1 else [f"parallel.tensor={layout.tensor}"]
     return found + ([] if layout.compression == "none" else [f"parallel.compression={layout.compression}"])

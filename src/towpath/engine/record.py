@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from towpath.core.strategy import Kind
@@ -39,6 +39,10 @@ class TransferStats:
             self.seconds_exposed - earlier.seconds_exposed,
         )
 
+    def of_groups(self, count: int) -> TransferStats:
+        """Of so many groups of ranks that all send this."""
+        return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
@@ -67,6 +71,10 @@ class Sums:
 
     def since(self, earlier: Sums) -> Sums:
         return self.plus(earlier, sign=-1)
+
+    def of_groups(self, count: int) -> Sums:
+        """Of so many groups of ranks that all send this."""
+        return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)
 
 
 @dataclass(frozen=True, slots=True)

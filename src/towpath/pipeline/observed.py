@@ -7,7 +7,7 @@ steps that were made and the job's schedule. How long a message is in flight nob
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -25,12 +25,16 @@ _MESSAGES = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)
 
 class Observed:
     """`modules`: those of this rank that have an engine. `plan`: makes the job's schedule, which all ranks must ask for
-    at the same time. `seconds_waited`: for neighbours, in the bubble as for what links take."""
+    at the same time. `groups`: through which all ranks that have other modules meet, one after the other.
+    `seconds_waited`: for neighbours, in the bubble as for what links take."""
 
     def __init__(
-        self, modules: Callable[[], Iterable[nn.Module]], plan: Callable[[], JobSchedule], group: dist.ProcessGroup
+        self,
+        modules: Callable[[], Iterable[nn.Module]],
+        plan: Callable[[], JobSchedule],
+        groups: Sequence[dist.ProcessGroup],
     ) -> None:
-        self._modules, self._plan, self._group = modules, plan, group
+        self._modules, self._plan, self._groups = modules, plan, groups
         self.steps = 0
         self.seconds_waited = 0.0
 
@@ -81,19 +85,15 @@ class Observed:
         return list(found.values())
 
     def summed_up(self, done: Stats) -> Stats:
-        """`done`, of this rank, and the other stages' transfers. Every rank must call it."""
-        mine = [t for t in done.transfers if t.transfer.kind not in _MESSAGES]
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, mine, group=self._group)
-        own = dist.get_rank(self._group)
-        others = [
-            replace(t, seconds_in_flight=0.0, seconds_exposed=0.0)
-            for rank, each in enumerate(told)
-            for t in each
-            if rank != own
-        ]
+        """`done`, of this rank, and the transfers of other stages and of their other parts. Every rank must call it."""
+        found = [t for t in done.transfers if t.transfer.kind not in _MESSAGES]
+        for group in self._groups:
+            told: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, found, group=group)
+            del told[dist.get_rank(group)]
+            found += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for each in told for t in each]
         messages = [t for t in done.transfers if t.transfer.kind in _MESSAGES]
-        return replace(done, transfers=(*mine, *others, *messages))
+        return replace(done, transfers=(*found, *messages))
 
     def sums(self) -> Sums:
         """Quick: for a look after every step. Every rank must call it the first time."""

@@ -131,7 +131,8 @@ class Pipeline:
         self.order = as_computed(self.order, self._halved())
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
-        self.observed = Observed(self._sharded_modules, self.schedule, group)
+        groups: list[dist.ProcessGroup] = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "dp"]
+        self.observed = Observed(self._sharded_modules, self.schedule, groups)
         self._noticeboard = _noticeboard(Groups(group))
         self._walks = 0  # of the whole schedule, evaluations too
 

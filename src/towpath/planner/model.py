@@ -30,6 +30,12 @@ class Line:
     def at(self, tokens: int) -> float:
         return self.fixed + self.per_token * tokens
 
+    def times(self, share: float) -> Line:
+        return Line(share * self.fixed, share * self.per_token)
+
+    def plus(self, other: Line) -> Line:
+        return Line(self.fixed + other.fixed, self.per_token + other.per_token)
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
@@ -39,6 +45,12 @@ class Measured:
     forward: Line
     backward: Line
     share: float = 1.0
+
+    def times(self, share: float) -> Measured:
+        return replace(self, forward=self.forward.times(share), backward=self.backward.times(share))
+
+    def plus(self, other: Measured) -> Measured:
+        return replace(self, forward=self.forward.plus(other.forward), backward=self.backward.plus(other.backward))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +77,31 @@ class Unit:
     def trainable(self) -> int:
         """Elements of what trains."""
         return sum(sum(bucket.numels) for bucket in self.spec.buckets if bucket.trainable)
+
+    def computing(self, share: float) -> Unit:
+        """The same parameters, but only a share of what is computed and kept."""
+        return replace(
+            self,
+            flops=share * self.flops,
+            kept=share * self.kept,
+            entering=share * self.entering,
+            kept_fp32=share * self.kept_fp32,
+            passing_fp32=share * self.passing_fp32,
+            measured=None if self.measured is None else self.measured.times(share),
+        )
+
+    def beside(self, other: Unit) -> Unit:
+        """What both compute and keep; the parameters of the first."""
+        mine, theirs = self.measured, other.measured
+        return replace(
+            self,
+            flops=self.flops + other.flops,
+            kept=self.kept + other.kept,
+            entering=self.entering + other.entering,
+            kept_fp32=self.kept_fp32 + other.kept_fp32,
+            passing_fp32=max(self.passing_fp32, other.passing_fp32),
+            measured=None if mine is None or theirs is None else mine.plus(theirs),
+        )
 
 
 @dataclass(frozen=True)

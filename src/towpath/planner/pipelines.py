@@ -103,7 +103,7 @@ class Pipelines:
         self,
         pipelines: Sequence[int],
         schedules: Sequence[str] = ("1F1B",),
-        compressions: Sequence[str] = ("none",),
+        compressions: Sequence[str | Compression] = ("none",),
         tensors: Sequence[int] = (1,),
         best: int = 10,
         say: Callable[[int, int], None] = lambda done, total: None,
@@ -125,7 +125,11 @@ class Pipelines:
         return sorted(found, key=lambda p: (p.seconds, p.peak_bytes))[:best]
 
     def _candidates(
-        self, pipelines: Sequence[int], schedules: Sequence[str], compressions: Sequence[str], tensors: Sequence[int]
+        self,
+        pipelines: Sequence[int],
+        schedules: Sequence[str],
+        compressions: Sequence[str | Compression],
+        tensors: Sequence[int],
     ) -> Iterator[tuple[Layout, Batching]]:
         again = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
         for pipeline, tensor, schedule, compression in product(pipelines, tensors, schedules, compressions):
@@ -364,13 +368,7 @@ def _share_of(model: Model, tensor: int) -> Model:
 
     def share(unit: Unit) -> Unit:
         buckets = tuple(map(part, unit.spec.buckets))
-        return replace(
-            unit,
-            spec=replace(unit.spec, buckets=buckets),
-            flops=unit.flops / tensor,
-            kept=unit.kept / tensor,
-            kept_fp32=unit.kept_fp32 / tensor,
-            passing_fp32=unit.passing_fp32 / tensor,
-        )
+        # What enters, which checkpointing keeps, is whole on each.
+        return replace(unit.computing(1 / tensor), spec=replace(unit.spec, buckets=buckets), entering=unit.entering)
 
     return replace(model, units=tuple(map(share, model.units)))

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from towpath.core import presets
+from towpath.core.compression import Compression, compression
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import lay_out
-from towpath.planner.cluster import GIB
-from towpath.planner.model import Model
+from towpath.pipeline.described import DescribedStages
+from towpath.pipeline.schedules import walks
+from towpath.planner.cluster import GIB, Cluster
+from towpath.planner.model import Model, StagedModel
+from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline
 from towpath.planner.request import Request, codecs_for_both
 from towpath.train.config import Config
+from towpath.train.config_strategy import ParallelConfig
 from towpath.train.job import Job
 from towpath.train.models.from_config import Built, next_token_loss
+
+if TYPE_CHECKING:
+    from towpath.auto.choice import Pipelined
 
 _SIZES = (1, 4)  # sequences at once, with which the passes are measured
 
@@ -33,7 +43,8 @@ class _WithLoss(nn.Module):
 
 
 def choose_strategy(config: Config, job: Job, built: Built, precision: Precision) -> tuple[Config, Strategy]:
-    """And the configuration with the micro-batch and the checkpointing that go with it. Every rank must call it."""
+    """And the configuration with the micro-batch, the checkpointing and the layout that go with it. Every rank must
+    call it."""
     topology = config.strategy.topology(job.topology)
     if topology.world == 1:
         job.say("auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured")
@@ -43,7 +54,8 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
 
     train, asked = config.train, config.strategy
     weights, gradients = codecs_for_both(asked.allow)
-    share = train.batch // topology.world
+    share = max(1, train.batch // topology.world)
+    layouts = lay_out(built.model, None, precision)
 
     def request(memory: int) -> Request:
         limit = int(asked.memory * GIB) or memory
@@ -58,8 +70,55 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
     def inputs(sequences: int) -> list[Tensor]:
         return [torch.zeros(sequences, train.length, dtype=torch.long, device="meta") for _ in range(2)]
 
-    choice = choose(job.groups, topology, describe, request, asked.profile)
+    def staged(model: Model, count: int) -> StagedModel:
+        example = torch.zeros(1, train.length, dtype=torch.int64)
+        return DescribedStages(model, built.model, layouts, example, precision)(count)
+
+    choice = choose(job.groups, topology, describe, request, asked.profile, _pipelined(config, staged))
     job.say(choice.why)
     batching = choice.batching
     chosen = replace(train, micro_batch=batching.micro_batch, checkpointing=batching.checkpointing)
-    return replace(config, train=chosen), choice.strategy
+    # What was left to choose is chosen.
+    settled = replace(asked, pipelines=(), tensors=(), schedules=(), compressions=())
+    parallel = _parallel(config, choice.layout)
+    return replace(config, train=chosen, strategy=settled, parallel=parallel), choice.strategy
+
+
+def _pipelined(config: Config, staged: Callable[[Model, int], StagedModel]) -> Pipelined | None:
+    """What the configuration leaves to auto, or has laid out itself."""
+    from towpath.auto.choice import Pipelined
+
+    parallel, asked = config.parallel, config.strategy
+    only = parallel.pipeline * parallel.tensor > 1
+    if not (only or asked.layouts):
+        return None
+
+    def best(model: Model, cluster: Cluster, request: Request) -> PricedPipeline | None:
+        planned = Pipelines(lambda count: staged(model, count), cluster, request, walks)
+        found = planned.solve(
+            asked.pipelines or (parallel.pipeline,),
+            asked.schedules or (parallel.schedule,),
+            asked.compressions or (_compression(parallel),),
+            asked.tensors or (parallel.tensor,),
+            best=1,
+        )
+        return found[0] if found else None
+
+    return Pipelined(best, only)
+
+
+def _compression(parallel: ParallelConfig) -> str | Compression:
+    """By its name, where that says all."""
+    made = parallel.make()
+    return parallel.compression if made == compression(parallel.compression) else made
+
+
+def _parallel(config: Config, layout: Layout | None) -> ParallelConfig:
+    """As the configuration has it, if that laid the model out itself; else what was chosen, if that is a layout."""
+    if layout is None or not config.strategy.layouts:
+        return config.parallel
+    pipeline, tensor = layout.pipeline, layout.tensor
+    if pipeline == 1:
+        return ParallelConfig(tensor=tensor)
+    packed = str(layout.compression)
+    return ParallelConfig(pipeline=pipeline, tensor=tensor, schedule=layout.schedule, compression=packed)

@@ -8,7 +8,6 @@ Config. Whatever can be judged without data, model or ranks is judged here.
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -16,20 +15,10 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from towpath.core import presets
-from towpath.core.compression import COMPRESSIONS, Compression, compression
-from towpath.core.formats import Codec
-from towpath.core.pipeline import SCHEDULES
-from towpath.core.strategy import OFFLOADS, Strategy
-from towpath.errors import ConfigError, StrategyError
-from towpath.topology.cluster import Extent, Topology
-from towpath.train.config_checks import not_negative, one_of, positive, refuse
+from towpath.errors import ConfigError
+from towpath.train.config_checks import not_negative, one_of, option, positive, refuse
+from towpath.train.config_strategy import ParallelConfig, StrategyConfig
 from towpath.train.config_text import closest, put_override, reason_of, section_of, written_section
-
-
-def _key(default: Any, about: str) -> Any:
-    """A key of a section, with what the written file says of it."""
-    return field(default=default, metadata={"about": about})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +27,15 @@ class ModelConfig:
 
     NAME: ClassVar = "model"
 
-    hf: str = _key("", "a Hugging Face model: folder or config.json; of the rest, weights")
-    weights: str = _key("", "safetensors to start from, file or folder; empty: new weights")
-    width: int = _key(256, "of the embedding")
-    depth: int = _key(8, "blocks")
-    heads: int = _key(8, "attention heads in a block")
-    kv_heads: int = _key(0, "key and value heads, shared by groups of heads; 0: as many")
-    hidden: int = _key(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32")
-    tied: bool = _key(True, "whether the output uses the embedding's weights")
-    vocabulary: int = _key(0, "tokens the model knows; 0: as many as the tokenizer has")
+    hf: str = option("", "a Hugging Face model: folder or config.json; of the rest, weights")
+    weights: str = option("", "safetensors to start from, file or folder; empty: new weights")
+    width: int = option(256, "of the embedding")
+    depth: int = option(8, "blocks")
+    heads: int = option(8, "attention heads in a block")
+    kv_heads: int = option(0, "key and value heads, shared by groups of heads; 0: as many")
+    hidden: int = option(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32")
+    tied: bool = option(True, "whether the output uses the embedding's weights")
+    vocabulary: int = option(0, "tokens the model knows; 0: as many as the tokenizer has")
 
     def __post_init__(self) -> None:
         positive(self, "width", "depth", "heads")
@@ -67,13 +56,13 @@ class DataConfig:
 
     NAME: ClassVar = "data"
 
-    text: tuple[str, ...] = _key((), "text files, folders or globs")
-    tokens: tuple[str, ...] = _key((), "folders that `towpath data prepare` made")
-    weights: tuple[float, ...] = _key((), "of text or tokens: each one's share of the samples")
-    dataset: str = _key("", "a folder with a Hugging Face dataset on disk")
-    column: str = _key("text", "where text is: dataset, .parquet, .jsonl; empty: JSON as it is")
-    tokenizer: str = _key("bytes", "'bytes', or a tokenizer.json")
-    held_out: float = _key(0.05, "the share at the end that only evaluation reads")
+    text: tuple[str, ...] = option((), "text files, folders or globs")
+    tokens: tuple[str, ...] = option((), "folders that `towpath data prepare` made")
+    weights: tuple[float, ...] = option((), "of text or tokens: each one's share of the samples")
+    dataset: str = option("", "a folder with a Hugging Face dataset on disk")
+    column: str = option("text", "where text is: dataset, .parquet, .jsonl; empty: JSON as it is")
+    tokenizer: str = option("bytes", "'bytes', or a tokenizer.json")
+    held_out: float = option(0.05, "the share at the end that only evaluation reads")
 
     def __post_init__(self) -> None:
         named = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
@@ -110,33 +99,33 @@ class TrainConfig:
 
     NAME: ClassVar = "train"
 
-    steps: int = _key(200, "optimizer steps")
-    batch: int = _key(32, "sequences of one optimizer step, over all ranks")
-    micro_batch: int = _key(4, "sequences that a rank computes at once")
-    length: int = _key(256, "tokens of a sequence")
-    optimizer: str = _key("adamw", "or muon: for the matrices of blocks; AdamW for all else")
-    learning_rate: float = _key(1e-3, "its peak, after the warm-up")
-    muon_learning_rate: float = _key(0.02, "muon: the peak for what it steps")
-    muon_momentum: float = _key(0.95, "muon: Nesterov's")
-    final_share: float = _key(0.1, "share of the peak at which the cosine ends")
-    warmup: float = _key(0.1, "share of the steps that lead up to the peak")
-    weight_decay: float = _key(0.1, "of matrices; vectors decay never")
-    betas: tuple[float, float] = _key((0.9, 0.95), "AdamW's")
-    eps: float = _key(1e-8, "AdamW's")
-    clip: float = _key(1.0, "the largest global norm of the gradient; 0: as it is")
-    seed: int = _key(0, "of new weights, the order of the data, and dropout")
-    precision: str = _key("fp32", "what travels and computes: fp32, bf16, fp16; masters are fp32")
-    tf32: bool = _key(False, "fp32: products of matrices in TF32, where a GPU has it")
-    loss_scale: float = _key(65536.0, "fp16: of the loss, at first; a power of two")
-    reduce: str = _key("", "what gradients travel in; empty: as precision")
-    accumulate: str = _key("fp32", "what they are summed in over micro-steps")
-    checkpointing: bool = _key(False, "keep a block's input only; recompute the rest in backward")
-    offload_activations: bool = _key(False, "keep what backward needs in the host's memory")
-    compile: bool = _key(False, "torch.compile for each block")
-    not_finite: str = _key("stop", "when a loss or gradient is not finite: stop, or skip the step")
-    evaluate_every: int = _key(0, "steps between evaluations of what is held out; 0: at the end")
-    evaluate_batches: int = _key(4, "batches of train.batch sequences that an evaluation reads")
-    threads: int = _key(0, "CPU threads of a rank; 0: its share of the node's cores")
+    steps: int = option(200, "optimizer steps")
+    batch: int = option(32, "sequences of one optimizer step, over all ranks")
+    micro_batch: int = option(4, "sequences that a rank computes at once")
+    length: int = option(256, "tokens of a sequence")
+    optimizer: str = option("adamw", "or muon: for the matrices of blocks; AdamW for all else")
+    learning_rate: float = option(1e-3, "its peak, after the warm-up")
+    muon_learning_rate: float = option(0.02, "muon: the peak for what it steps")
+    muon_momentum: float = option(0.95, "muon: Nesterov's")
+    final_share: float = option(0.1, "share of the peak at which the cosine ends")
+    warmup: float = option(0.1, "share of the steps that lead up to the peak")
+    weight_decay: float = option(0.1, "of matrices; vectors decay never")
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's")
+    eps: float = option(1e-8, "AdamW's")
+    clip: float = option(1.0, "the largest global norm of the gradient; 0: as it is")
+    seed: int = option(0, "of new weights, the order of the data, and dropout")
+    precision: str = option("fp32", "what travels and computes: fp32, bf16, fp16; masters are fp32")
+    tf32: bool = option(False, "fp32: products of matrices in TF32, where a GPU has it")
+    loss_scale: float = option(65536.0, "fp16: of the loss, at first; a power of two")
+    reduce: str = option("", "what gradients travel in; empty: as precision")
+    accumulate: str = option("fp32", "what they are summed in over micro-steps")
+    checkpointing: bool = option(False, "keep a block's input only; recompute the rest in backward")
+    offload_activations: bool = option(False, "keep what backward needs in the host's memory")
+    compile: bool = option(False, "torch.compile for each block")
+    not_finite: str = option("stop", "when a loss or gradient is not finite: stop, or skip the step")
+    evaluate_every: int = option(0, "steps between evaluations of what is held out; 0: at the end")
+    evaluate_batches: int = option(4, "batches of train.batch sequences that an evaluation reads")
+    threads: int = option(0, "CPU threads of a rank; 0: its share of the node's cores")
 
     def __post_init__(self) -> None:
         positive(self, "steps", "batch", "micro_batch", "length", "learning_rate", "eps", "evaluate_batches")
@@ -174,141 +163,17 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StrategyConfig:
-    """A preset and its options, as `towpath.strategy()` takes them, a file that `Strategy.to_toml()` wrote, or auto:
-    what the planner ranks first, with the micro-batch and the checkpointing that go with it."""
-
-    NAME: ClassVar = "strategy"
-
-    name: str = _key("zero3", "a preset (README), the path of a strategy's TOML file, or auto")
-    nodes: int = _key(0, "nodes; 0: as the launcher placed the ranks")
-    ranks_per_node: int = _key(0, "ranks on each; 0: as the launcher placed them")
-    route: str = _key("", "one for all transfers: flat, ring, hierarchical, ho-ring, two-hop")
-    weights: str = _key("", "codec of weights between nodes: int8; none; empty: the preset's")
-    gradients: str = _key("", "codec of gradients between nodes: int4:64, low-rank:4")
-    feedback: str = _key("", "hops that keep what gradients lose: first, second, both")
-    gradients_after: int = _key(0, "steps before the gradients' codec serves; 0: none")
-    gradients_until: int = _key(0, "steps for which the gradients' codec serves; 0: all")
-    offload: str = _key("", "optimizer: its states, masters and gradients in the host's memory")
-    group: tuple[int, ...] = _key((), "mics: [local, nodes] of its partition group")
-    params: tuple[int, ...] = _key((), "lins: [local, nodes] over which parameters are spread")
-    grads: tuple[int, ...] = _key((), "lins: the same of gradients")
-    optimizer: tuple[int, ...] = _key((), "lins: the same of optimizer states")
-    backward_params: tuple[int, ...] = _key((), "lins: the same of a copy for the backward pass")
-    frozen: tuple[int, ...] = _key((), "[local, nodes] of what does not train; empty: by memory")
-    frozen_codec: str = _key("", "what does not train rests in: int8, int4:64")
-    allow: tuple[str, ...] = _key((), "auto: codecs that it may use between nodes; none: lossless")
-    memory: float = _key(0.0, "auto: GiB that a rank may hold; 0: nine tenths of its device's")
-    profile: str = _key("", "auto: what `towpath probe` wrote; empty: probes once and keeps it")
-
-    def __post_init__(self) -> None:
-        if (self.nodes > 0) != (self.ranks_per_node > 0):
-            refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
-        one_of(self, "offload", "", *OFFLOADS)
-        for key in _EXTENTS:
-            if len(getattr(self, key)) not in (0, 2):
-                refuse(self, key, list(getattr(self, key)), "[local, nodes]")
-        self._check_auto()
-        if self.file is None and not self.auto and self.name not in presets.strategies():
-            close = difflib.get_close_matches(self.name, presets.strategies(), n=1, cutoff=0.0)[0]
-            refuse(self, "name", self.name, f"a preset ({close}?), the path of a .toml file, or auto")
-
-    def _check_auto(self) -> None:
-        not_negative(self, "memory")
-        for key in _AUTO if not self.auto else (*_OPTIONS, *_EXTENTS):
-            if getattr(self, key):
-                where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
-                refuse(self, key, getattr(self, key), where)
-        for codec in self.allow:
-            try:
-                Codec.parse(codec)
-            except StrategyError as error:
-                refuse(self, "allow", codec, f"a codec ({error})")
-
-    @property
-    def auto(self) -> bool:
-        return self.name == "auto"
-
-    @property
-    def file(self) -> Path | None:
-        return Path(self.name) if self.name.endswith(".toml") else None
-
-    def topology(self, launched: Topology) -> Topology:
-        """As this section says, else as the launcher placed the ranks."""
-        return Topology(self.nodes, self.ranks_per_node) if self.nodes else launched
-
-    def make(self, topology: Topology) -> Strategy:
-        """Any but auto, on the cluster that runs, `topology`, unless this section says how to cut that."""
-        topology = self.topology(topology)
-        options: dict[str, Any] = {key: getattr(self, key) for key in _OPTIONS if getattr(self, key)}
-        options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
-        offload = self.offload or None
-        if self.file is None:
-            return presets.strategy(self.name, topology, offload=offload, **options)
-        if options:
-            raise ConfigError(f"strategy.name is the file {self.file}, which says all: remove {', '.join(options)}.")
-        try:
-            made = Strategy.from_toml(self.file.read_text(encoding="utf-8"))
-            return made if offload is None else replace(made, offload=offload)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"strategy.name: cannot read {self.file}: {reason_of(error)}.") from None
-
-
-_OPTIONS = ("route", "weights", "gradients", "feedback", "gradients_after", "gradients_until", "frozen_codec")
-_AUTO = ("allow", "memory", "profile")
-_EXTENTS = ("group", "params", "grads", "optimizer", "backward_params", "frozen")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """The model in stages, each on ranks of its own: neighbours, so that where a stage has as many as a node, only what
-    goes between stages crosses. [strategy] then is of the ranks that hold one stage."""
-
-    NAME: ClassVar = "parallel"
-
-    pipeline: int = _key(1, "ranks that a micro-batch passes through; 1: no stages")
-    schedule: str = _key("1F1B", "or GPipe, Interleaved1F1B, … (docs/pipelines.md)")
-    compression: str = _key("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc")
-    activation_gradients: str = _key("", "codec of what stages send back, such as low-rank:16")
-    activations: str = _key("", "codec of what stages hand on, such as int8")
-    gradients: str = _key("", "codec of the first stages' gradients: low-rank:128")
-
-    def __post_init__(self) -> None:
-        positive(self, "pipeline")
-        one_of(self, "schedule", *SCHEDULES)
-        one_of(self, "compression", *COMPRESSIONS)
-        for f in fields(self):
-            if self.pipeline == 1 and getattr(self, f.name) != f.default:
-                refuse(self, f.name, getattr(self, f.name), "only with parallel.pipeline above 1")
-        self.make()
-
-    @property
-    def stages(self) -> int:
-        return self.pipeline * SCHEDULES[self.schedule]
-
-    def make(self) -> Compression:
-        options = {key: getattr(self, key) for key in _COMPRESSED if getattr(self, key)}
-        try:
-            return compression(self.compression, **options)
-        except StrategyError as error:
-            raise ConfigError(f"parallel: {error}") from None
-
-
-_COMPRESSED = ("activation_gradients", "activations", "gradients")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
     """What is written, and where. The metrics are always."""
 
     NAME: ClassVar = "log"
 
-    folder: str = _key("towpath-run", "of metrics.jsonl and all else that the run writes")
-    every: int = _key(1, "steps between rows of metrics")
-    tensorboard: bool = _key(False, "also write TensorBoard's events there")
-    wandb: str = _key("", "also log to this project of Weights & Biases")
-    wandb_offline: bool = _key(True, "keep it in the folder; `wandb sync` sends it")
-    trace: tuple[int, ...] = _key((), "steps of which to write a trace for ui.perfetto.dev")
+    folder: str = option("towpath-run", "of metrics.jsonl and all else that the run writes")
+    every: int = option(1, "steps between rows of metrics")
+    tensorboard: bool = option(False, "also write TensorBoard's events there")
+    wandb: str = option("", "also log to this project of Weights & Biases")
+    wandb_offline: bool = option(True, "keep it in the folder; `wandb sync` sends it")
+    trace: tuple[int, ...] = option((), "steps of which to write a trace for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
         positive(self, "every")
@@ -322,13 +187,13 @@ class CheckpointConfig:
 
     NAME: ClassVar = "checkpoint"
 
-    folder: str = _key("", "of the checkpoints; empty: checkpoints in log.folder")
-    every: int = _key(0, "steps between checkpoints; 0: as many as every_minutes takes")
-    every_minutes: float = _key(10.0, "with every = 0, between checkpoints; 0: only the last state")
-    keep: int = _key(2, "how many of the newest stay; 0: all")
-    keep_every: int = _key(0, "besides, those whose step this divides stay; 0: none")
-    background: bool = _key(True, "write while the next steps run")
-    resume: str = _key("auto", "auto: from the newest in the folder; off; or a path")
+    folder: str = option("", "of the checkpoints; empty: checkpoints in log.folder")
+    every: int = option(0, "steps between checkpoints; 0: as many as every_minutes takes")
+    every_minutes: float = option(10.0, "with every = 0, between checkpoints; 0: only the last state")
+    keep: int = option(2, "how many of the newest stay; 0: all")
+    keep_every: int = option(0, "besides, those whose step this divides stay; 0: none")
+    background: bool = option(True, "write while the next steps run")
+    resume: str = option("auto", "auto: from the newest in the folder; off; or a path")
 
     def __post_init__(self) -> None:
         not_negative(self, "every", "every_minutes", "keep", "keep_every")
@@ -352,16 +217,28 @@ class Config:
         beyond = [step for step in self.log.trace if step > self.train.steps]
         if beyond:
             raise ConfigError(f"log.trace names step {beyond[0]}, but train.steps is {self.train.steps}.")
-        if self.parallel.pipeline > 1:
-            self._check_stages()
+        self._check_parallel()
 
-    def _check_stages(self) -> None:
-        """What stages do not have yet."""
-        missing = {"strategy.name = auto": self.strategy.auto, "train.compile": self.train.compile}
-        missing["train.offload_activations"] = self.train.offload_activations
+    def _check_parallel(self) -> None:
+        """What stages, or tensor-parallel layers, do not have yet."""
+        pipeline, tensor = self.parallel.pipeline, self.parallel.tensor
+        if pipeline * tensor > 1 and self.strategy.layouts:
+            raise ConfigError(
+                f"strategy.pipelines and tensors leave the layout to auto, and parallel says pipeline = {pipeline}, "
+                f"tensor = {tensor}: expected one of the two."
+            )
+        pipeline, tensor = (
+            max((size, *may)) for size, may in ((pipeline, self.strategy.pipelines), (tensor, self.strategy.tensors))
+        )
+        said = f"parallel.pipeline = {pipeline}: a pipeline has"
+        if pipeline == 1:
+            said = f"parallel.tensor = {tensor}: tensor-parallel layers have"
+        muon = tensor > 1 and self.train.optimizer == "muon"
+        missing = {"train.compile": self.train.compile, "train.optimizer = muon": muon}
+        missing |= {"train.offload_activations": self.train.offload_activations}
         for what, asked in missing.items():
-            if asked:
-                raise ConfigError(f"parallel.pipeline = {self.parallel.pipeline}: a pipeline has no {what} yet.")
+            if asked and pipeline * tensor > 1:
+                raise ConfigError(f"{said} no {what} yet.")
 
     @staticmethod
     def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,10 +1,16 @@
-"""What the keys of a section may be; else a ConfigError that names section and key."""
+"""What the keys of a section say of themselves, and what they may be; else a ConfigError that names section and key."""
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from towpath.errors import ConfigError
+
+
+def option(default: Any, about: str) -> Any:
+    """A key of a section, with what the written file says of it."""
+    return field(default=default, metadata={"about": about})
 
 
 def refuse(section: Any, key: str, got: Any, expected: str) -> None:

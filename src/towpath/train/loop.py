@@ -19,6 +19,7 @@ from torch import Tensor
 from towpath.core.strategy import Strategy
 from towpath.errors import TrainError
 from towpath.train.config import TrainConfig
+from towpath.train.config_strategy import ParallelConfig
 from towpath.train.data.mixture import Mixture
 from towpath.train.data.windows import Windows
 from towpath.train.job import Job
@@ -72,6 +73,7 @@ class Training:
     """A sharded model in training: what a checkpoint of it holds beside the model and the optimizer is its position."""
 
     config: TrainConfig
+    parallel: ParallelConfig
     strategy: Strategy
     job: Job
     built: Built

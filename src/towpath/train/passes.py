@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from towpath.observing import Interval, Stats, Sums, Trace, intervals_of_ranks, running_trace, stats, sums, tracing
+from towpath.engine.executor import engine_of
+from towpath.observing import Interval, Stats, Sums, Trace, running_trace, stats, sums, traced
 from towpath.pipeline import Pipeline
 from towpath.topology.groups import Groups
 from towpath.train.loss_scale import LossScale
@@ -67,22 +68,24 @@ class Passes(Protocol):
 
 @dataclass
 class OneModel:
-    """Sharded over all ranks."""
+    """Sharded over all ranks; or each part of it over those that have that part, where so many neighbours, `tensor`,
+    share its layers. `groups`: of the whole job."""
 
     model: Any
     groups: Groups
     device: torch.device
     scale: LossScale
+    tensor: int = 1
     # Around each forward pass that a backward pass follows.
     forward: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def shares(self) -> int:
-        return self.groups.world
+        return self.groups.world // self.tensor
 
     @property
     def share(self) -> int:
-        return self.groups.rank
+        return self.groups.rank // self.tensor
 
     def together(self, micro_steps: int) -> int:
         return 1
@@ -109,10 +112,10 @@ class OneModel:
         return nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
 
     def stats(self) -> Stats:
-        return stats(self.model)
+        return stats(self.model).of_groups(self.tensor)
 
     def sums(self) -> Sums:
-        return sums(self.model)
+        return sums(self.model).of_groups(self.tensor)
 
     def summed_up(self, done: Stats) -> Stats:
         return done
@@ -121,10 +124,10 @@ class OneModel:
         return running_trace(self.model)
 
     def traced(self) -> AbstractContextManager[Trace]:
-        return tracing(self.model)
+        return traced([engine_of(self.model)], [self.groups])
 
     def intervals(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
-        return intervals_of_ranks(self.model, trace)
+        return dict(enumerate(self.groups.collect_objects(trace.intervals)))
 
 
 @dataclass

@@ -14,22 +14,24 @@ from torch import nn
 
 from towpath.api import Values, shard
 from towpath.core.precision import Precision
+from towpath.core.strategy import Strategy
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import ConfigError
-from towpath.topology.cluster import Topology
 from towpath.train.choose import choose_strategy
 from towpath.train.config import DTYPES, Config, TrainConfig
 from towpath.train.data.sources import Tokens, open_tokens
 from towpath.train.job import Job, joined
+from towpath.train.layout import copies_of, layout_mesh, topology_of_copies
 from towpath.train.loop import Training
 from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built, build, check_weights, checkpoint_blocks, compile_blocks
+from towpath.train.models.tensor_parallel import plan_for, share_layers
 from towpath.train.observe.bar import progress_bar
 from towpath.train.observe.watch import Watch, check_log
 from towpath.train.optimizers import optimizer_for
 from towpath.train.passes import OneModel, Passes
 from towpath.train.saves import Saves, goes_on
-from towpath.train.stages import copies_of, pipelined
+from towpath.train.stages import pipelined
 from towpath.train.stopping import stopping
 
 
@@ -67,13 +69,18 @@ def begin(config: Config, job: Job) -> Training:
         copies = copies_of(config.parallel, job.world)
         if not config.strategy.auto:
             config.train.micro_steps(copies)
-            strategy = config.strategy.make(_of_one_stage(job, copies))
+            strategy = config.strategy.make(topology_of_copies(config.parallel, job.topology))
     tokens = _tokens(config, job)
     with job.alike():
         built = build(config.model, tokens.vocabulary)
+        for ranks in {config.parallel.tensor, *config.strategy.tensors} - {1}:
+            plan_for(built.model, built.tensor_plan, ranks)  # refuses what these cannot share
     _check_alike(job, config, tokens)
     if strategy is None:
         config, strategy = choose_strategy(config, job, built, precision_of(config.train))
+    if config.parallel.tensor > 1:
+        with job.alike():
+            built = replace(built, tensor_plan=plan_for(built.model, built.tensor_plan, config.parallel.tensor))
     _wrap_blocks(built, config.train)
     nodes, ranks = strategy.topology.nodes, strategy.topology.ranks_per_node
     job.say(
@@ -81,18 +88,15 @@ def begin(config: Config, job: Job) -> Training:
     )
     torch.manual_seed(config.train.seed)
     values = _none_yet(built.model) if goes_on(config, job) else built.values
-    passes: Passes
     scale = LossScale(config.train.loss_scale, config.train.precision == "fp16")
-    if config.parallel.pipeline > 1:
-        passes = pipelined(config, job, built, strategy, precision_of(config.train), values, scale)
-    else:
-        model = shard(built.model, strategy, precision=precision_of(config.train), values=values)
-        forward = partial(offload_activations, model) if config.train.offload_activations else nullcontext
-        passes = OneModel(model, job.groups, job.device, scale, forward)
-    _seed_all(config.train.seed + 1 + job.rank)  # of dropout and the like: another one on every rank
+    whole = pipelined if config.parallel.pipeline > 1 else _one_model
+    passes: Passes = whole(config, job, built, strategy, precision_of(config.train), values, scale)
+    # Of dropout and the like: another one on every rank, but on those that compute the same micro-batch.
+    _seed_all(config.train.seed + 1 + job.rank // config.parallel.tensor)
     passes.model.train()
     return Training(
         config=config.train,
+        parallel=config.parallel,
         strategy=strategy,
         job=job,
         built=built,
@@ -110,17 +114,26 @@ def begin(config: Config, job: Job) -> Training:
     )
 
 
-def _of_one_stage(job: Job, copies: int) -> Topology:
-    """How the ranks that hold one stage lie: all, if there are none."""
-    ranks = job.topology.ranks_per_node
-    if copies == job.world:
-        return job.topology
-    if copies % ranks and ranks % copies:
-        raise ConfigError(
-            f"parallel.pipeline leaves {copies} ranks for each stage, which do not fill nodes of {ranks}: expected a "
-            "multiple or a divisor of that."
-        )
-    return Topology(copies // ranks, ranks) if copies >= ranks else Topology(1, copies)
+def _one_model(
+    config: Config,
+    job: Job,
+    built: Built,
+    strategy: Strategy,
+    precision: Precision,
+    values: Values | None,
+    scale: LossScale,
+) -> OneModel:
+    """Without stages. Every rank must call it."""
+    tensor, group = config.parallel.tensor, None
+    if tensor > 1:
+        assert built.tensor_plan is not None  # as plan_for has found
+        mesh = layout_mesh(config.parallel, job)
+        group = mesh["dp"].get_group()
+        share_layers(built.model, built.tensor_plan, mesh["tp"])
+        job.say(f"each layer of a block is shared by {tensor} ranks")
+    model = shard(built.model, strategy, group=group, precision=precision, values=values)
+    forward = partial(offload_activations, model) if config.train.offload_activations else nullcontext
+    return OneModel(model, job.groups, job.device, scale, tensor, forward)
 
 
 def _seed_all(seed: int) -> None:

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.api import Values
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, ShardError
 from towpath.pipeline import Pipeline, split
-from towpath.train.config import Config, ParallelConfig
+from towpath.train.config import Config
 from towpath.train.job import Job
+from towpath.train.layout import copies_of, layout_mesh
 from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built, loss_of_logits
+from towpath.train.models.tensor_parallel import share_layers
 from towpath.train.passes import Stages
-
-
-def copies_of(parallel: ParallelConfig, world: int) -> int:
-    """How often the job has each stage, and so among how many ranks a step's samples are shared out."""
-    if world % parallel.pipeline:
-        raise ConfigError(
-            f"parallel.pipeline = {parallel.pipeline}: expected a divisor of the job's {world} ranks, which have as "
-            "many stages each."
-        )
-    return world // parallel.pipeline
 
 
 def pipelined(
@@ -39,7 +33,7 @@ def pipelined(
     values: Values | None,
     scale: LossScale,
 ) -> Stages:
-    """Stage s is on the ranks from s × copies on. Every rank must call it."""
+    """Stage s is on the ranks from s × copies × tensor on. Every rank must call it."""
     parallel, train = config.parallel, config.train
     copies = copies_of(parallel, job.world)
     hf_config: Any = getattr(built.model, "config", None)
@@ -51,14 +45,14 @@ def pipelined(
             stages = split(built.model, parallel.stages, example)
         except ShardError as error:
             raise ConfigError(f"parallel.pipeline = {parallel.pipeline}: {error}") from None
-    mesh = init_device_mesh(job.device.type, (parallel.pipeline, copies), mesh_dim_names=("pp", "dp"))
+    mesh = layout_mesh(parallel, job)
     torch.manual_seed(train.seed + mesh.get_local_rank("pp"))  # new weights: other ones in every stage
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return scale.scaled(loss_of_logits(logits, targets))
 
     made = Pipeline(
-        stages,
+        stages if parallel.tensor == 1 else _shared(stages, built, mesh["tp"]),
         strategy,
         mesh=mesh,
         schedule=parallel.schedule,
@@ -70,5 +64,12 @@ def pipelined(
         values=values,
     )
     per_rank = parallel.stages // parallel.pipeline
-    job.say(f"{parallel.stages} stages, {per_rank} on each rank, by {parallel.schedule}; {copies} ranks hold each")
+    held = f"{copies} ranks hold each" if parallel.tensor == 1 else f"{copies} × {parallel.tensor} ranks share each"
+    job.say(f"{parallel.stages} stages, {per_rank} on each rank, by {parallel.schedule}; {held}")
     return Stages(made, job.groups, copies, mesh.get_local_rank("dp"), scale)
+
+
+def _shared(stages: Sequence[nn.Module], built: Built, mesh: DeviceMesh) -> list[Callable[[], nn.Module]]:
+    """Those that are a rank's own become tensor-parallel."""
+    assert built.tensor_plan is not None  # as plan_for has found
+    return [partial(share_layers, stage, built.tensor_plan, mesh) for stage in stages]

@@ -22,7 +22,8 @@ from towpath.core.units import round_up
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
 from towpath.train.models import hugging_face
-from towpath.train.models.gpt import GPT, Shape, exported_config, exported_names
+from towpath.train.models.gpt import GPT, Shape, exported_config, exported_names, tensor_plan
+from towpath.train.models.tensor_parallel import TensorPlan
 from towpath.train.models.weights import Safetensors
 
 
@@ -42,6 +43,7 @@ class Built:
     parameters: int
     matrices: int  # the parameters that each token is multiplied with
     attended: int  # width of what attention mixes, summed over the layers
+    tensor_plan: TensorPlan | None  # how ranks share its layers, if the model tells
 
     def flops_per_token(self, length: int) -> float:
         """Of forward and backward, as model-FLOPs utilisation counts them (PaLM, appendix B).
@@ -64,12 +66,13 @@ def build(config: ModelConfig, vocabulary: int) -> Built:
         model, config_json = hugging_face.build(config.hf, vocabulary)
         names = {name: name for name in model.state_dict(keep_vars=True)}
         attended, ignored = hugging_face.attended(model), hugging_face.ignored_names(model)
+        shared = hugging_face.tensor_plan(model)
     else:
         shape = _shape(config, vocabulary)
         with torch.device("meta"):
             model = GPT(shape)
         config_json, names = exported_config(shape), exported_names(shape)
-        attended, ignored = shape.depth * shape.width, None
+        attended, ignored, shared = shape.depth * shape.width, None, tensor_plan(shape)
     return Built(
         model=model,
         blocks=blocks_of(model),
@@ -79,6 +82,7 @@ def build(config: ModelConfig, vocabulary: int) -> Built:
         parameters=sum(p.numel() for p in model.parameters()),
         matrices=_matrices(model),
         attended=attended,
+        tensor_plan=shared,
     )
 
 

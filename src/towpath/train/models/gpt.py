@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from towpath.train.models.tensor_parallel import COLUMNS, ROWS, WHOLE_OUTPUT, WORDS, TensorPlan
+
 ROTARY_BASE = 10_000.0
 NORM_EPS = 1e-5
 SPREAD = 0.02  # standard deviation of new weights
@@ -145,6 +147,16 @@ _IN_BLOCK = {
     "feed.up": "mlp.up_proj",
     "feed.down": "mlp.down_proj",
 }
+
+
+def tensor_plan(shape: Shape) -> TensorPlan:
+    first = ("attention.query", "attention.key", "attention.value", "feed.gate", "feed.up")
+    styles = dict.fromkeys(first, COLUMNS) | dict.fromkeys(("attention.out", "feed.down"), ROWS)
+    return TensorPlan(
+        {f"blocks.*.{name}": style for name, style in styles.items()},
+        {"tokens": WORDS, "head": WHOLE_OUTPUT},
+        (shape.heads, shape.kv_heads),
+    )
 
 
 def exported_names(shape: Shape) -> dict[str, str]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from towpath.errors import ConfigError
+from towpath.train.models.tensor_parallel import WHOLE_OUTPUT, WORDS, TensorPlan
 
 
 def build(path: str, vocabulary: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -57,6 +58,25 @@ def attended(model: Any) -> int:
     head_width = getattr(config, "head_dim", None)
     width = config.num_attention_heads * head_width if head_width else config.hidden_size
     return config.num_hidden_layers * width
+
+
+def tensor_plan(model: Any) -> TensorPlan | None:
+    """As the model's configuration tells it for the layers of its blocks."""
+    config, base = model.config.get_text_config(), model.base_model_prefix
+    told: dict[str, str] = config.base_model_tp_plan or {}
+    styles = {f"{base}.{name}": style for name, style in told.items() if "*" in name}
+    names = {module: name for name, module in model.named_modules()}
+    ends = {model.get_input_embeddings(): WORDS, model.get_output_embeddings(): WHOLE_OUTPUT}
+    heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+    return (
+        TensorPlan(
+            styles,
+            {names[module]: style for module, style in ends.items() if module in names},
+            [count for count in heads if count],
+        )
+        if styles
+        else None
+    )
 
 
 def ignored_names(model: Any) -> re.Pattern[str] | None:

@@ -32,12 +32,16 @@ class Spent:
     aside: Sums = field(default_factory=Sums)
 
 
-def summary(done: Stats, spent: Spent, steps: int) -> str:
-    """`done`: of the whole run, `stats(model).since(before)`. A text of 100 columns, for terminals and files."""
+def summary(done: Stats, spent: Spent, steps: int, *, tensor: bool = False) -> str:
+    """`done`: of the whole run, `stats(model).since(before)`. A text of 100 columns, for terminals and files.
+
+    `tensor`: whether ranks share layers, and so send each other what PyTorch's DTensor counts nowhere.
+    """
+    left_out = "\nwithout the sums of tensor-parallel layers, which are counted nowhere" if tensor else ""
     told = Group(
         Text(f"Where the time went ({steps} steps, {spent.total_seconds:.1f} s)"),
         _times_table(done, spent, steps),
-        Text("\nWhat was sent, by all ranks together (in flight and exposed: this rank's seconds)"),
+        Text(f"\nWhat was sent, by all ranks together (in flight and exposed: this rank's seconds){left_out}"),
         _transfers_table(done, steps),
     )
     out = io.StringIO()

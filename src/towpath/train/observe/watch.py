@@ -30,7 +30,7 @@ class Watch:
     def __init__(self, config: Config, training: Training) -> None:
         self._log, self._training, self._job = config.log, training, training.job
         self._leads = self._job.rank == 0
-        self._passes = training.passes
+        self._passes, self._tensor = training.passes, training.parallel.tensor
         self._tokens = config.train.batch * config.train.length
         dtype: torch.dtype = getattr(torch, DTYPES[config.train.precision])
         self._peak = peak(self._job.device, dtype).flops_per_second * self._job.world
@@ -137,7 +137,7 @@ class Watch:
             },
             aside=self._aside,
         )
-        print(summary(done, spent, steps), flush=True)
+        print(summary(done, spent, steps, tensor=self._tensor > 1), flush=True)
 
 
 def check_log(log: LogConfig) -> None:
