@@ -15,16 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from towpath.core import presets
+from towpath.core.compression import Compression
+from towpath.core.compression import compression as named_compression
 from towpath.core.move_shapes import MoveShape, move_shapes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
 from towpath.core.strategy import Kind
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
+from towpath.pipeline.schedules import walks
 from towpath.planner import clusters
 from towpath.planner.cluster import Cluster
 from towpath.planner.memory import activation_bytes
 from towpath.planner.model import MODELS, Model, Unit
+from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import BF16, Request
 from towpath.planner.solver import Batching, Priced, Solver
 from towpath.sim.hardware import Hardware
@@ -202,6 +206,61 @@ def rows() -> Iterator[Row]:
     yield from paro_rows()
 
 
+# Pipelines -----------------------------------------------------------------------------------------------------------
+
+# Optimus-CC, section 9: rank 16 between stages, rank 128 of the gradients of three quarters of the stages.
+OPTIMUS = {
+    "nothing": Compression(fused_embeddings=False),
+    "CB": named_compression("optimus-cb"),
+    "CB + FE": named_compression("optimus-cb+fe"),
+    "CB + FE + SC": named_compression("optimus-cb+fe+sc"),
+}
+# Days of 230,000 steps.
+OPTIMUS_DAYS = {
+    "gpt-8.3b": {"nothing": 37.27, "CB": 34.83, "CB + FE": 32.84, "CB + FE + SC": 25.72},
+    "gpt-2.5b": {"nothing": 14.72, "CB": 13.63, "CB + FE": 12.79, "CB + FE + SC": 12.55},
+}
+OPTIMUS_STEPS = 230_000
+# A node's cable, in GB/s: as the data sheet has it (None), and as the printed seconds suggest.
+OPTIMUS_CABLES = (None, 5.0)
+
+
+@lru_cache(maxsize=64)
+def optimus_seconds(model: str, compression: str, cable: float | None) -> tuple[float, float]:
+    """Of a step on 128 A100: four ranks of a pipeline (interleaved), four copies, eight tensor-parallel ranks; 512
+    sequences, eight at once. With gradients that travel as soon as they are there; and, as Megatron does it, when all
+    of them are."""
+    shape, length = MODELS[model]
+    cluster = _cluster("dgx-a100-200g", 16, cable)
+    pipelines = Pipelines(
+        lambda count: shape.staged(model, length, count), cluster, Request(batch=512, memory=1 << 60), walks
+    )
+    layout = Layout(4, "Interleaved1F1B", "ddp", OPTIMUS[compression], 8)
+    replayed = pipelines.replay(layout, Batching(8, 16))
+    hidden = (rank.in_flight.get(Kind.SYNC, 0.0) - rank.exposed.get(Kind.SYNC, 0.0) for rank in replayed.ranks)
+    seconds = replayed.summed_up().seconds
+    return seconds, seconds + max(hidden)
+
+
+def pipelines_table(chosen: Mapping[str, Mapping[str, float]] = OPTIMUS_DAYS) -> str:
+    heads = ["what", "printed", "overlapped", "at the end", "5 GB/s, overlapped", "at the end"]
+    heads += ["a step, printed", "at the end", "5 GB/s, at the end"]
+    lines = [f"| {' | '.join(heads)} |", "|" + len(heads) * "---|"]
+    for model, days in chosen.items():
+        for name, printed in days.items():
+            ratio = days["nothing"] / printed
+            ratios: list[str] = []
+            seconds = [f"{printed * 86400 / OPTIMUS_STEPS:.1f} s"]
+            for cable in OPTIMUS_CABLES:
+                base, found = (optimus_seconds(model, each, cable) for each in ("nothing", name))
+                for before, after in zip(base, found, strict=True):
+                    near = " ✓" if name != "nothing" and _is_near(before / after, ratio) else ""
+                    ratios.append(f"{before / after:.2f}{near}")
+                seconds.append(f"{found[1]:.1f} s")
+            lines.append(f"| {model}, {name} | {ratio:.2f} | {' | '.join([*ratios, *seconds])} |")
+    return "\n".join(lines)
+
+
 # Collectives alone ---------------------------------------------------------------------------------------------------
 
 
@@ -326,7 +385,12 @@ def _is(placement: Placement, options: Mapping[str, Any]) -> bool:
     return (placement.params, placement.optimizer) == (options["params"], options["optimizer"])
 
 
-TABLES = {"placements": placements_table, "collectives": collectives_table, "ratios": lambda: ratios_table(rows())}
+TABLES = {
+    "placements": placements_table,
+    "collectives": collectives_table,
+    "pipelines": pipelines_table,
+    "ratios": lambda: ratios_table(rows()),
+}
 
 
 def written(page: str, name: str, table: str) -> str:

@@ -96,6 +96,9 @@ def test_what_is_said_of_the_papers_is_what_the_simulator_says() -> None:
     page = papers.PAGE.read_text(encoding="utf-8")
     quick = [row for row in papers.rows() if row.setting.micro_steps == 1 and "7b" in row.setting.model]
     tables = [papers.placements_table(), papers.collectives_table(), papers.ratios_table(quick)]
+    tables.append(
+        papers.pipelines_table({"gpt-2.5b": {k: papers.OPTIMUS_DAYS["gpt-2.5b"][k] for k in ("nothing", "CB")}})
+    )
     missing = [line for table in tables for line in table.splitlines() if "|" in line and line not in page]
     assert not missing, f"docs/papers.md is old: run `python docs/papers.py --write`. It lacks {missing}"
 
