@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, StepError
 from towpath.train.config import Config
 from towpath.train.job import joined
+from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
 from towpath.train.run import begin
 
 Worlds = Callable[[int], World]
@@ -193,3 +196,28 @@ def test_what_shared_layers_do_not_have_is_refused_at_once(config: Callable[...,
     ):
         with pytest.raises(ConfigError, match=words):
             config(**({"parallel": {"tensor": 2}} | sections))
+
+
+class _NormOfRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"query": nn.Linear(8, 8), "norm": nn.RMSNorm(4)})])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block: Any = self.blocks[0]
+        return block["norm"](block["query"](x).unflatten(-1, (-1, 4)).flatten(0, 1))
+
+
+def test_a_plan_that_does_not_fit_the_model_is_refused(world: Worlds) -> None:
+    plan = TensorPlan({"blocks.*.query": COLUMNS, "blocks.*.norm": EACH_HEAD})
+    assert plan_for(_NormOfRows(), plan, 2) == plan
+    with pytest.raises(ConfigError, match="or one of other layers"):
+        plan_for(_NormOfRows(), TensorPlan({"layers.*.query": COLUMNS}), 2)
+    assert all("blocks.0.norm: its input has 3 dimensions" in told for told in world(2).run(_norm_of_rows, plan))
+
+
+def _norm_of_rows(plan: TensorPlan) -> str:
+    model = share_layers(_NormOfRows(), plan, init_device_mesh("cpu", (2,)))
+    with pytest.raises(StepError) as told:
+        model(torch.ones(1, 2, 8))
+    return str(told.value)

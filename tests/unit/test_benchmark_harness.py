@@ -91,6 +91,26 @@ class TestRace:
         assert recorded["rounds"] == 2 and recorded["median_seconds"] == {"A": 1.5, "B": 3.5}
         assert recorded["spread"] == {"A": 0.6667, "B": 0.2857}  # largest less smallest, over the median
 
+    def test_one_that_fails_is_taken_out_and_named_and_the_others_go_on(self) -> None:
+        class Broken(Racer):
+            def ask(self, method: str, *arguments: Any) -> list[Any]:
+                if len(self.log) > 2:
+                    raise CaseError("rank 1 failed:\nRuntimeError: sizes differ")
+                return super().ask(method)
+
+        def racers() -> dict[str, Racer]:
+            log: list[str] = []
+            return {n: kind(log, n, itertools.count(1.0)) for n, kind in (("A", Racer), ("B", Broken), ("C", Racer))}
+
+        said: list[str] = []
+        failures: dict[str, str] = {}
+        run = race.run(racers(), 3, said.append, failures)
+        assert failures == {"B": "RuntimeError: sizes differ"} and "B is taken out: RuntimeError" in "".join(said)
+        assert run.seconds == {"A": [1.0, 2.0, 3.0], "C": [1.0, 2.0, 3.0]} and "B" not in run.order[2]
+        assert set(run.recorded()["interface_bytes"]) == {"A", "C"}
+        with pytest.raises(CaseError, match="sizes differ"):
+            race.run(racers(), 3, said.append)
+
     def test_what_sends_nothing_has_no_bytes(self) -> None:
         silent = SimpleNamespace(ask=lambda method: [1.0], counters=tuple)
         assert "interface_bytes" not in race.run({"A": silent}, 1, lambda text: None).recorded()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from towpath.bench.harness import turns
+from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.figures import medians, spreads
 from towpath.lab import LinkBytes
 
@@ -27,6 +28,17 @@ class Race:
     between_nodes: dict[str, list[int]] = field(default_factory=dict)
     inside_nodes: dict[str, list[int]] = field(default_factory=dict)
 
+    def turn(self, name: str, contestant: Racer) -> None:
+        before = contestant.counters()
+        self.seconds[name].append(contestant.ask("turn")[0])
+        carried = [a - b for a, b in zip(contestant.counters(), before, strict=True)]
+        self.between_nodes[name].append(sum(link.sent_bytes for link in carried))
+        self.inside_nodes[name].append(sum(link.loopback_bytes for link in carried))
+
+    def take_out(self, name: str) -> None:
+        for kept in (self.seconds, self.between_nodes, self.inside_nodes):
+            del kept[name]
+
     def recorded(self, digits: int = 6) -> dict[str, Any]:
         found: dict[str, Any] = {
             "rounds": len(self.order),
@@ -43,19 +55,31 @@ class Race:
         return found
 
 
-def run(contestants: Mapping[str, Racer], rounds: int, say: Callable[[str], None]) -> Race:
-    """Each worker's `turn()` says how many seconds it took."""
+def run(
+    contestants: Mapping[str, Racer],
+    rounds: int,
+    say: Callable[[str], None],
+    failures: dict[str, str] | None = None,
+) -> Race:
+    """Each worker's `turn()` says how many seconds it took.
+
+    One that fails ends the race, unless there are `failures`: then it is taken out, with all its turns, and named.
+    """
     names = list(contestants)
     race = Race([], *({name: [] for name in names} for _ in range(3)))
     began = time.monotonic()
     for number in range(rounds):
         race.order.append(turns.order(names, number))
         for name in race.order[-1]:
-            before = contestants[name].counters()
-            race.seconds[name].append(contestants[name].ask("turn")[0])
-            carried = [a - b for a, b in zip(contestants[name].counters(), before, strict=True)]
-            race.between_nodes[name].append(sum(link.sent_bytes for link in carried))
-            race.inside_nodes[name].append(sum(link.loopback_bytes for link in carried))
+            try:
+                race.turn(name, contestants[name])
+            except CaseError as error:
+                if failures is None:
+                    raise
+                failures[name] = reason(error)
+                say(f"{name} is taken out: {failures[name]}")
+                names.remove(name)
+                race.take_out(name)
         taken = time.monotonic() - began
         say(
             f"round {number + 1} of {rounds}, {taken:.0f} s, {taken / (number + 1) * (rounds - number - 1):.0f} s to go"

@@ -130,12 +130,18 @@ def measured(
     entries = {name: Entry(place, Step, (name, alone(name, workload)), WARM_TURNS) for name in names}
     failures: dict[str, str] = {}
     with started(entries, settings.say, failures) as made:
-        for name in (COMMUNICATION, COMPUTE):
-            if name in failures:
-                raise CaseError(failures[name])
-        run = race.run(made, settings.rounds, settings.say)
-        told = told_by(made)
+        _check_regime(failures)
+        run = race.run(made, settings.rounds, settings.say, failures)
+        _check_regime(failures)
+        told = told_by({name: one for name, one in made.items() if name not in failures})
     return {"run": run, **run.recorded(), **figures_of(run, told, workload)}, failures
+
+
+def _check_regime(failures: Mapping[str, str]) -> None:
+    """Without the two that it is made of there is none."""
+    for name in (COMMUNICATION, COMPUTE):
+        if name in failures:
+            raise CaseError(failures[name])
 
 
 def alone(name: str, workload: Workload) -> Workload:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from towpath.errors import ConfigError
+from towpath.errors import ConfigError, StepError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,10 +58,10 @@ def _style_of(name: str, styles: Mapping[str, str]) -> str | None:
 def plan_for(model: nn.Module, plan: TensorPlan | None, ranks: int) -> TensorPlan:
     """For so many ranks: without ends that these cannot share; or why they cannot share the blocks."""
     said = f"parallel.tensor = {ranks}:"
-    if plan is None:
+    if plan is None or not any(_named(model, plan.styles)):
         raise ConfigError(
             f"{said} {type(model).__name__} does not say how ranks share its layers: its configuration has no "
-            "base_model_tp_plan."
+            "base_model_tp_plan, or one of other layers."
         )
     for count in plan.heads:
         if count % ranks:
@@ -102,7 +102,9 @@ def share_layers(model: nn.Module, plan: TensorPlan, mesh: DeviceMesh) -> nn.Mod
 
     layers = list(plan.layers_of(model))
     weights = {name: layer.weight for name, layer, _ in layers}
-    for _, layer, style in layers:
+    for name, layer, style in layers:
+        if style == EACH_HEAD:
+            layer.register_forward_pre_hook(partial(_check_heads, name))
         parallelize_module(layer, mesh, _parallel_style(style))
     first: dict[int, nn.Module] = {}
     for name, layer, _ in layers:  # what was tied stays so
@@ -129,6 +131,15 @@ def _parallel_style(style: str) -> Any:
             return RowwiseParallel(input_layouts=Replicate())
         case _:
             return SequenceParallel(sequence_dim=_HEADS_DIM, use_local_output=True)
+
+
+def _check_heads(name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
+    """Of other shapes DTensor would take another dimension for the heads."""
+    if args[0].dim() != _HEADS_DIM + 2:
+        raise StepError(
+            f"{name}: its input has {args[0].dim()} dimensions; expected [batch, length, heads, head width]. Its ranks "
+            "cannot share this model: leave out parallel.tensor."
+        )
 
 
 def _whole_input(
