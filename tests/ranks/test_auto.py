@@ -270,7 +270,7 @@ LAYOUTS = {
 }
 
 
-@in_turn(list(LAYOUTS), 2, "case")
+@in_turn(list(LAYOUTS), 1, "case")
 def test_a_training_is_laid_out_as_the_planner_ranks_first(
     world: Worlds, profile: Path, tmp_path: Path, case: str
 ) -> None:

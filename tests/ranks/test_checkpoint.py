@@ -114,7 +114,7 @@ CODED = [
     seldom("mics:2x1 gradients=int4:32 feedback=both"),
     seldom("qgz gradients=int8:32+stochastic feedback=first"),
     "zero++",
-    "zero1 gradients=low-rank:2",
+    seldom("zero1 gradients=low-rank:2"),
 ]
 
 

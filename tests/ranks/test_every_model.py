@@ -179,7 +179,7 @@ def _compiled(way: str, backend: str) -> nn.Module:
 
 @pytest.mark.compiles
 @in_turn(("zero3", "hpz", "paro-iig", "zero1"), 1)
-@pytest.mark.parametrize("way", [seldom(way) if way in ("in place", "wrapped") else way for way in COMPILES])
+@pytest.mark.parametrize("way", [seldom(way) if way in ("in place", "wrapped", "forward") else way for way in COMPILES])
 def test_blocks_compiled_as_one_graph_each_train_exactly(world: Worlds, way: str, label: str) -> None:
     """On two ranks: each of them compiles for itself."""
     world(2).run(_train_compiled, way, label, timeout=600)
@@ -223,6 +223,7 @@ def _fresh_compiler() -> Iterator[None]:
         torch._dynamo.reset()
 
 
+@pytest.mark.parity  # to compile takes longer than all else here
 @pytest.mark.compiles
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_blocks_compiled_to_machine_code_train_exactly(world: Worlds) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks.server import World, run_ranks
-from tests.ranks.strategies import ROUNDING, in_turn, seldom
+from tests.ranks.strategies import ROUNDING, in_turn
 from towpath import offload_activations, stats, strategies
 from towpath.errors import TowpathError, TrainError
 from towpath.train import loop, run
@@ -116,7 +116,8 @@ def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
         return losses, held_out, _weights(training)
 
 
-@pytest.mark.parametrize("precision", [seldom("fp32"), "bf16"])
+@pytest.mark.parity  # test_offload.py and test_offloaded_activations.py have what is quicker
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_is_offloaded_changes_no_bit(world: Worlds, config: Callable[..., Config], precision: str) -> None:
     plain = config(train={"precision": precision, "checkpointing": True})
     offloaded = _with(plain, train={"offload_activations": True}, strategy={"offload": "optimizer"})
@@ -163,7 +164,8 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SAME = ("loss", "learning_rate", "gradient_norm", "tokens", "inter_bytes", "intra_bytes", "skipped")
 
 
-@pytest.mark.parametrize("label", ["zero++", *map(seldom, ("zero3", "paro-iig"))])
+@pytest.mark.parity  # test_resume.py goes on bit for bit
+@pytest.mark.parametrize("label", ["zero++", "zero3", "paro-iig"])
 def test_twice_the_same_is_the_same_bit_for_bit(
     world: Worlds, config: Callable[..., Config], gpt2: Path, label: str, tmp_path: Path
 ) -> None:

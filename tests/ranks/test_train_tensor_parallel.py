@@ -69,7 +69,7 @@ LAYOUTS = [
 ]
 
 
-@in_turn(LAYOUTS, 2, "layout")
+@in_turn(LAYOUTS, 1, "layout")
 def test_a_run_goes_on_with_shared_layers_as_without(
     world: Worlds, config: Callable[..., Config], tmp_path: Path, layout: Any
 ) -> None:
