@@ -1,4 +1,5 @@
-"""What a user calls. From here to a collective: shard → engine.build → executor → unit → bucket → collective."""
+"""What a user calls. From here to a collective: hooks → executor → unit → queue → bucket → bound_transfer → flat, as
+docs/architecture.md tells it."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from towpath.engine.build import BuildOptions, build, check_exchangeable, check_
 from towpath.engine.executor import engine_of
 from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
+from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
@@ -94,6 +96,7 @@ def shard(
         _LOG.info(decision.why)
     engine = build(model, BuildOptions(decision.strategy, precision, values), layouts, groups)
     engine.free_bytes = free
+    attach(model, engine)
     become_sharded(model, engine)
     return model
 

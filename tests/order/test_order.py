@@ -49,7 +49,7 @@ def job(work: Callable[[], Any]) -> Job:
     def run(_: Workspace) -> None:
         work()
 
-    return Job(workspace(), run)
+    return Job(workspace(), [run])
 
 
 def test_two_writes_without_an_edge_are_a_race_that_names_both() -> None:

@@ -17,7 +17,7 @@ DEADLINE_SECONDS = 60.0
 
 
 def job(run: Work, begin: Work | None = None) -> Job:
-    return Job(workspace(), run, begin)
+    return Job(workspace(), [run], begin)
 
 
 @pytest.fixture

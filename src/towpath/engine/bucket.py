@@ -15,16 +15,19 @@ The OS slice lies inside the G slice, and that inside the P slice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from towpath.collectives.bound_transfer import BoundTransfer
+from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
 from towpath.collectives.collective import Collective
 from towpath.collectives.workspace import Workspace
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.transitions import Cut
 from towpath.core.unit_plan import BucketPlan
+from towpath.engine.buffers import Buffers
 from towpath.engine.dtypes import torch_dtype
 from towpath.engine.encoded_shard import EncodedShard
 from towpath.engine.gradients import gradients_of
@@ -173,7 +176,7 @@ class Bucket:
         for transfer in self.transfers[kind][:1]:
             transfer.begin(self.full, self.source(kind), workspace)
 
-    def gather(self, kind: Kind, workspace: Workspace) -> None:
+    def gather(self, kind: Kind, keep_copy: bool, workspace: Workspace) -> None:
         source = self.source(kind)
         if self.resting is not None and not self.transfers[kind]:
             self.resting.decode(self.full)
@@ -181,6 +184,7 @@ class Bucket:
             self.full.copy_(source)  # a backward copy that is whole
         for transfer in self.transfers[kind]:
             transfer.run(self.full, source, workspace)
+        self.keep(keep_copy)
 
     def keep(self, keep_copy: bool) -> None:
         """After a gather: the copy for the backward pass, if it is wanted."""
@@ -215,6 +219,18 @@ class Bucket:
         self._rounded = None
         self.mark.written()
 
+    # Gradients ----------------------------------------------------------------------------------------------------
+
+    def reduced_in(self, memory: Buffers, start: int) -> torch.Tensor:
+        """Where the gradients of this micro-step arrive: in `memory`, from `start` on."""
+        return memory[self.plan.reduce_dtype][start : start + self.plan.numel]
+
+    def reduce(self, memory: Buffers, start: int, workspace: Workspace) -> None:
+        # The view is made here, by the queue's thread: what one allocates and another frees leaves holes in the heap.
+        self.gradients.reduce(self.reduced_in(memory, start), workspace)
+
+    # What is kept -------------------------------------------------------------------------------------------------
+
     @property
     def keepers(self) -> dict[str, Collective | LowRankSync]:
         """What keeps something from one step to the next, by name."""
@@ -245,3 +261,12 @@ class Bucket:
         if outgoing is None:
             return {}
         return {"master": self.master.nbytes, "grad": self.gradients.mean_nbytes, "outgoing": outgoing.nbytes}
+
+
+def gather_together(
+    buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: Kind, keep_copy: bool, workspace: Workspace
+) -> None:
+    """As one message."""
+    transfers.run([b.full for b in buckets], [b.source(kind) for b in buckets], workspace)
+    for bucket in buckets:
+        bucket.keep(keep_copy)

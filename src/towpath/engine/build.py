@@ -1,4 +1,4 @@
-"""From a model and a strategy to an engine: agree with the other ranks, exchange the parameters, attach the hooks."""
+"""From a model and a strategy to an engine: the parameters exchanged, and everything made that a step needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.engine.agreement import agree
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
-from towpath.engine.hooks import attach
 from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
@@ -155,9 +154,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     _fill_buffers(model, source, groups)  # after the parameters: a module may draw both anew
     if options.values is not None:
         agree(groups, [], source.failure())
-    engine = Engine(strategy, precision, units, wiring, shared.writes)
-    attach(model, engine)
-    return engine
+    return Engine(strategy, precision, units, wiring, shared.writes)
 
 
 def _source(values: Values | None, wiring: Wiring, mesh: Mesh) -> Source:

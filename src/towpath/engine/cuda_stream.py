@@ -28,7 +28,7 @@ class CudaStream(Stream):
             for handle in after:
                 assert isinstance(handle, _CudaHandle)
                 handle.join()
-            job.run(job.workspace)
+            job.run()
         event = torch.cuda.Event()
         event.record(stream)
         return _CudaHandle(event, stream.device, waiting)

@@ -204,7 +204,7 @@ class MatrixSteps:
         }
         after = [cast(Handle, before.handle) for before in task.after]
         work = partial(_exchange, bound, pieces, each, brought)
-        return self._wiring.queues.submit(task.kind, bound, work, after)
+        return self._wiring.queues.submit(task.kind, bound, [work], after)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""The queues of one model: in which order transfers go, in which wire buffers, and under which tags. What runs them:
-threads on a CPU (`thread_stream.py`), CUDA streams on a GPU (`cuda_stream.py`).
+"""The queues of one model: in which order transfers go, in which wire buffers, and under which tags; and what runs them
+on a CPU, threads. On a GPU it is CUDA streams (`cuda_stream.py`).
 
 All models that are sharded over one process group share its streams, and with them the threads, and the connections of
 the process groups: both stay as they are however many models are made one after the other. That the transfers of
@@ -12,9 +12,12 @@ import atexit
 import contextlib
 import os
 import sys
+import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
+from queue import SimpleQueue
 from typing import final
 
 import torch
@@ -30,9 +33,11 @@ from towpath.engine.activity import Peers
 from towpath.engine.cuda_stream import CudaStream
 from towpath.engine.profiled import profiled
 from towpath.engine.record import Record, Waits
-from towpath.engine.streams import Handle, Job, Stream, Work
-from towpath.engine.thread_stream import ThreadStream
+from towpath.engine.streams import Handle, Job, Stream, Waiting, Work
 from towpath.topology.groups import Groups
+
+# How often somebody who waits for a job looks whether it still can end.
+_LOOK_SECONDS = 1.0
 
 
 class Queues:
@@ -58,13 +63,13 @@ class Queues:
         self,
         kind: Kind,
         transfers: Sequence[BoundTransfer] | Sequence[BoundMatrices],
-        work: Work,
+        works: Sequence[Work],
         after: Sequence[Handle] = (),
         begin: Work | None = None,
     ) -> Handle:
-        """Do `work`, which executes `transfers`.
+        """Do `works` one after the other, which execute `transfers`.
 
-        `begin`: its first part, for when the transfer before needs the links no more.
+        `begin`: the first part of the first, for when the transfer before needs the links no more.
         """
         submitted = [bound.transfer for bound in transfers]
         self._record.submitted(submitted, self.micro_step)
@@ -72,7 +77,7 @@ class Queues:
             self._journal.note(kind, submitted[0].unit)
             self._record.peers.journal = self._journal
         stream = self._streams[QUEUES[kind]]
-        job = Job(self._workspace(kind, stream), work, begin)
+        job = Job(self._workspace(kind, stream), works, begin)
         with profiled("submit ", submitted):
             return stream.submit(job, after, Waits(self._record, submitted))
 
@@ -157,3 +162,148 @@ def leave(streams: weakref.ref[Streams], peers: Peers) -> None:
     if left is not None:
         with contextlib.suppress(Exception):
             left.finish()
+
+
+@final
+class ThreadStream(Stream):
+    """A thread for each way: gloo's collectives block, and PyTorch computes without the interpreter lock meanwhile."""
+
+    def __init__(self, name: str, ways: int) -> None:
+        super().__init__(ways)
+        self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        for number in range(ways):
+            # Daemons: where a peer never answers, the program ends all the same (`leave`).
+            threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
+        self._lock = threading.Lock()
+        self._last = _Progress()
+        self._last.end()
+
+    def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+        with self._lock:  # the threads take jobs in the order in which they were submitted
+            before, self._last = self._last, _Progress()
+            job.workspace.links_free = self._last.links_free.open
+            future: Future[None] = Future()
+            self._jobs.put((future, partial(_do, job, tuple(map(_thread_handle, after)), before, self._last)))
+            return _ThreadHandle(future, after, waiting)
+
+    def finish(self) -> None:
+        self._last.ended.wait()
+
+    def uses(self, way: int, buffer: torch.Tensor) -> None:
+        """Whoever uses memory holds it."""
+
+    def close(self) -> None:
+        for _ in range(self.ways):
+            self._jobs.put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    """What each of a stream's threads does: it takes jobs in the order in which they were submitted."""
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        future, work = job
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+        del job, future, work  # a job holds its model
+
+
+def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+    try:
+        with torch.no_grad():
+            for handle in after:
+                handle.join()
+            if job.begin is not None:
+                before.links_free.wait()
+                job.begin(job.workspace)
+            before.ended.wait()
+            job.run()
+    finally:
+        before.ended.wait()  # where it failed early: what comes behind it comes behind that one, too
+        mine.end()
+
+
+class _Progress:
+    """Of a job: what the one behind it waits for."""
+
+    __slots__ = ("ended", "links_free")
+
+    def __init__(self) -> None:
+        self.links_free, self.ended = _Latch(), _Latch()
+
+    def end(self) -> None:
+        self.links_free.open()
+        self.ended.open()
+
+
+class _Latch:
+    """Shut until it is opened, once and for all. A `threading.Event` takes several times as long to make."""
+
+    __slots__ = ("_is_open", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._is_open = False
+
+    def open(self) -> None:
+        """By one thread at a time."""
+        if not self._is_open:
+            self._is_open = True
+            self._lock.release()
+
+    def wait(self) -> None:
+        if not self._is_open:
+            with self._lock:
+                pass
+
+
+def _thread_handle(handle: Handle) -> _ThreadHandle:
+    assert isinstance(handle, _ThreadHandle)
+    return handle
+
+
+@final
+class _ThreadHandle(Handle):
+    def __init__(self, future: Future[None], after: Sequence[Handle], waiting: Waiting | None) -> None:
+        self._future = future
+        self._after = after
+        self._waiting = waiting
+
+    def join(self) -> None:
+        """Wait on a stream: no computation is held up by it."""
+        self._future.result()
+
+    def wait(self, on_host: bool = False) -> None:
+        after, self._after = self._after, ()  # let go: the jobs of a unit would else be linked for ever
+        if self._waiting is None:
+            self._future.result()
+            return
+        with self._waiting.profiled():
+            if self._future.done():
+                self._future.result()
+                return
+            for handle in after:  # first, so that its seconds are told to those whose they are
+                handle.wait()
+            began = self._waiting.mark()
+            try:
+                while not self._ended():
+                    self._waiting.still_waits()
+            finally:
+                self._waiting.waited(began, self._waiting.mark())
+
+    def _ended(self) -> bool:
+        """Whether it has ended by now, or within a second."""
+        try:
+            self._future.result(_LOOK_SECONDS)
+        except TimeoutError:
+            if self._future.done():  # its own
+                raise
+        return self._future.done()

@@ -1,6 +1,6 @@
 """What runs the transfers of a queue beside the computation, in order.
 
-On a CPU it is threads (`thread_stream.py`), on a GPU CUDA streams (`cuda_stream.py`).
+On a CPU it is threads (`queue.py`), on a GPU CUDA streams (`cuda_stream.py`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,19 @@ Work = Callable[[Workspace], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`begin`: the first part of `run`, which waits for nobody; it may run before the job that precedes it is through.
+    """`works`: what is to be done, one after the other. `begin`: the first part of the first of them, which waits for
+    nobody; it may be done before the job that precedes it is through.
 
     Jobs of one way share memory, and never overlap (`Workspace.way`).
     """
 
     workspace: Workspace
-    run: Work
+    works: Sequence[Work]
     begin: Work | None = None
+
+    def run(self) -> None:
+        for work in self.works:
+            work(self.workspace)
 
 
 class Waiting(Protocol):

@@ -5,20 +5,20 @@ What of this is done when, the step machine decides (`core/step.py`); `executor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
-from towpath.collectives.workspace import Workspace
 from towpath.core.step_state import Pass, WriteMark
 from towpath.core.strategy import Kind
 from towpath.core.unit_plan import UnitPlan
-from towpath.engine.bucket import Bucket
+from towpath.engine.bucket import Bucket, gather_together
 from towpath.engine.buffers import Buffers
 from towpath.engine.layout import UnitLayout
-from towpath.engine.streams import Handle
+from towpath.engine.streams import Handle, Work
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
 
@@ -109,8 +109,9 @@ class Unit:
     @torch.inference_mode(False)
     def live_in(self, memory: Buffers) -> None:
         buckets = [b for b in self.buckets if not b.whole]
-        for bucket, buffer in zip(buckets, _divide(buckets, memory), strict=True):
-            bucket.place(buffer)
+        sizes = [(b.plan.compute_dtype, b.plan.numel) for b in buckets]
+        for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
+            bucket.place(memory[dtype][start : start + numel])
         # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
         self._raise_versions(2)
 
@@ -134,27 +135,18 @@ class Unit:
         for bucket in dirty:
             bucket.published = bucket.mark.version
         sending = [b for b in dirty if b.plan.publishes]
-        return self._submit(Kind.PUBLISH, sending, Bucket.publish) if sending else None
+        if not sending:
+            return None
+        return self._queues.submit(Kind.PUBLISH, _bound(sending, Kind.PUBLISH), [b.publish for b in sending])
 
     def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
-        absent = [b for b in self.buckets if not b.whole]
-        begins = not self._together[kind]
-        return self._queues.submit(
-            kind,
-            _bound(absent, kind),
-            lambda workspace: self._fetch(kind, absent, keep_copy, workspace),
-            after,
-            begin=(lambda workspace: absent[0].begin_gather(kind, workspace)) if begins else None,
-        )
-
-    def _fetch(self, kind: Kind, absent: Sequence[Bucket], keep_copy: bool, workspace: Workspace) -> None:
-        together = self._together[kind]
+        absent, together = [b for b in self.buckets if not b.whole], self._together[kind]
+        works: list[Work] = [partial(b.gather, kind, keep_copy) for b in absent if b not in together]
+        begin: Work | None = partial(absent[0].begin_gather, kind)
         if together:
-            self._coalesced[kind].run([b.full for b in together], [b.source(kind) for b in together], workspace)
-        for bucket in absent:
-            if bucket not in together:
-                bucket.gather(kind, workspace)
-            bucket.keep(keep_copy)
+            works.insert(0, partial(gather_together, together, self._coalesced[kind], kind, keep_copy))
+            begin = None
+        return self._queues.submit(kind, _bound(absent, kind), works, after, begin)
 
     def keep_copy(self) -> None:
         for bucket in self.buckets:
@@ -164,8 +156,8 @@ class Unit:
     def collect(self, memory: Buffers | None) -> None:
         """From now on gradients arrive in `memory`; without any, in the G shards themselves."""
         travelling = [b for b in self.trainable if b.gradients.reduces]
-        for bucket, buffer in zip(travelling, _divide_gradients(travelling, memory), strict=True):
-            bucket.gradients.begin(buffer)
+        for bucket, start in zip(travelling, _starts([_reduced(b) for b in travelling]), strict=True):
+            bucket.gradients.begin(bucket.reduced_in(memory or {}, start))
         for bucket in self.trainable:
             if not bucket.gradients.reduces:
                 bucket.gradients.begin(None)
@@ -175,38 +167,20 @@ class Unit:
         travelling = [b for b in self.trainable if b.gradients.reduces]
         for bucket in travelling:
             bucket.gradients.fill_missing()
-
-        def send(workspace: Workspace) -> None:
-            # Divided here, by the queue's thread: what one allocates and another frees leaves holes in the heap.
-            for bucket, buffer in zip(travelling, _divide_gradients(travelling, memory), strict=True):
-                bucket.gradients.reduce(buffer, workspace)
-
-        return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), send)
+        starts = _starts([_reduced(b) for b in travelling])
+        works = [partial(b.reduce, memory, start) for b, start in zip(travelling, starts, strict=True)]
+        return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), works)
 
     def sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
         """At the boundary: from the G shards to the mean of so many, over all ranks."""
         for bucket in self.trainable:
             if not bucket.gradients.reduces:
                 bucket.gradients.fill_missing()
-
-        def mean(bucket: Bucket, workspace: Workspace) -> None:
-            bucket.gradients.sync(terms, workspace)
-
         sums = [b for b in self.trainable if b.gradients.needs_sync(terms)]
-        return self._submit(Kind.SYNC, sums, mean, after) if sums else None
-
-    def _submit(
-        self,
-        kind: Kind,
-        buckets: Sequence[Bucket],
-        work: Callable[[Bucket, Workspace], None],
-        after: Sequence[Handle] = (),
-    ) -> Handle:
-        def each(workspace: Workspace) -> None:
-            for bucket in buckets:
-                work(bucket, workspace)
-
-        return self._queues.submit(kind, _bound(buckets, kind), each, after)
+        if not sums:
+            return None
+        works = [partial(b.gradients.sync, terms) for b in sums]
+        return self._queues.submit(Kind.SYNC, _bound(sums, Kind.SYNC), works, after)
 
 
 class Use:
@@ -224,20 +198,16 @@ def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
-def _divide(buckets: Sequence[Bucket], memory: Buffers) -> list[torch.Tensor]:
-    return _dealt_out(memory, [(b.plan.compute_dtype, b.plan.numel) for b in buckets])
+def _reduced(bucket: Bucket) -> tuple[str, int]:
+    """What of its gradients travels every micro-step: dtype and elements."""
+    return bucket.plan.reduce_dtype, bucket.plan.numel
 
 
-def _divide_gradients(buckets: Sequence[Bucket], memory: Buffers | None) -> list[torch.Tensor]:
-    return _dealt_out(memory or {}, [(b.plan.reduce_dtype, b.plan.numel) for b in buckets])
-
-
-def _dealt_out(memory: Buffers, sizes: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
-    """A part of the memory for each of the sizes."""
+def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
+    """Where each of the sizes begins, in the memory of its dtype."""
     used: dict[str, int] = {}
-    out: list[torch.Tensor] = []
+    starts: list[int] = []
     for dtype, numel in sizes:
-        start = used.get(dtype, 0)
-        used[dtype] = start + numel
-        out.append(memory[dtype][start : used[dtype]])
-    return out
+        starts.append(used.get(dtype, 0))
+        used[dtype] = starts[-1] + numel
+    return starts

@@ -35,7 +35,7 @@ class Usage:
             for transfer in self._transfers:
                 transfer.run(compared, compared, workspace)
 
-        self._wiring.queues.submit(Kind.USAGE, self._transfers, combine).wait()
+        self._wiring.queues.submit(Kind.USAGE, self._transfers, [combine]).wait()
         combined = compared.tolist()
         journal.check(bytes(combined[len(mine) :]), self._wiring.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
