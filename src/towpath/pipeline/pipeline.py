@@ -183,18 +183,19 @@ class Pipeline:
             before, began = self._seconds_computed, time.perf_counter()
             losses = self._walk(self._schedule.step, args, target)
             self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
+            loss = self._mean_loss(losses)  # on its way while the gradients are
             for engine in self._passes_back.engines:
                 engine.end_boundary()
             if self._tied is not None:
                 self._tied.end_step()
             self.observed.steps += 1
-            return self._mean_loss(losses)
+            return loss()
 
     @torch.no_grad()
     def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that `step` would return, without gradients. Every rank must call it."""
         with self._failures_told():
-            return self._mean_loss(self._walk(self._schedule.eval, args, target))
+            return self._mean_loss(self._walk(self._schedule.eval, args, target))()
 
     def train(self, mode: bool = True) -> None:
         """As nn.Module's, of this rank's stages."""
@@ -248,11 +249,18 @@ class Pipeline:
             f"The others:{''.join(lines)}"
         )
 
-    def _mean_loss(self, losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _mean_loss(self, losses: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Sent by the last stage to all others. To be called where it is wanted."""
         mean = torch.stack([loss.detach() for loss in losses]).mean().double() if losses else torch.zeros(()).double()
         mean = mean.to(self._stages[0].device)
-        dist.broadcast(mean, group=self._group, group_src=self.owners[-1])
-        return mean
+        sent = dist.broadcast(mean, group=self._group, group_src=self.owners[-1], async_op=True)
+
+        def arrived() -> torch.Tensor:
+            if sent is not None:
+                sent.wait()
+            return mean
+
+        return arrived
 
     def checkpoint_parts(self) -> Parts:
         """For `towpath.checkpoint.State(pipeline, optimizer)`."""
