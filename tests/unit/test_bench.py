@@ -17,6 +17,7 @@ import towpath
 from towpath.bench import drawing, page, selection, table
 from towpath.bench.environment import Link, Rates, add_options, asked_for
 from towpath.bench.field import LOW_RANK, POWERSGD, QUICK, Entrant, everyone, lossless
+from towpath.bench.floor import floor_seconds
 from towpath.bench.harness import results, stamp, suite
 from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import node_counters
@@ -380,3 +381,26 @@ def test_entrants_are_kept_as_they_are() -> None:
         "lossless": True,
         "helped": True,
     }
+
+
+# The floor of a step --------------------------------------------------------------------------------------------------
+
+
+def test_the_floor_is_what_blocks_take_and_what_cables_carry_meanwhile() -> None:
+    """Where nothing is shaped a step is its computation; else at least what its bytes take, and less than both."""
+    workload = Workload(Topology(2, 2), 2, "bfloat16").quick()
+    strategy, rate = towpath.strategy("mics", workload.topology), Rate.parse("10mbit")
+    assert floor_seconds(strategy, workload, 0.3, None) == pytest.approx(0.6)
+    sent = towpath.schedule(strategy, workload.model(), 2, towpath.Precision("bfloat16")).inter_bytes
+    carried = sent / 2 / rate.bytes_per_second  # each of the two nodes has a cable
+    computing = carried / 2
+    assert carried < floor_seconds(strategy, workload, computing, rate) < 2 * computing + carried
+
+
+def test_how_near_a_step_comes_to_its_floor_is_asked_where_blocks_wait() -> None:
+    seconds, floors = {"mics": [2.2, 2.4, 2.3], "ddp": [9.0, 9.0, 9.0]}, {"mics": 2.0, "ddp": 1.0}
+    waits = Workload(wait_seconds=0.01)
+    [check] = strategies.overlap_checks(seconds, floors, waits)
+    assert check.found == pytest.approx(1.15)
+    assert check.at_most == 1.15
+    assert not strategies.overlap_checks(seconds, floors, Workload())

@@ -17,6 +17,9 @@ screened once; the best five of ours, the best peers and the pair of equal rank 
                              at least 2.2 times as fast
     low rank                 ddp with low-rank gradients against DDP's PowerSGD hook of the same rank; at least 0.97
 
+Where blocks wait (--waiting), also a step of mics, paro-iig and zero++ against the least that it can take, which the
+simulator gives for perfect overlap and without the optimizer; at most 1.15 times that.
+
 Lossless is what sends nothing in fewer bits than the run computes in. Under torchrun all ranks run each contestant in
 turns inside one job, on the links that there are; the regime is then reported.
 """
@@ -42,11 +45,13 @@ from towpath.bench.environment import (
     several,
 )
 from towpath.bench.field import QUICK, Entrant, everyone
+from towpath.bench.floor import floor_seconds
 from towpath.bench.harness import race
 from towpath.bench.harness.contestants import Entry, started
 from towpath.bench.harness.failure import CaseError
-from towpath.bench.harness.figures import interval_of_median, medians
+from towpath.bench.harness.figures import Check, interval_of_median, medians
 from towpath.bench.harness.suite import Settings, Suite
+from towpath.bench.peers import AUTO, Kind
 from towpath.bench.selection import finalists, pairs
 from towpath.bench.steps import Step
 from towpath.bench.venue import Screening, Venue, told_by
@@ -60,6 +65,9 @@ REGIMES = (8.0, 4.0, 2.0, 1.0, 0.5)
 MICRO_STEPS = (1, 4)
 LINKS = (*(Link(regime=regime) for regime in REGIMES), Link())
 QUICK_LINKS = (Link(inter="100mbit"), Link())
+
+# Where blocks wait: whose step comes how near to what it would take with perfect overlap.
+OVERLAPPING, MOST_OVER_THE_FLOOR = ("mics", "paro-iig", "zero++"), 1.15
 
 QUICK_WIDTH, QUICK_DEPTH = 192, 6
 WARM_TURNS = 2
@@ -93,8 +101,11 @@ class Case:
         found_regime = usual[COMMUNICATION] / usual[COMPUTE]
         regime, warnings = regime_recorded(derived, found_regime)
         skipped = {} if screening is None else screening.skipped
+        floors = floors_of(raced, workload, usual[COMPUTE], inter) if settings.job is None else {}
+        checks = [pair.check(seconds) for pair in pairs(raced, usual, self.link.regime or found_regime)]
         return {
-            "checks": [pair.check(seconds) for pair in pairs(raced, usual, self.link.regime or found_regime)],
+            "checks": [*checks, *overlap_checks(seconds, floors, workload)],
+            "floor_seconds": floors,
             "warnings": warnings,
             "inter": None if inter is None else str(inter),
             "regime": regime,
@@ -166,6 +177,26 @@ def figures_of(run: race.Race, told: Mapping[str, Sequence[Mapping[str, Any]]], 
             name: round(told[name][0]["exposed_seconds"], 5) for name in steps if "exposed_seconds" in told[name][0]
         },
     }
+
+
+def floors_of(raced: Sequence[Entrant], workload: Workload, computing: float, inter: Rate | None) -> dict[str, float]:
+    """Of each of ours: the least that its step can take (`floor.py`)."""
+    kinds = {each.name: Kind.parse(each.name) for each in raced if each.ours}
+    strategies = {name: kind.strategy(workload.topology) for name, kind in kinds.items() if kind.name != AUTO}
+    return {name: round(floor_seconds(s, workload, computing, inter), 5) for name, s in strategies.items()}
+
+
+def overlap_checks(
+    seconds: Mapping[str, Sequence[float]], floors: Mapping[str, float], workload: Workload
+) -> list[Check]:
+    """How near a step comes to that, where blocks wait: those that compute would share the cores with all else."""
+    found: list[Check] = []
+    for name in OVERLAPPING if workload.wait_seconds is not None else ():
+        if name in floors:
+            ratios = [each / floors[name] for each in seconds[name]]
+            what, interval = f"{name}: step / floor of perfect overlap", interval_of_median(ratios)
+            found.append(Check(what, median(ratios), MOST_OVER_THE_FLOOR, interval=interval))
+    return found
 
 
 def _told(screening: Screening) -> dict[str, dict[str, float]]:
