@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.ranks.server import World
+from towpath.bench import deepspeed_peer
 from towpath.bench.peers import build
+from towpath.bench.steps import Step
 from towpath.bench.workload import Workload
 from towpath.topology.cluster import Topology
 
@@ -39,3 +43,28 @@ def _gradients(contestant: str) -> dict[str, torch.Tensor]:
         with context(model, micro == WORKLOAD.micro_steps - 1):
             model(*next(data)).backward()
     return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("contestant", ["deepspeed tuned stage=1", "deepspeed stage=3 hpz"])
+def test_deepspeed_trains_as_the_bare_module(world: Worlds, contestant: str) -> None:
+    if not deepspeed_peer.installed():
+        pytest.skip(f"DeepSpeed is not installed; {deepspeed_peer.FOLDER} names no folder that has it")
+    for ours, theirs in world(4).run(_losses, contestant):
+        assert theirs == pytest.approx(ours, rel=1e-4)
+
+
+def _losses(contestant: str) -> tuple[float, float]:
+    """Of every rank's own data, after three steps."""
+    os.environ["LOCAL_RANK"] = str(torch.distributed.get_rank() % 2)  # DeepSpeed insists on it
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # DeepSpeed's are not ours to mend
+        return _loss("ddp"), _loss(contestant)
+
+
+def _loss(contestant: str) -> float:
+    step = Step(torch.distributed.get_rank(), 4, contestant, WORKLOAD)
+    for _ in range(3):
+        step.turn()
+    with torch.no_grad():
+        inputs, targets = next(WORKLOAD.data(torch.distributed.get_rank()))
+        return float(step._model(inputs, targets))  # pyright: ignore[reportPrivateUsage]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import towpath
-from towpath.bench import drawing, page, selection, table
+from towpath.bench import deepspeed_peer, drawing, page, selection, table
 from towpath.bench.environment import Link, Rates, add_options, asked_for
 from towpath.bench.field import LOW_RANK, POWERSGD, QUICK, Entrant, everyone, lossless
 from towpath.bench.floor import floor_seconds
@@ -41,12 +41,15 @@ def entrants(micro_steps: int = 1) -> list[Entrant]:
 
 
 class TestField:
-    def test_everybody_takes_part(self) -> None:
+    @pytest.mark.parametrize("there", [True, False])
+    def test_everybody_takes_part(self, there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """DeepSpeed where it is installed."""
+        monkeypatch.setattr(deepspeed_peer, "installed", lambda: there)
         names = everyone(4)
         assert len(set(names)) == len(names)
         assert {*towpath.strategies(), "auto", LOW_RANK, POWERSGD, *QUICK} <= set(names)
         peers = [Kind.parse(name) for name in names if Kind.parse(name).foreign]
-        assert {kind.name for kind in peers} == {"fsdp2", "hsdp", "torch-ddp"}
+        assert {kind.name for kind in peers} == {"fsdp2", "hsdp", "torch-ddp", *(["deepspeed"] if there else [])}
         for kind in peers:  # each plain one is tuned, too, and what is tuned comes plain
             tuned = {**kind.options, "tuned": ""}
             assert any(k.name == kind.name and k.options == tuned for k in peers), kind
@@ -72,6 +75,8 @@ class TestField:
             ("torch-ddp tuned bf16", "float32", False),
             (POWERSGD, "bfloat16", False),
             ("fsdp2 tuned ring", "float32", True),
+            ("deepspeed stage=3 hpz", "bfloat16", True),
+            ("deepspeed stage=3 hpz quantized", "bfloat16", False),
         ],
     )
     def test_what_sends_fewer_bits_than_the_run_computes_in_is_lossy(
@@ -344,6 +349,13 @@ class TestCommand:
             command.bench("report", ["nowhere.jsonl"])
         with pytest.raises(ConfigError, match="nope"):
             command.bench("strategies", ["--contestants", "torch-ddp nope"])
+        with pytest.raises(ConfigError, match=r"deepspeed: stage=4; expected stage=1, 2 or 3"):
+            command.bench("strategies", ["--contestants", "deepspeed stage=4"])
+
+    def test_deepspeed_asked_for_where_it_is_not_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(deepspeed_peer, "installed", lambda: False)
+        with pytest.raises(ConfigError, match=r"benchmarks/deepspeed\.txt and set TOWPATH_DEEPSPEED=FOLDER"):
+            command.bench("strategies", ["--contestants", "deepspeed stage=3"])
 
     def test_a_suite_with_ranks_of_its_own_is_refused_under_a_launcher(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RANK", "0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import towpath
+from towpath.bench import deepspeed_peer
 from towpath.bench.peers import AUTO, Kind
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.strategy import WIRED
@@ -37,6 +38,11 @@ _PEERS = (
 # Where a step has several micro-steps: gradients stay whole, and are reduced once.
 _PEERS_OF_SEVERAL = ("fsdp2 sync=last", "fsdp2 tuned sync=last", "fsdp2 tuned sync=last ring")
 
+# Where it is installed.
+_DEEPSPEED = tuple(
+    f"deepspeed {how}{which}" for how in ("", "tuned ") for which in ("stage=1", "stage=2", "stage=3", "stage=3 hpz")
+)
+
 # Of a quick run: who wins most often on either side, and who is best known.
 QUICK = ("mics", "paro-iig", "zero++", "fsdp2 tuned", "hsdp tuned", "torch-ddp tuned bf16")
 
@@ -58,7 +64,8 @@ class Entrant:
 
 def everyone(micro_steps: int) -> tuple[str, ...]:
     """By name, ours first."""
-    peers = (*_PEERS, *(_PEERS_OF_SEVERAL if micro_steps > 1 else ()))
+    deepspeed = _DEEPSPEED if deepspeed_peer.installed() else ()
+    peers = (*_PEERS, *(_PEERS_OF_SEVERAL if micro_steps > 1 else ()), *deepspeed)
     return (*towpath.strategies(), *_MORE_OF_OURS, *peers)
 
 

@@ -1,4 +1,5 @@
-"""What people would use instead of Towpath: FSDP2, HSDP and DDP of PyTorch, plain, and as their experts tune them.
+"""What people would use instead of Towpath: FSDP2, HSDP and DDP of PyTorch, and DeepSpeed, plain, and as their experts
+tune them.
 
     fsdp2 · hsdp      each block its own unit, gathered again for the backward pass; HSDP all-reduces at the boundary
       tuned           asynchronous unshard, and the next block's gather begun a block ahead, in both directions
@@ -10,6 +11,7 @@
       tuned           gradients are views of its buckets, of 8 MiB; a static graph; sums at the boundary only
       bf16            its gradients travel in bf16 (its own hook), whatever computes
       powersgd=4      its PowerSGD hook of rank 4, from the third step on, with error feedback and a warm start
+    deepspeed         its ZeRO, stage=1, 2 or 3; hpz, quantized, tuned (deepspeed_peer.py)
     auto              our planner's choice; allow=int8,int4:64: these codecs between nodes as well
     bare · compute    the module alone, with its optimizer, or only forward and backward in the dtype of the workload
       barrier         before its optimizer's step the ranks wait for each other, as all do whose gradients are summed
@@ -37,6 +39,7 @@ from torch import nn
 
 import towpath
 from towpath.auto.probe import device_of_job
+from towpath.bench import deepspeed_peer
 from towpath.bench.ring_reduce_scatter import use_ring
 from towpath.bench.workload import Workload
 from towpath.core.strategy import Strategy
@@ -52,6 +55,7 @@ OPTIONS = {
     "fsdp2": ("tuned", "reshard", "sync", "silent", "ring"),
     "hsdp": ("tuned", "reshard", "sync", "ring"),
     "torch-ddp": ("tuned", "bf16", "powersgd"),
+    "deepspeed": deepspeed_peer.OPTIONS,
     "bare": ("barrier",),
     "compute": (),
 }
@@ -76,6 +80,8 @@ class Kind:
         if name not in OPTIONS and name not in (AUTO, *towpath.strategies()):
             there = ", ".join((*OPTIONS, AUTO, *towpath.strategies()))
             raise ValueError(f"contestant {text!r}: there is neither a peer nor a strategy {name!r}, only {there}.")
+        if name == "deepspeed":
+            deepspeed_peer.check_options(options)
         return Kind(name, options)
 
     @property
@@ -105,6 +111,8 @@ def build(text: str, workload: Workload) -> tuple[Any, Context]:
             return _fsdp(kind, workload)
         case "torch-ddp":
             return _ddp(kind, workload)
+        case "deepspeed":
+            return deepspeed_peer.build(kind.options, workload), _nothing
         case _:
             return _ours(kind, workload)
 

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
-from towpath.bench import table
+from towpath.bench import deepspeed_peer, table
 from towpath.bench.environment import (
     COMMUNICATION,
     COMPUTE,
@@ -120,6 +120,8 @@ def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant
     named: Sequence[str] | None = options.contestants
     names = named or (QUICK if options.quick else everyone(workload.micro_steps))
     try:
+        if any(Kind.parse(name).name == "deepspeed" for name in names):
+            deepspeed_peer.check_installed()
         return [Entrant.of(name, workload.topology, workload.dtype) for name in dict.fromkeys(names)]
     except (ValueError, TowpathError) as error:
         raise ConfigError(str(error)) from None
