@@ -341,7 +341,8 @@ class LogicalStream(Stream):
                 stream, str(transfers[0]) if transfers else self._name, [handle.clock for handle in handles]
             ),
         ):
-            job.run()
+            for work in job.works:
+                work(job.workspace)
         return LogicalHandle(self._checker, self._checker.done(stream))
 
     def finish(self) -> None:

@@ -61,7 +61,7 @@ class BoundTransfer:
 
 @contextmanager
 def _explained(transfer: Transfer, members: Members, observer: Observer) -> Generator[None]:
-    """Of a failure inside, whose it may be."""
+    """A failure inside names the transfer, and the ranks that may have caused it."""
     try:
         yield
     except RuntimeError as error:

@@ -11,16 +11,16 @@ from towpath.errors import StepError
 
 
 class Gathers:
-    """`ways`: how many units beside the root may be whole at a time. What is to be done is added to `actions`."""
+    """`slots`: how many units beside the root may be whole at a time. What is to be done is added to `actions`."""
 
-    def __init__(self, units: Sequence[UnitState], ways: int, writes: WriteMark, actions: list[Action]) -> None:
+    def __init__(self, units: Sequence[UnitState], slots: int, writes: WriteMark, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
         self._published = writes.version
         self._in_vain: list[Task] = []  # prefetches that nothing has waited for, and nothing will
         self.successors = Successors()
         root, *others = units
         gathered = [u.index for u in others if u.facts.gathers]
-        self.slots = Slots(gathered, ways if gathered else 0)
+        self.slots = Slots(gathered, slots if gathered else 0)
         for number, unit in enumerate(others):
             if unit.facts.gathers:  # neighbours in forward order never share one
                 unit.slot = self.slots.neighbour(number)

@@ -10,12 +10,12 @@ from towpath.core.strategy import Kind
 
 
 class Reductions:
-    """`ways`: how many units beside the root may collect at a time; the root does all the while."""
+    """`slots`: how many units beside the root may collect at a time; the root does all the while."""
 
-    def __init__(self, units: Sequence[UnitState], ways: int) -> None:
+    def __init__(self, units: Sequence[UnitState], slots: int) -> None:
         root, *others = units
         travelling = [u.index for u in others if u.facts.trains and u.facts.reduces]
-        self.slots = Slots(travelling, ways if travelling else 0)
+        self.slots = Slots(travelling, slots if travelling else 0)
         if root.facts.trains and root.facts.reduces:
             self.slots.reserve(root.index)
         # Whatever order the gradients arrive in: collectives must match.

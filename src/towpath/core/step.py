@@ -33,9 +33,9 @@ class StepMachine:
         self._units = [UnitState(index, f, mark) for index, (f, mark) in enumerate(zip(facts, marks, strict=True))]
         self._root, others = self._units[0], self._units[1:]
         self._actions: list[Action] = []
-        ways = min(UNITS_IN_FLIGHT, len(others))
-        self._gathers = Gathers(self._units, ways, writes, self._actions)
-        self._reductions = Reductions(self._units, ways)
+        slots = min(UNITS_IN_FLIGHT, len(others))
+        self._gathers = Gathers(self._units, slots, writes, self._actions)
+        self._reductions = Reductions(self._units, slots)
         self.in_backward = False  # a backward pass of the model is under way
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         self.boundary = True  # this backward pass, or the next, is the last before the optimizer's step
@@ -162,9 +162,8 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_begin(self, passes: Sequence[Pass]) -> list[Action]:
-        """Of all units of a backward pass, later than those of its inputs. Their weights have stayed whole, and are so
-        until `weight_gradients_end` for what is recomputed inside units: on the way to the gradients of one that ran
-        twice, in others too."""
+        """The second half of a backward pass begins, for all its units. Their weights have stayed whole, and stay so
+        until `weight_gradients_end`: inside any of them something may be recomputed."""
         for passed in passes:
             unit = self._units[passed.unit]
             assert unit.slot is None, f"{unit.facts}: its weights may have been another unit's meanwhile"
@@ -182,7 +181,8 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_done(self, passed: Pass) -> list[Action]:
-        """And those of its weights: the last event of its backward pass, at once or later."""
+        """The gradients of its weights are there, too: the last event of its backward pass, right after
+        `input_gradients_done` or later."""
         unit = self._units[passed.unit]
         unit.backwards[passed.walk] += 1
         # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.

@@ -174,9 +174,9 @@ class UnitState:
 class Slots:
     """Slots that units take in turns, and those reserved for one unit."""
 
-    def __init__(self, units: Sequence[int], ways: int) -> None:
+    def __init__(self, units: Sequence[int], count: int) -> None:
         self._units = tuple(units)
-        self._turns = [Slot(self._units) for _ in range(ways)]
+        self._turns = [Slot(self._units) for _ in range(count)]
         self._reserved: dict[int, Slot] = {}
 
     @property

@@ -75,13 +75,13 @@ class Bucket:
             self.master = self._own_slice(self.shard)
         self.copy = self._empty(plan.numel // plan.backward_copy.count, compute) if plan.backward_copy else None
         self._rounded: torch.Tensor | None = None
-        self.whole = plan.always_whole
-        self.full = self.shard if self.whole else self._empty(0, compute)
+        self.always_whole = plan.always_whole
+        self.full = self.shard if self.always_whole else self._empty(0, compute)
         self.views = [self._view(place, compute) for place in layout.places]
         for place in layout.places:
             self._exchange(place, replica, mesh)
-        if self.whole:
-            self.place(self.shard)
+        if self.always_whole:
+            self.live_in(self.shard)
 
     def bind(self, plan: BucketPlan, wiring: Wiring) -> None:
         """From now on it travels by the transfers of `plan`; those that stay keep their collectives."""
@@ -110,7 +110,7 @@ class Bucket:
         trains = place.parameter.requires_grad
         if place.parallel is None:
             return nn.Parameter(self._empty(0, dtype), trains)
-        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory; `place` gives it some
+        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory; `live_in` gives it some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: Mesh) -> None:
@@ -146,7 +146,7 @@ class Bucket:
 
     # Weights ------------------------------------------------------------------------------------------------------
 
-    def place(self, full: torch.Tensor) -> None:
+    def live_in(self, full: torch.Tensor) -> None:
         """Let the whole weights live in `full`; the modules' views follow."""
         self.full = full
         for view, place in zip(self.views, self.layout.places, strict=True):

@@ -28,7 +28,8 @@ class CudaStream(Stream):
             for handle in after:
                 assert isinstance(handle, _CudaHandle)
                 handle.join()
-            job.run()
+            for work in job.works:
+                work(job.workspace)
         event = torch.cuda.Event()
         event.record(stream)
         return _CudaHandle(event, stream.device, waiting)
@@ -55,7 +56,7 @@ class _CudaHandle(Handle):
             self._event.synchronize()
 
     def join(self) -> None:
-        """Let the model's current stream wait: no computation is held up by it if that is one of ours."""
+        """Let the current stream wait. Where that is one of ours, no computation is held up."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self, on_host: bool = False) -> None:

@@ -63,7 +63,8 @@ class Engine:
         self.step = 0  # boundaries so far
         self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps with other wires
         self.muted = False  # gradients of this rank count as zero
-        # Of a backward pass in two halves: the passes of units whose weights' gradients are to come; and while they do.
+        # Of a backward pass in two halves: units' passes whose weights' gradients are still to be computed, and whether
+        # these are being computed now.
         self._held_back: list[Pass] | None = None
         self._only_weight_gradients = False
         self._failed = False  # the last backward pass, whose gradients are still to be dropped
@@ -166,11 +167,11 @@ class Engine:
 
     @eager
     @on_host
-    def reached_output(self, use: Use, _: torch.Tensor) -> None:
+    def output_gradient_arrives(self, use: Use, _: torch.Tensor) -> None:
         """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
         if use.passed.running or self._only_weight_gradients:
             return
-        use.left = 0
+        use.inputs_done = 0
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
         self.carry_out(actions)
@@ -178,10 +179,10 @@ class Engine:
 
     @eager
     @on_host
-    def left_for_input(self, use: Use, _: torch.Tensor) -> None:
+    def input_gradient_done(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
-        use.left += 1
-        if use.left < use.inputs or self._only_weight_gradients:
+        use.inputs_done += 1
+        if use.inputs_done < use.inputs or self._only_weight_gradients:
             return
         self.wiring.record.ends("backward", use.unit.name)
         self.carry_out(self.machine.input_gradients_done(use.passed))
@@ -196,7 +197,7 @@ class Engine:
         if not machine.is_collecting(unit.index):
             self._first_gradient(unit, bucket, index, grad)
         began = perf_counter()
-        if grad.requires_grad or not (bucket.whole or machine.is_whole(unit.index)):
+        if grad.requires_grad or not (bucket.always_whole or machine.is_whole(unit.index)):
             self._check_gradient(unit, bucket, index, grad)
         arrives = perf_counter()
         # A muted rank counts what arrives, too: what follows from it must be the same on every rank.
@@ -214,7 +215,7 @@ class Engine:
         self._check_gradient(unit, bucket, index, grad)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        is_whole = bucket.whole or self.machine.is_whole(unit.index)
+        is_whole = bucket.always_whole or self.machine.is_whole(unit.index)
         check_gradient(bucket.layout.places[index], grad, unit.name, is_whole, self.machine.is_reduced(unit.index))
 
     @contextmanager

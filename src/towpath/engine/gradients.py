@@ -100,7 +100,7 @@ class BucketGradients(ABC):
         """Add the sums over the ranks of `buffer` to this rank's G shard."""
 
     def needs_sync(self, terms: int) -> bool:
-        """Whether the sum of so many is not their mean over all ranks already."""
+        """Whether anything is left to be done from the sums to the means. `terms`: of how many the mean is."""
         return True
 
     @abstractmethod

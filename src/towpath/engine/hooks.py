@@ -92,7 +92,7 @@ class PartModule(_Entry):
     """What a module of the root becomes: called beside the root's forward, it does as the root does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.towpath_forward.run_once(super().__call__, args, kwargs)
+        return self.towpath_forward.run_unless_inside(super().__call__, args, kwargs)
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:
@@ -168,7 +168,7 @@ class _Method:
         module = self._module()
         assert isinstance(module, _Entry)
         call = partial(self._function, module) if self._bound else self._function
-        return module.towpath_forward.run_once(call, args, kwargs)
+        return module.towpath_forward.run_unless_inside(call, args, kwargs)
 
 
 @final
@@ -180,7 +180,7 @@ class _Forward:
         self._engine, self.unit, self._compute_dtype = engine, unit, compute_dtype
         self._module = weakref.ref(module)
 
-    def run_once(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_unless_inside(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Only `call`, where it is part of a run under way."""
         entered = self._engine.machine.is_entered(self.unit.index)
         return call(*args, **kwargs) if entered else self.run(call, args, kwargs)
@@ -193,7 +193,7 @@ class _Forward:
         try:
             use, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._leaves(use, output)
+            graph_follows = self._watch_outputs(use, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -212,9 +212,9 @@ class _Forward:
             return use, *self._enter(use, args, kwargs)
 
     @eager
-    def _leaves(self, use: Use | None, output: Any) -> bool:
+    def _watch_outputs(self, use: Use | None, output: Any) -> bool:
         with self._engine.host:
-            return use is not None and self._leave(use, output)
+            return use is not None and self._watch(use, output)
 
     @eager
     def _after(self, graph_follows: bool) -> None:
@@ -252,16 +252,16 @@ class _Forward:
             watched = watched or inside
             use.inputs = len(watched)
             for tensor in watched:
-                tensor.register_hook(partial(self._engine.left_for_input, use))
+                tensor.register_hook(partial(self._engine.input_gradient_done, use))
         return args, kwargs
 
-    def _leave(self, use: Use, output: Any) -> bool:
+    def _watch(self, use: Use, output: Any) -> bool:
         """Watch the outputs for the first gradient that reaches them; whether one can."""
         outputs = [t for t in _tensors(output) if t.requires_grad and id(t) not in use.entered]
         use.entered.clear()
         # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
         for tensor in outputs:
-            tensor.register_hook(partial(self._engine.reached_output, use))
+            tensor.register_hook(partial(self._engine.output_gradient_arrives, use))
         if not outputs:
             self._engine.machine.graph_dropped(use.passed)
         return bool(outputs)

@@ -166,7 +166,8 @@ def leave(streams: weakref.ref[Streams], peers: Peers) -> None:
 
 @final
 class ThreadStream(Stream):
-    """A thread for each way: gloo's collectives block, and PyTorch computes without the interpreter lock meanwhile."""
+    """As many threads as ways, which take jobs in turn: what a job has to `begin` may overlap with the one before it,
+    all else comes after that. gloo's collectives block; PyTorch computes meanwhile, without the interpreter lock."""
 
     def __init__(self, name: str, ways: int) -> None:
         super().__init__(ways)
@@ -224,7 +225,8 @@ def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Prog
                 before.links_free.wait()
                 job.begin(job.workspace)
             before.ended.wait()
-            job.run()
+            for work in job.works:
+                work(job.workspace)
     finally:
         before.ended.wait()  # where it failed early: what comes behind it comes behind that one, too
         mine.end()
@@ -290,7 +292,7 @@ class _ThreadHandle(Handle):
             if self._future.done():
                 self._future.result()
                 return
-            for handle in after:  # first, so that its seconds are told to those whose they are
+            for handle in after:  # first, so that each transfer is charged with the waiting for itself
                 handle.wait()
             began = self._waiting.mark()
             try:

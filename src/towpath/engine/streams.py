@@ -31,10 +31,6 @@ class Job:
     works: Sequence[Work]
     begin: Work | None = None
 
-    def run(self) -> None:
-        for work in self.works:
-            work(self.workspace)
-
 
 class Waiting(Protocol):
     """What a handle tells of somebody's waiting for its job."""
@@ -58,8 +54,8 @@ class Handle(ABC):
 
     @abstractmethod
     def wait(self, on_host: bool = False) -> None:
-        """Return once the job's results may be used by what the caller computes next. `on_host`: and by the host, which
-        else goes on at once where it is a device that computes."""
+        """Return once the job's results may be used by what the caller computes next. `on_host`: the host waits,
+        too, where it is a device that computes; else the host goes on at once there."""
 
 
 class Stream(ABC):

@@ -108,10 +108,10 @@ class Unit:
 
     @torch.inference_mode(False)
     def live_in(self, memory: Buffers) -> None:
-        buckets = [b for b in self.buckets if not b.whole]
+        buckets = [b for b in self.buckets if not b.always_whole]
         sizes = [(b.plan.compute_dtype, b.plan.numel) for b in buckets]
         for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
-            bucket.place(memory[dtype][start : start + numel])
+            bucket.live_in(memory[dtype][start : start + numel])
         # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
         self._raise_versions(2)
 
@@ -140,17 +140,17 @@ class Unit:
         return self._queues.submit(Kind.PUBLISH, _bound(sending, Kind.PUBLISH), [b.publish for b in sending])
 
     def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
-        absent, together = [b for b in self.buckets if not b.whole], self._together[kind]
-        works: list[Work] = [partial(b.gather, kind, keep_copy) for b in absent if b not in together]
-        begin: Work | None = partial(absent[0].begin_gather, kind)
+        sharded, together = [b for b in self.buckets if not b.always_whole], self._together[kind]
+        works: list[Work] = [partial(b.gather, kind, keep_copy) for b in sharded if b not in together]
+        begin: Work | None = partial(sharded[0].begin_gather, kind)
         if together:
             works.insert(0, partial(gather_together, together, self._coalesced[kind], kind, keep_copy))
             begin = None
-        return self._queues.submit(kind, _bound(absent, kind), works, after, begin)
+        return self._queues.submit(kind, _bound(sharded, kind), works, after, begin)
 
     def keep_copy(self) -> None:
         for bucket in self.buckets:
-            if not bucket.whole:
+            if not bucket.always_whole:
                 bucket.keep(True)
 
     def collect(self, memory: Buffers | None) -> None:
@@ -191,7 +191,7 @@ class Use:
     def __init__(self, unit: Unit, passed: Pass) -> None:
         self.unit, self.passed = unit, passed
         self.entered: list[int] = []  # ids of its inputs, while its forward runs
-        self.inputs = self.left = 0  # how many inputs want gradients, and how many have got them in this pass
+        self.inputs = self.inputs_done = 0  # how many inputs want gradients, and how many have got them in this pass
 
 
 def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:

@@ -36,7 +36,7 @@ class HeldBack:
 
 
 def can_be_halved(engines: Sequence[Engine]) -> bool:
-    return all(bucket.whole for engine in engines for unit in engine.units for bucket in unit.buckets)
+    return all(bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets)
 
 
 def input_gradients(
