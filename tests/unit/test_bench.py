@@ -203,7 +203,9 @@ class TestEnvironments:
         assert len(strategies.chosen((), options)) == 2 and len(QUICK) == 6
 
     def test_scaling_keeps_a_ranks_work_or_all_ranks_work(self) -> None:
-        cases = scaling.chosen((), options_of())
+        options = options_of()
+        options.contestants = None
+        cases = scaling.chosen((), options)
         worlds = [case.workload.topology.world for case in cases if case.kind == "weak"]
         assert worlds == [2, 4, 8, 16]
         assert len({case.workload.batch for case in cases if case.kind == "weak"}) == 1
@@ -416,3 +418,13 @@ def test_how_near_a_step_comes_to_its_floor_is_asked_where_blocks_wait() -> None
     assert check.found == pytest.approx(1.15)
     assert check.at_most == 1.15
     assert not strategies.overlap_checks(seconds, floors, Workload())
+
+
+def test_scaling_compares_what_left_the_nodes_with_the_schedule() -> None:
+    workload = Workload(Topology(2, 2), 1, "bfloat16").quick()
+    raced = [Entrant.of(name, workload.topology, workload.dtype) for name in ("mics", "hsdp tuned", "auto")]
+    sent = towpath.schedule("mics", workload.model(), precision=workload.precision, topology=Topology(2, 2)).inter_bytes
+    [right] = scaling.bytes_checks({"mics": sent}, raced, workload)
+    assert right.met and right.found == 1
+    [twice] = scaling.bytes_checks({"mics": 2 * sent}, raced, workload)
+    assert not twice.met

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from towpath.bench.workload import Workload
 from towpath.core.formats import Codec
-from towpath.core.precision import Precision
 from towpath.core.strategy import WIRED, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
@@ -21,7 +20,7 @@ def floor_seconds(strategy: Strategy, workload: Workload, computing: float, inte
 
     `computing`: the module's forward and backward of one micro-step, which its blocks share.
     """
-    plans = [plan_unit(strategy, unit.spec, Precision(workload.dtype)) for unit in lay_out(workload.model())]
+    plans = [plan_unit(strategy, unit.spec, workload.precision) for unit in lay_out(workload.model())]
     blocks = len(plans) - 1
     forward = computing / blocks / 3  # the backward pass takes twice as long
     seconds = Seconds((0.0, *[forward] * blocks), (0.0, *[2 * forward] * blocks), 0.0, 0.0)

@@ -137,8 +137,7 @@ def _barrier_after_the_last(model: Any, last: bool) -> Generator[None]:
 
 
 def _ours(kind: Kind, workload: Workload) -> tuple[Any, Context]:
-    narrow = workload.dtype != "float32"
-    precision = towpath.Precision(params=workload.dtype, reduce=workload.dtype) if narrow else None
+    precision = workload.precision
     if kind.name == AUTO:
         made = towpath.shard(workload.model(), AUTO, precision=precision, workload=_planned(kind, workload))
     else:

@@ -71,6 +71,12 @@ class Workload:
             yield inputs.to(device), targets.to(device)
 
     @property
+    def precision(self) -> towpath.Precision:
+        """Of ours."""
+        narrow = self.dtype != "float32"
+        return towpath.Precision(params=self.dtype, reduce=self.dtype) if narrow else towpath.Precision()
+
+    @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
 

@@ -1,25 +1,28 @@
 """Steps on 1, 2, 4 and 8 nodes: weak scaling, where each rank computes the same, and strong scaling, where all do.
 
-    towpath bench scaling [CASE …] [--ranks 2] [--inter 200mbit] [--rounds 6] [--quick] [--resume]
+    towpath bench scaling [CASE …] [--ranks 2] [--inter 200mbit] [--contestants mics,paro-iig] [--rounds 6] [--quick]
 
 What is measured are seconds of a step, bytes that leave the nodes, exposed seconds, and the processors' seconds of all
 ranks: on a machine with fewer cores than ranks, wall time is of the cores, and these tell what is not. `accounted` is
-the processors' seconds of a step over its wall time and the cores; near 1 a step takes what the cores need.
+the processors' seconds of a step over its wall time and the cores; near 1 a step takes what the cores need. Of ours,
+bytes are to be within 3 % of the schedule's.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import towpath
 from towpath.bench import table
-from towpath.bench.environment import Environment, Link, add_options, asked_for
+from towpath.bench.environment import Environment, Link, add_options, asked_for, several
 from towpath.bench.field import Entrant
 from towpath.bench.harness.figures import Check, medians
 from towpath.bench.harness.suite import Settings, Suite
+from towpath.bench.peers import AUTO, Kind
 from towpath.bench.suites.strategies import measured
 from towpath.bench.venue import Venue
 from towpath.bench.workload import Workload
@@ -32,6 +35,7 @@ LINK = Link(inter="200mbit")
 CONTESTANTS = ("mics", "paro-iig", "zero3", "hsdp tuned ring", "fsdp2 tuned ring")
 # Sequences of all ranks together, where the work is the same for all: two for each of eight nodes' ranks.
 STRONG_BATCH = 32
+LEAST_BYTES, MOST_BYTES = 0.97, 1.03
 WIDTH, DEPTH = 192, 6
 
 
@@ -41,11 +45,12 @@ class Case:
     kind: str  # weak or strong
     workload: Workload
     link: Link
+    contestants: Sequence[str] = CONTESTANTS
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         workload = self.workload.quick() if settings.quick else self.workload
         inter = Rate.parse(self.link.inter) if self.link.inter is not None else None
-        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in CONTESTANTS]
+        entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in self.contestants]
         found, failures = measured(entrants, Venue(settings.job, inter), workload, settings)
         usual = medians(found.pop("run").seconds)
         raced = [each for each in entrants if each.name not in failures]
@@ -55,6 +60,7 @@ class Case:
             "checks": [
                 *(Check(f"{name}: seconds of a step", usual[name]) for name in accounted),
                 *(Check(f"{name}: accounted", value) for name, value in accounted.items()),
+                *bytes_checks(found["bytes_between_nodes"], raced, workload),
             ],
             "kind": self.kind,
             "inter": None if inter is None else str(inter),
@@ -64,13 +70,25 @@ class Case:
         }
 
 
-def cases_of(environments: Sequence[Environment]) -> list[Case]:
+def bytes_checks(sent: Mapping[str, int], raced: Sequence[Entrant], workload: Workload) -> Iterator[Check]:
+    """Of ours, where anything leaves a node: what the kernel's counters say of the interfaces, over the schedule's."""
+    for each in raced if workload.topology.nodes > 1 else ():
+        kind = Kind.parse(each.name)
+        if each.ours and kind.name != AUTO:
+            strategy = kind.strategy(workload.topology)
+            schedule = towpath.schedule(strategy, workload.model(), workload.micro_steps, workload.precision)
+            ratio = sent[each.name] / schedule.inter_bytes
+            yield Check(f"{each.name}: bytes / the schedule's", ratio, at_most=MOST_BYTES, at_least=LEAST_BYTES)
+
+
+def cases_of(environments: Sequence[Environment], contestants: Sequence[str] = CONTESTANTS) -> list[Case]:
     """Each environment twice: with its own batch, and with its share of a batch of all."""
     found: list[Case] = []
     for each in environments:
         share = max(1, STRONG_BATCH // each.workload.topology.world)
-        found.append(Case(f"weak-{each.name}", "weak", each.workload, each.link))
-        found.append(Case(f"strong-{each.name}", "strong", replace(each.workload, batch=share), each.link))
+        found.append(Case(f"weak-{each.name}", "weak", each.workload, each.link, contestants))
+        strong = replace(each.workload, batch=share)
+        found.append(Case(f"strong-{each.name}", "strong", strong, each.link, contestants))
     return found
 
 
@@ -78,7 +96,14 @@ def chosen(cases: Sequence[Any], options: argparse.Namespace) -> list[Case]:
     options.width, options.depth = options.width or WIDTH, options.depth or DEPTH
     ranks = options.ranks or (RANKS_PER_NODE,)
     nodes = NODES[:2] if options.quick else NODES
-    return cases_of(asked_for(options, [Topology(n, r) for r in ranks for n in nodes], [LINK], (1,)))
+    environments = asked_for(options, [Topology(n, r) for r in ranks for n in nodes], [LINK], (1,))
+    return cases_of(environments, options.contestants or CONTESTANTS)
+
+
+def scaling_options(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+    usual = ",".join(CONTESTANTS)
+    parser.add_argument("--contestants", type=several(str), metavar="NAME,…", help=f"default: {usual}")
 
 
 def _all_cases() -> list[Case]:
@@ -90,7 +115,7 @@ SUITE = Suite(
     "scaling",
     __doc__ or "",
     _all_cases(),
-    options=add_options,
+    options=scaling_options,
     chosen=chosen,
     shown=table.strategies_table,
     in_job=True,
