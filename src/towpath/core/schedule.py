@@ -147,10 +147,8 @@ def _laid_out(
     plans = (*root, *(p for p in plans if not p.spec.kept))
     facts = [plan.facts() for plan in plans]
     for micro_step, task in staged_tasks(facts, passes) if passes else steady_tasks(facts, micro_steps):
-        for bucket in plans[task.unit].buckets:
-            if task.kind is not Kind.PUBLISH or bucket.spec.trainable:  # what nobody writes is never published again
-                for transfer in bucket.transfers[task.kind]:
-                    yield transfer.in_micro_step(micro_step)
+        for transfer in plans[task.unit].steady_transfers(task.kind):
+            yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
     for transfer in usage_transfers(strategy, parameters):
         yield transfer.in_micro_step(micro_steps - 1)

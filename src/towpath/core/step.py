@@ -37,6 +37,7 @@ class StepMachine:
         self._gathers = Gathers(self._units, slots, writes, self._actions)
         self._reductions = Reductions(self._units, slots)
         self.in_backward = False  # a backward pass of the model is under way
+        self.failed = False  # the last one did, and its gradients are still to be dropped
         self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
         self.boundary = True  # this backward pass, or the next, is the last before the optimizer's step
         # After it further ones come before anything is reduced: as where the gradients of the weights come later.
@@ -219,7 +220,7 @@ class StepMachine:
 
     def micro_step_ended(self) -> None:
         """What was asked for at the end of the backward pass is done."""
-        self.in_backward = False
+        self.in_backward = self.failed = False
         self._graphs = max(self._graphs - 1, 0)
         self._reductions.restart()
         for unit in self._units:
@@ -228,6 +229,7 @@ class StepMachine:
 
     def backward_pass_failed(self) -> list[Action]:
         """Nothing of it is delivered, and what ranks that ran different units would prefetch is forgotten."""
+        self.failed = True
         self._gathers.successors = Successors()
         self._end_passes()
         return self._answer()

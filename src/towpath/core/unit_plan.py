@@ -140,6 +140,12 @@ class UnitPlan:
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
 
+    def steady_transfers(self, kind: Kind) -> Iterator[Transfer]:
+        """Of a step like every other: what nobody writes is not published again."""
+        for bucket in self.buckets:
+            if kind is not Kind.PUBLISH or bucket.spec.trainable:
+                yield from bucket.transfers[kind]
+
     def together(self, kind: Kind) -> tuple[int, ...]:
         """The buckets whose gathers travel as one message: none, or at least two. Of those that have the same members
         and route; frozen ones may have others than those that train."""

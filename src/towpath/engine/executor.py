@@ -67,7 +67,6 @@ class Engine:
         # these are being computed now.
         self._held_back: list[Pass] | None = None
         self._only_weight_gradients = False
-        self._failed = False  # the last backward pass, whose gradients are still to be dropped
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
         self._usage = Usage(strategy, self._trained, wiring)
@@ -306,11 +305,9 @@ class Engine:
     def _backward_failed(self) -> None:
         """Nothing of the pass is delivered. What is under way is waited for later: this may be no place for it."""
         self._failures.failed("its backward pass failed")
-        self._failed = True
         self.carry_out(self.machine.backward_pass_failed())
 
     def _micro_step_ended(self, number_of_the_next: int) -> None:
-        self._failed = False
         self.machine.micro_step_ended()
         self.wiring.queues.micro_step = number_of_the_next
 
@@ -357,12 +354,12 @@ class Engine:
     def begin(self) -> None:
         """Before what makes units whole: what failed before is agreed on, and dropped."""
         self._failures.agree()
-        if self._failed or self.machine.in_backward:
+        if self.machine.failed or self.machine.in_backward:
             self._abandon()
 
     def discard(self) -> None:
         """Drop the gradients of the micro-steps since the last boundary."""
-        if self._failed or self.wiring.queues.micro_step:
+        if self.machine.failed or self.wiring.queues.micro_step:
             self._abandon()
 
     def _abandon(self) -> None:

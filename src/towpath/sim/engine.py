@@ -169,9 +169,7 @@ class SimulatedEngine:
         if task.transfers:
             yield from task.transfers
             return
-        for bucket in self._plans[task.unit].buckets:
-            if task.kind is not Kind.PUBLISH or bucket.spec.trainable:
-                yield from bucket.transfers[task.kind]
+        yield from self._plans[task.unit].steady_transfers(task.kind)
 
     def _cost_of(self, transfer: Transfer) -> _Cost:
         found = self._costs.get(transfer)
