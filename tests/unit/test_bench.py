@@ -94,6 +94,10 @@ class TestField:
 
 
 class TestSelection:
+    @pytest.fixture(autouse=True)
+    def without_deepspeed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(deepspeed_peer, "installed", lambda: False)
+
     @pytest.fixture
     def seconds(self) -> dict[str, float]:
         """Each slower than the one before it, in the order of `everyone`, peers as a whole slower than ours."""
@@ -149,6 +153,12 @@ class TestPairs:
         )
         assert self.pairs(2.0)["lossy against lossless"].at_least is None
         assert self.pairs(None)["lossy against lossless"].at_least is None
+
+    def test_deepspeed_is_met_whoever_else_is_there(self) -> None:
+        names, seconds = ("mics", "hsdp tuned", "deepspeed stage=2", "deepspeed stage=3"), (1.0, 2.0, 4.0, 3.0)
+        found = selection.pairs(raced(*names), dict(zip(names, seconds, strict=True)), 1.0)
+        [pair] = [pair for pair in found if pair.what == selection.AGAINST_DEEPSPEED]
+        assert (pair.ours, pair.theirs, pair.at_least) == ("mics", "deepspeed stage=3", 0.97)
 
     def test_low_rank_meets_powersgd_of_equal_rank(self) -> None:
         pair = self.pairs(None)["low rank"]

@@ -49,13 +49,13 @@ from towpath.topology.cluster import Extent, Topology
 Context = Callable[[Any, bool], AbstractContextManager[Any]]
 
 BUCKET_MEBIBYTES = 8
-AUTO = "auto"
+AUTO, DEEPSPEED = "auto", "deepspeed"
 POWERSGD_FROM_STEP = 2  # the first that its state takes with error feedback and a warm start
 OPTIONS = {
     "fsdp2": ("tuned", "reshard", "sync", "silent", "ring"),
     "hsdp": ("tuned", "reshard", "sync", "ring"),
     "torch-ddp": ("tuned", "bf16", "powersgd"),
-    "deepspeed": deepspeed_peer.OPTIONS,
+    DEEPSPEED: deepspeed_peer.OPTIONS,
     "bare": ("barrier",),
     "compute": (),
 }
@@ -80,7 +80,7 @@ class Kind:
         if name not in OPTIONS and name not in (AUTO, *towpath.strategies()):
             there = ", ".join((*OPTIONS, AUTO, *towpath.strategies()))
             raise ValueError(f"contestant {text!r}: there is neither a peer nor a strategy {name!r}, only {there}.")
-        if name == "deepspeed":
+        if name == DEEPSPEED:
             deepspeed_peer.check_options(options)
         return Kind(name, options)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from towpath.bench.field import LOW_RANK, POWERSGD, Entrant
 from towpath.bench.harness import figures
 from towpath.bench.harness.figures import Check
+from towpath.bench.peers import DEEPSPEED, Kind
 
 # The best five of ours: some of each kind, or codecs would leave nobody for the race that lossless peers are in.
 _OUR_LOSSLESS, _OUR_LOSSY = 3, 2
@@ -21,7 +22,7 @@ LOW_RANK_TARGET = 0.97
 
 def finalists(entrants: Iterable[Entrant], seconds: Mapping[str, float]) -> list[Entrant]:
     """Of those that were screened: ours before peers, the quicker before the slower. The pair of equal rank is always
-    raced, and the best peer that has no help of ours too."""
+    raced, and the best peer that has no help of ours, and the best of DeepSpeed's, too."""
     screened = sorted((e for e in entrants if e.name in seconds), key=lambda e: seconds[e.name])
     plain = [e for e in screened if not e.ours and e.lossless and not e.helped]
     chosen = {
@@ -31,6 +32,7 @@ def finalists(entrants: Iterable[Entrant], seconds: Mapping[str, float]) -> list
         *_first(screened, _LOSSY_PEERS, ours=False, lossless=False),
         *plain[:1],
         *(e for e in screened if e.name in (LOW_RANK, POWERSGD)),
+        *[e for e in plain if Kind.parse(e.name).name == DEEPSPEED][:1],
     }
     return sorted(chosen, key=lambda e: (not e.ours, seconds[e.name]))
 
@@ -56,6 +58,7 @@ class Pair:
 
 OUR_LOSSLESS = "lossless"
 AGAINST_UNHELPED = "lossless, peers as they come"
+AGAINST_DEEPSPEED = "lossless, beside DeepSpeed"
 OUR_LOSSY = "lossy against lossless"
 EQUAL_RANK = "low rank"
 
@@ -66,12 +69,15 @@ def pairs(raced: Sequence[Entrant], medians: Mapping[str, float], regime: float 
     peer = _quickest(medians, (e for e in raced if not e.ours and e.lossless))
     unhelped = _quickest(medians, (e for e in raced if not e.ours and e.lossless and not e.helped))
     lossy = _quickest(medians, (e for e in raced if e.ours and not e.lossless))
+    deepspeed = _quickest(medians, (e for e in raced if e.lossless and Kind.parse(e.name).name == DEEPSPEED))
     there = {e.name for e in raced}
     found: list[Pair] = []
     if ours and peer:
         found.append(Pair(OUR_LOSSLESS, ours, peer, LOSSLESS_TARGET))
     if ours and unhelped and unhelped != peer:
         found.append(Pair(AGAINST_UNHELPED, ours, unhelped, LOSSLESS_TARGET))
+    if ours and deepspeed and deepspeed != peer:
+        found.append(Pair(AGAINST_DEEPSPEED, ours, deepspeed, LOSSLESS_TARGET))
     if lossy and peer:
         asked = LOSSY_TARGET if regime is not None and regime >= LOSSY_FROM_REGIME else None
         found.append(Pair(OUR_LOSSY, lossy, peer, asked))

@@ -15,7 +15,7 @@ import towpath
 from towpath.bench import deepspeed_peer
 from towpath.bench.harness.allocator import give_freed_memory_back
 from towpath.bench.harness.worker import timed
-from towpath.bench.peers import Context, Kind, build
+from towpath.bench.peers import DEEPSPEED, Context, Kind, build
 from towpath.bench.workload import Workload
 
 _STATUS = Path("/proc/self/status")
@@ -31,7 +31,7 @@ class Step:
         data = workload.data(rank)
         if kind.name == "compute" or kind.has("silent"):
             self._work = forward_and_backward(self._model, data)
-        elif kind.name == "deepspeed":
+        elif kind.name == DEEPSPEED:
             self._work = deepspeed_peer.stepper(self._model, data, workload.micro_steps)
         else:
             self._work = stepper(self._model, context, data, workload.micro_steps)

@@ -13,6 +13,7 @@ screened once; the best five of ours, the best peers and the pair of equal rank 
     lossless                 our best lossless strategy against the best lossless peer, which may have our ring in place
                              of gloo's reduce-scatter (that sends twice the bytes); at least 0.97 times as fast
     lossless, as they come   the same without such help
+    beside DeepSpeed         the same, with its ZeRO where it is installed (deepspeed_peer.py)
     lossy against lossless   our best strategy with codecs against the best lossless peer; from a regime of 4 on
                              at least 2.2 times as fast
     low rank                 ddp with low-rank gradients against DDP's PowerSGD hook of the same rank; at least 0.97
@@ -51,7 +52,7 @@ from towpath.bench.harness.contestants import Entry, started
 from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.figures import Check, interval_of_median, medians
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.bench.peers import AUTO, Kind
+from towpath.bench.peers import AUTO, DEEPSPEED, Kind
 from towpath.bench.selection import finalists, pairs
 from towpath.bench.steps import Step
 from towpath.bench.venue import Screening, Venue, told_by
@@ -120,7 +121,7 @@ def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant
     named: Sequence[str] | None = options.contestants
     names = named or (QUICK if options.quick else everyone(workload.micro_steps))
     try:
-        if any(Kind.parse(name).name == "deepspeed" for name in names):
+        if any(Kind.parse(name).name == DEEPSPEED for name in names):
             deepspeed_peer.check_installed()
         return [Entrant.of(name, workload.topology, workload.dtype) for name in dict.fromkeys(names)]
     except (ValueError, TowpathError) as error:
