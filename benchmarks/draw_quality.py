@@ -6,29 +6,59 @@ python benchmarks/draw_quality.py [-o benchmarks/results/quality.svg]
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quality import VARIANTS
+from quality import VARIANTS, Variant
 from towpath.bench.harness import results
 
+# Student's, for a two-sided interval of 95 %, by degrees of freedom.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 
-def judged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By variant: its final loss over zero3's with the same seed, less one; in the mean, and by seed."""
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """`each`: by seed, the final loss over zero3's, less one."""
+
+    variant: Variant
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.each)
+
+    @property
+    def around(self) -> float:
+        """So far the 95 % interval of the mean reaches to either side; infinite for one seed."""
+        if len(self.each) < 2:
+            return math.inf
+        return _T[len(self.each) - 1] * statistics.stdev(self.each) / math.sqrt(len(self.each))
+
+    def __str__(self) -> str:
+        asked = "worse is expected" if self.variant.most is None else f"asked ≤ {self.variant.most:.1%}"
+        each = ", ".join(f"{share:+.2%}" for share in self.each)
+        return f"{self.variant.name}: {self.mean:+.2%} ± {self.around:.2%} of zero3's loss ({asked}); by seed {each}"
+
+
+def judged(runs: list[dict[str, Any]]) -> list[Judged]:
     final = {(r["case"]["variant"], r["case"]["seed"]): r["final"] for r in runs}
-    rows: list[dict[str, Any]] = []
+    rows: list[Judged] = []
     for variant in VARIANTS:
-        shares = [f / final["zero3", s] - 1 for (name, s), f in final.items() if name == variant.name]
+        seeds = sorted(seed for name, seed in final if name == variant.name and ("zero3", seed) in final)
+        shares = tuple(final[variant.name, s] / final["zero3", s] - 1 for s in seeds)
         if shares and variant.name != "zero3":
-            rows.append(
-                {"variant": variant.name, "mean": statistics.mean(shares), "each": shares, "most": variant.most}
-            )
+            rows.append(Judged(variant, shares))
     return rows
 
 
-def plot(runs: list[dict[str, Any]], variants: Sequence[str], file: Path) -> None:
+def plot(
+    runs: list[dict[str, Any]], variants: Sequence[str], file: Path, band: tuple[float, float] | None = None
+) -> None:
+    """`band`: of last losses, within which runs differ by chance."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -48,10 +78,21 @@ def plot(runs: list[dict[str, Any]], variants: Sequence[str], file: Path) -> Non
         axes.spines[["top", "right"]].set_visible(False)
     whole.set_ylabel("validation loss (nats a byte), mean of the seeds")
     whole.legend(frameon=False)
+    if band is not None:
+        end.axhspan(*band, color="0.9", label="by chance", zorder=0)
     end.set_title("the second half, enlarged", fontsize=10)
     figure.tight_layout()
     matplotlib.rcParams["svg.hashsalt"] = "towpath"
     figure.savefig(file, metadata={"Date": None})
+
+
+def _by_chance(runs: list[dict[str, Any]], rows: list[Judged]) -> tuple[float, float] | None:
+    """Around zero3's last loss, as far as the control's was from it at most."""
+    largest = max((abs(share) for row in rows if row.variant.name == "control" for share in row.each), default=None)
+    if largest is None:
+        return None
+    last = statistics.mean(r["curve"][-1][1] for r in runs if r["case"]["variant"] == "zero3")
+    return last * (1 - largest), last * (1 + largest)
 
 
 def main() -> None:
@@ -59,11 +100,10 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality.svg")
     options = parser.parse_args()
     runs = list(results.last(results.read(results.file_of("quality"))).values())
-    for row in judged(runs):
-        asked = "worse is expected" if row["most"] is None else f"asked ≤ {row['most']:.1%}"
-        each = ", ".join(f"{share:+.2%}" for share in row["each"])
-        print(f"{row['variant']}: {row['mean']:+.2%} of zero3's loss ({asked}); by seed {each}")
-    plot(runs, [variant.name for variant in VARIANTS], options.output)
+    rows = judged(runs)
+    for row in rows:
+        print(row)
+    plot(runs, [variant.name for variant in VARIANTS], options.output, _by_chance(runs, rows))
 
 
 if __name__ == "__main__":
