@@ -422,12 +422,12 @@ def test_the_floor_is_what_blocks_take_and_what_cables_carry_meanwhile() -> None
 
 
 def test_how_near_a_step_comes_to_its_floor_is_asked_where_blocks_wait() -> None:
-    seconds, floors = {"mics": [2.2, 2.4, 2.3], "ddp": [9.0, 9.0, 9.0]}, {"mics": 2.0, "ddp": 1.0}
-    waits = Workload(wait_seconds=0.01)
-    [check] = strategies.overlap_checks(seconds, floors, waits)
+    seconds, floors = {"mics": [2.3, 2.5, 2.4], "ddp": [9.0, 9.0, 9.0]}, {"mics": 2.0, "ddp": 1.0}
+    waits, optimizer = Workload(wait_seconds=0.01), {"mics": 0.1, "ddp": 0.1}
+    [check] = strategies.overlap_checks(seconds, optimizer, floors, waits)
     assert check.found == pytest.approx(1.15)
     assert check.at_most == 1.15
-    assert not strategies.overlap_checks(seconds, floors, Workload())
+    assert not strategies.overlap_checks(seconds, optimizer, floors, Workload())
 
 
 def test_scaling_compares_what_left_the_nodes_with_the_schedule() -> None:

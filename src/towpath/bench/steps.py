@@ -27,6 +27,7 @@ class Step:
     def __init__(self, rank: int, world: int, contestant: str, workload: Workload) -> None:
         kind = Kind.parse(contestant)
         self._bytes_before = held_bytes()
+        self._optimizer_seconds: list[float] = []  # by turn: to clip, to step and to zero
         self._model, context = build(contestant, workload)
         data = workload.data(rank)
         if kind.name == "compute" or kind.has("silent"):
@@ -34,7 +35,7 @@ class Step:
         elif kind.name == DEEPSPEED:
             self._work = deepspeed_peer.stepper(self._model, data, workload.micro_steps)
         else:
-            self._work = stepper(self._model, context, data, workload.micro_steps)
+            self._work = stepper(self._model, context, data, workload.micro_steps, self._optimizer_seconds.append)
         self._ours = not kind.foreign
         self._seconds = self._host_seconds = 0.0
         self._processor_seconds: list[float] = []  # by turn
@@ -59,6 +60,8 @@ class Step:
             "processor_seconds": median(self._processor_seconds),
             "memory_bytes": max(0, held_bytes() - self._bytes_before),
         }
+        if self._optimizer_seconds:
+            found["optimizer_seconds"] = median(self._optimizer_seconds)
         if not self._ours:
             return found
         return found | {
@@ -80,16 +83,24 @@ def held_bytes() -> int:
         return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
 
 
-def stepper(model: Any, context: Context, data: Any, micro_steps: int) -> Callable[[], None]:
+def stepper(
+    model: Any,
+    context: Context,
+    data: Any,
+    micro_steps: int,
+    optimizer_took: Callable[[float], None] = lambda seconds: None,
+) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
         for micro in range(micro_steps):
             with context(model, micro == micro_steps - 1):
                 (model(*next(data)) / micro_steps).backward()
+        began = time.perf_counter()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer_took(time.perf_counter() - began)
 
     return step
 
