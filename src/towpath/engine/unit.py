@@ -186,7 +186,7 @@ class Unit:
 class Use:
     """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
 
-    __slots__ = ("entered", "inputs", "left", "passed", "unit")
+    __slots__ = ("entered", "inputs", "inputs_done", "passed", "unit")
 
     def __init__(self, unit: Unit, passed: Pass) -> None:
         self.unit, self.passed = unit, passed
