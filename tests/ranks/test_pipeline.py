@@ -400,6 +400,7 @@ def _one_sum() -> None:
     for _ in range(2):
         ids = _tokens(0, 0)
         pipeline.step(ids, target=ids)
+        _check_norm(pipeline, mesh.get_group("pp"))
         optimizer.step()
         pipeline.zero_grad()
     assert pipeline._tied is not None and pipeline._tied.module is not None
@@ -414,6 +415,17 @@ def _one_sum() -> None:
     assert sent / (2 * copies) == size * (2 * copies - 1) / copies
     job = pipeline.schedule(towpath.Topology(2, 2))
     assert sum(t.kind is Kind.SYNC and t.move.members == 4 for t in job.transfers) == 1
+
+
+def _check_norm(pipeline: Pipeline, stages: dist.ProcessGroup) -> None:
+    """What both ends share counts once."""
+    assert pipeline._tied is not None
+    own = {p: p.grad.full_tensor().pow(2).sum().item() for p in pipeline.parameters() if p.grad is not None}  # pyright: ignore
+    shared = sum(value for p, value in own.items() if p in pipeline._tied.parameters)
+    parts: list[Any] = [None] * dist.get_world_size(stages)
+    dist.all_gather_object(parts, sum(own.values()) - shared, group=stages)
+    assert shared > 0
+    assert pipeline.clip_grad_norm_(1e9).item() == pytest.approx((sum(parts) + shared) ** 0.5, rel=1e-5)
 
 
 def test_tied_embeddings_whose_ends_are_on_one_rank_send_what_is_scheduled(world: Worlds) -> None:
