@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,9 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """`each`: by seed, the final loss over zero3's, less one."""
+    """`each`: by seed, of a variant, what is judged over the baseline's, less one."""
 
-    variant: Variant
+    variant: str
     each: tuple[float, ...]
 
     @property
@@ -39,20 +39,27 @@ class Judged:
         return _T[len(self.each) - 1] * statistics.stdev(self.each) / math.sqrt(len(self.each))
 
     def __str__(self) -> str:
-        asked = "worse is expected" if self.variant.most is None else f"asked ≤ {self.variant.most:.1%}"
         each = ", ".join(f"{share:+.2%}" for share in self.each)
-        return f"{self.variant.name}: {self.mean:+.2%} ± {self.around:.2%} of zero3's loss ({asked}); by seed {each}"
+        return f"{self.variant}: {self.mean:+.2%} ± {self.around:.2%}; by seed {each}"
 
 
-def judged(runs: list[dict[str, Any]]) -> list[Judged]:
-    final = {(r["case"]["variant"], r["case"]["seed"]): r["final"] for r in runs}
+def judged(
+    runs: list[dict[str, Any]], variants: Sequence[str], baseline: str, value: Callable[[float], float]
+) -> list[Judged]:
+    """`value`: what is judged, of the final loss of a run."""
+    final = {(r["case"]["variant"], r["case"]["seed"]): value(r["final"]) for r in runs}
     rows: list[Judged] = []
-    for variant in VARIANTS:
-        seeds = sorted(seed for name, seed in final if name == variant.name and ("zero3", seed) in final)
-        shares = tuple(final[variant.name, s] / final["zero3", s] - 1 for s in seeds)
-        if shares and variant.name != "zero3":
+    for variant in variants:
+        seeds = sorted(seed for name, seed in final if name == variant and (baseline, seed) in final)
+        shares = tuple(final[variant, s] / final[baseline, s] - 1 for s in seeds)
+        if shares and variant != baseline:
             rows.append(Judged(variant, shares))
     return rows
+
+
+def spread_of(rows: list[Judged]) -> float | None:
+    """The largest difference that the control made, either way, if it has run."""
+    return max((abs(share) for row in rows if row.variant == "control" for share in row.each), default=None)
 
 
 def plot(
@@ -86,13 +93,18 @@ def plot(
     figure.savefig(file, metadata={"Date": None})
 
 
-def _by_chance(runs: list[dict[str, Any]], rows: list[Judged]) -> tuple[float, float] | None:
-    """Around zero3's last loss, as far as the control's was from it at most."""
-    largest = max((abs(share) for row in rows if row.variant.name == "control" for share in row.each), default=None)
-    if largest is None:
+def _asked(variant: Variant) -> str:
+    if variant.worse:
+        return "worse is expected"
+    return "nothing is asked" if variant.most is None else f"asked ≤ {variant.most:.1%}"
+
+
+def _by_chance(runs: list[dict[str, Any]], spread: float | None) -> tuple[float, float] | None:
+    """Around zero3's last loss."""
+    if spread is None:
         return None
     last = statistics.mean(r["curve"][-1][1] for r in runs if r["case"]["variant"] == "zero3")
-    return last * (1 - largest), last * (1 + largest)
+    return last * (1 - spread), last * (1 + spread)
 
 
 def main() -> None:
@@ -100,10 +112,11 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality.svg")
     options = parser.parse_args()
     runs = list(results.last(results.read(results.file_of("quality"))).values())
-    rows = judged(runs)
+    variants = {variant.name: variant for variant in VARIANTS}
+    rows = judged(runs, list(variants), "zero3", float)
     for row in rows:
-        print(row)
-    plot(runs, [variant.name for variant in VARIANTS], options.output, _by_chance(runs, rows))
+        print(f"{row} of zero3's loss ({_asked(variants[row.variant])})")
+    plot(runs, list(variants), options.output, _by_chance(runs, spread_of(rows)))
 
 
 if __name__ == "__main__":

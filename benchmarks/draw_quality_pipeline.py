@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from draw_quality import plot
+from draw_quality import Judged, judged, plot, spread_of
 from quality_pipeline import COMPRESSIONS, SETTING
 from towpath.bench.harness import results
 
@@ -22,41 +19,14 @@ MOST = {"cb": 0.005, "cb+fe": 0.005, "cb+fe+sc": 0.025}
 NAIVE_SPREADS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """`each`: by seed, the perplexity over the baseline's, less one."""
-
-    variant: str
-    each: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return statistics.mean(self.each)
-
-    def verdict(self, spread: float) -> str:
-        if self.variant in MOST:
-            most = MOST[self.variant] + spread
-            return f"asked ≤ {most:.2%}: {'met' if self.mean <= most else 'MISSED'}"
-        if self.variant == "naive":
-            least = NAIVE_SPREADS * spread
-            return f"expected ≥ {least:.2%}: {'as expected' if self.mean >= least else 'NOT SEEN'}"
-        return "another order of the same sums"
-
-
-def judged(runs: list[dict[str, Any]]) -> list[Judged]:
-    final = {(r["case"]["variant"], r["case"]["seed"]): r["final"] for r in runs}
-    rows: list[Judged] = []
-    for variant in COMPRESSIONS:
-        seeds = sorted(seed for name, seed in final if name == variant and ("baseline", seed) in final)
-        shares = tuple(math.exp(final[variant, s] - final["baseline", s]) - 1 for s in seeds)
-        if shares and variant != "baseline":
-            rows.append(Judged(variant, shares))
-    return rows
-
-
-def spread_of(rows: list[Judged]) -> float:
-    """The largest difference that the control made, either way."""
-    return max((abs(share) for row in rows if row.variant == "control" for share in row.each), default=0.0)
+def verdict(row: Judged, spread: float) -> str:
+    if row.variant in MOST:
+        most = MOST[row.variant] + spread
+        return f"asked ≤ {most:.2%}: {'met' if row.mean <= most else 'MISSED'}"
+    if row.variant == "naive":
+        least = NAIVE_SPREADS * spread
+        return f"expected ≥ {least:.2%}: {'as expected' if row.mean >= least else 'NOT SEEN'}"
+    return "another order of the same sums"
 
 
 def main() -> None:
@@ -68,11 +38,10 @@ def main() -> None:
     print(f"{len(runs)} runs of the setting that benchmarks/quality_pipeline.py has now, of {len(read)} in all")
     if not runs:
         raise SystemExit("None to draw: run benchmarks/quality_pipeline.py first.")
-    rows = judged(runs)
-    spread = spread_of(rows)
+    rows = judged(runs, list(COMPRESSIONS), "baseline", math.exp)
+    spread = spread_of(rows) or 0.0
     for row in rows:
-        each = ", ".join(f"{share:+.2%}" for share in row.each)
-        print(f"{row.variant}: {row.mean:+.2%} of the baseline's perplexity ({row.verdict(spread)}); by seed {each}")
+        print(f"{row} of the baseline's perplexity ({verdict(row, spread)})")
     plot(runs, list(COMPRESSIONS), options.output)
 
 

@@ -1,7 +1,7 @@
 """DeepSpeed's ZeRO as a contestant: 'deepspeed stage=3', also with hpz, quantized or tuned.
 
-It need not be installed beside Towpath: `TOWPATH_DEEPSPEED` may name a folder that pip has put it in, so that neither
-sees what the other one depends on:
+It need not be installed beside Towpath: `TOWPATH_DEEPSPEED` may name a folder that pip has put it in, so that nothing
+that Towpath runs with is replaced:
 
     pip install --target ~/deepspeed --no-deps -r benchmarks/deepspeed.txt
     TOWPATH_DEEPSPEED=~/deepspeed towpath bench strategies --contestants 'mics,deepspeed tuned stage=3'
