@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -12,6 +14,9 @@ from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
 # One colour a strategy, or a part of a bar: told apart also where red and green are not.
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#9c36b5", "#b08900", "#0b7285", "#c2255c", "#495057")
 _MEGA = 1e6
+
+_HASHED = re.compile(r"\b[mp][0-9a-f]{10}\b")
+_REFERRED_TO = re.compile(r'id="([mp][0-9a-f]{10})"')
 
 
 Shown = TypeVar("Shown")
@@ -53,7 +58,16 @@ def svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, flo
         out = io.StringIO()
         figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
     text = out.getvalue()
-    return text[text.index("<svg") :]
+    return _same_on_every_host(text[text.index("<svg") :])
+
+
+def _same_on_every_host(text: str) -> str:
+    """Matplotlib names what it refers to after numbers whose last bits differ between processors: here, after what is
+    written of them, so that pictures are equal where they look it, and that many can stand on one page."""
+    found = list(dict.fromkeys(_REFERRED_TO.findall(text)))
+    places = {name: f"{i}" for i, name in enumerate(found)}
+    digest = hashlib.sha256(_HASHED.sub(lambda match: places.get(match[0], match[0]), text).encode()).hexdigest()[:8]
+    return _HASHED.sub(lambda match: f"p{digest}{places[match[0]]}" if match[0] in places else match[0], text)
 
 
 def standalone_svg(draw: Callable[[Any, Shown], None], shown: Shown, size: tuple[float, float]) -> str:
