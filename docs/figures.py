@@ -35,6 +35,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "scaling": _ENGINE,
     "overhead": _ENGINE,
     "lora": _ENGINE,
+    "ablations": _ENGINE,
     "muon": (*_ENGINE, "src/towpath/optim.py"),
     "memory": (*_ENGINE, "src/towpath/checkpoint"),
     "collectives": ("src/towpath/collectives", "src/towpath/core/routes.py"),
