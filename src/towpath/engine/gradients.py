@@ -340,7 +340,7 @@ class FlatGradients(BucketGradients):
         if before != 1:
             self.sums.div_(before)
         if self.low_rank is not None:
-            self.low_rank.run(self.sums, workspace)
+            self.low_rank.run(self.sums, after, workspace)
         elif transfers := self._transfers[Kind.SYNC]:
             # What travels is narrower than the sum, and lives in the same memory meanwhile.
             travelling = narrowed(self.sums, torch_dtype(transfers[0].transfer.dtype))
@@ -348,7 +348,7 @@ class FlatGradients(BucketGradients):
             for bound in transfers:
                 bound.run(travelling if bound.transfer.move.op is Op.REDUCE_SCATTER else own, own, workspace)
             widen(own, mine)
-        if after != 1:
+        if after != 1 and self.low_rank is None:
             mine.div_(after)
         if not self.plan.grad_is_view:
             if self._mean is None:

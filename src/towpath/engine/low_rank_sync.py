@@ -12,7 +12,7 @@ from zlib import crc32
 
 import torch
 
-from towpath.codecs.low_rank import first_factor, orthonormal, with_unit_columns
+from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.codecs.packing import Draws
 from towpath.collectives.bound_transfer import BoundTransfer
 from towpath.collectives.workspace import Workspace
@@ -56,8 +56,8 @@ class LowRankSync:
         shapes = [(matrix.columns, self.factored.codec.rank) for matrix in self.factored.matrices]
         return _cut(self._factors if memory is None else memory, shapes)
 
-    def run(self, region: torch.Tensor, workspace: Workspace) -> None:
-        """`region`: the bucket's whole gradients on this rank; then, their sum over all."""
+    def run(self, region: torch.Tensor, divisor: float, workspace: Workspace) -> None:
+        """`region`: the bucket's whole gradients on this rank; then, their sum over all, divided by `divisor`."""
         first, second = self._messages(workspace)
         rank, matrices = self.factored.codec.rank, self.factored.matrices
         x = [_matrix(region, matrix) for matrix in matrices]
@@ -65,32 +65,33 @@ class LowRankSync:
         p, q, sent = _cut(first, [(m.rows, rank) for m in matrices]), self._q(), self._q(second)
         rest = first[rank * sum(m.rows for m in matrices) :]
 
+        # Matrices are large: what is done with a whole one is done in place.
         for mine, error in zip(x, errors, strict=False):
             mine.add_(error)
         for mine, left, right in zip(x, p, q, strict=True):
-            left.copy_(mine.to(self._dtype) @ right)
+            left.copy_(columns_of(mine.to(self._dtype), right))
         torch.cat([region[start:end] for start, end in self.factored.plain] or [region[:0]], out=rest)
         self._transfers[0].run(first, first, workspace)
 
         bases = [orthonormal(left.to(self._dtype)) for left in p]
         for mine, basis, right in zip(x, bases, sent, strict=True):
-            right.copy_(mine.to(self._dtype).T @ basis)
+            right.copy_(columns_of(mine.to(self._dtype).T, basis))
             if errors:
-                mine.sub_(basis @ right.to(self._dtype).T)  # what this rank's part of the sum misses
+                _add_product(mine, basis, right.to(self._dtype), -1)  # what this rank's part of the sum misses
         self._transfers[1].run(second, second, workspace)
 
         # A sum that is not finite leaves what is kept as it was: that step will not be taken.
         finite = first.isfinite().all() & second.isfinite().all()
         for mine, error in zip(x, errors, strict=False):
-            error.copy_(torch.where(finite, mine, error))
+            torch.where(finite, mine, error, out=error)
         for mine, basis, summed, kept in zip(x, bases, sent, q, strict=True):
             factor = summed.to(self._dtype)
-            mine.copy_(basis @ factor.T)
+            _add_product(mine, basis, factor, 1 / divisor, keep=0)
             kept.copy_(torch.where(finite, with_unit_columns(factor, kept), kept))
         for (start, end), values in zip(
             self.factored.plain, rest.split([end - start for start, end in self.factored.plain]), strict=True
         ):
-            region[start:end].copy_(values)
+            torch.div(values, divisor, out=region[start:end])
 
     def _messages(self, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
         """In the memory of bytes, which the sums themselves do not use."""
@@ -101,6 +102,15 @@ class LowRankSync:
 
 def _matrix(region: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     return region[matrix.start : matrix.start + matrix.rows * matrix.columns].view(matrix.rows, matrix.columns)
+
+
+def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, times: float, keep: float = 1) -> None:
+    """In place: keep · matrix + times · left rightᵀ, summed in the dtype of the factors. With `keep` 0, whatever the
+    matrix was."""
+    if matrix.dtype == left.dtype:
+        matrix.addmm_(left, right.T, beta=keep, alpha=times)
+    else:
+        matrix.copy_(torch.addmm(matrix.to(left.dtype), left, right.T, beta=keep, alpha=times))
 
 
 def _cut(memory: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:

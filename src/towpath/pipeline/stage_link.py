@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.codecs.low_rank import first_factor, orthonormal, with_unit_columns
+from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
 from towpath.core.low_rank import matrix_of
 from towpath.core.wire import Wire
@@ -108,8 +108,8 @@ class Sender:
 
     def _factored(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
         p, q = self.encoding.factors(message)
-        basis = orthonormal(x @ self._factor)
-        factor = x.T @ basis
+        basis = orthonormal(columns_of(x, self._factor))
+        factor = columns_of(x.T, basis)
         p.copy_(basis)
         q.copy_(factor)
         finite = message.isfinite().all()
