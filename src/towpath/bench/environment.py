@@ -21,7 +21,7 @@ COMMUNICATION, COMPUTE = "fsdp2 silent", "compute"
 UNSHAPED = "unshaped"
 _TRIAL_TURNS = 3
 # Short sequences, and blocks that wait about as long as they would compute on a device of their own.
-_WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS = 16, 1, 0.0155
+_WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS = 16, 1, 0.0185
 
 _WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=_WAIT_SECONDS)
 _SIZES = ("width", "depth", "batch", "length")

@@ -24,8 +24,8 @@ SQUARE = towpath.Topology(2, 2)
 class Workload:
     """One optimizer step. `dtype`: what travels and computes; the masters are fp32.
 
-    `wait_seconds`: so long each block waits after its result, and twice as long before its gradients, as for a device
-    that computes and takes nothing from the cores that the network's work and the codecs need.
+    `wait_seconds`: so long each block waits instead of computing, and twice as long before its gradients, as for a
+    device that takes nothing from the cores that the network's work and the codecs need.
     `adapters`: the rank of PEFT's LoRA beside each block's matrices; they alone train. 0: all trains.
     """
 
@@ -97,13 +97,6 @@ def _adapt(model: gpt.GPT, rank: int) -> None:
 PLAIN = Workload()
 
 
-class Waiting(gpt.Block):
-    wait_seconds = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Wait.apply(super().forward(x), self.wait_seconds)
-
-
 class Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float, backward: float | None = None) -> Tensor:
@@ -135,7 +128,16 @@ class Touch(torch.autograd.Function):
 
 class SilentBlock(gpt.Block):
     def forward(self, x: Tensor) -> Tensor:
-        return Touch.apply(x, *self.parameters())
+        # As a module reads them: what `parameters()` has may be a slice.
+        own = [getattr(module, name) for module in self.modules() for name, _ in module.named_parameters(recurse=False)]
+        return Touch.apply(x, *own)
+
+
+class Waiting(SilentBlock):
+    wait_seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Wait.apply(super().forward(x), self.wait_seconds)
 
 
 class SilentGPT(gpt.GPT):
