@@ -430,6 +430,11 @@ def test_how_near_a_step_comes_to_its_floor_is_asked_where_blocks_wait() -> None
     assert not strategies.overlap_checks(seconds, optimizer, floors, Workload())
 
 
+def test_the_optimizer_takes_from_the_last_begin_to_the_last_end() -> None:
+    quick, late = [(0.0, 1.0), (10.0, 11.0), (20.0, 21.0)], [(0.5, 1.2), (10.5, 11.4), (20.5, 23.0)]
+    assert strategies.optimizer_seconds([quick, late]) == pytest.approx(0.9)
+
+
 def test_scaling_compares_what_left_the_nodes_with_the_schedule() -> None:
     workload = Workload(Topology(2, 2), 1, "bfloat16").quick()
     raced = [Entrant.of(name, workload.topology, workload.dtype) for name in ("mics", "hsdp tuned", "auto")]

@@ -20,6 +20,8 @@ from towpath.bench.workload import Workload
 
 _STATUS = Path("/proc/self/status")
 
+Span = tuple[float, float]  # when something began, and ended
+
 
 class Step:
     """A turn is one optimizer step, or what of it the contestant does."""
@@ -27,7 +29,7 @@ class Step:
     def __init__(self, rank: int, world: int, contestant: str, workload: Workload) -> None:
         kind = Kind.parse(contestant)
         self._bytes_before = held_bytes()
-        self._optimizer_seconds: list[float] = []  # by turn: to clip, to step and to zero
+        self._optimizing: list[Span] = []  # by turn: to clip, to step and to zero
         self._model, context = build(contestant, workload)
         data = workload.data(rank)
         if kind.name == "compute" or kind.has("silent"):
@@ -35,7 +37,7 @@ class Step:
         elif kind.name == DEEPSPEED:
             self._work = deepspeed_peer.stepper(self._model, data, workload.micro_steps)
         else:
-            self._work = stepper(self._model, context, data, workload.micro_steps, self._optimizer_seconds.append)
+            self._work = stepper(self._model, context, data, workload.micro_steps, self._optimizing.append)
         self._ours = not kind.foreign
         self._seconds = self._host_seconds = 0.0
         self._processor_seconds: list[float] = []  # by turn
@@ -55,13 +57,13 @@ class Step:
 
     def facts(self) -> dict[str, Any]:
         """What this rank says of its turns: medians, for the first ones also import and make what later ones have.
-        `memory_bytes`: more than before the model was made."""
+        `memory_bytes`: more than before the model was made. `optimizing`: of each turn, by this machine's clock."""
         found: dict[str, Any] = {
             "processor_seconds": median(self._processor_seconds),
             "memory_bytes": max(0, held_bytes() - self._bytes_before),
         }
-        if self._optimizer_seconds:
-            found["optimizer_seconds"] = median(self._optimizer_seconds)
+        if self._optimizing:
+            found["optimizing"] = list(self._optimizing)
         if not self._ours:
             return found
         return found | {
@@ -88,7 +90,7 @@ def stepper(
     context: Context,
     data: Any,
     micro_steps: int,
-    optimizer_took: Callable[[float], None] = lambda seconds: None,
+    optimized: Callable[[Span], None] = lambda span: None,
 ) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
@@ -100,7 +102,7 @@ def stepper(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        optimizer_took(time.perf_counter() - began)
+        optimized((began, time.perf_counter()))
 
     return step
 

@@ -54,7 +54,7 @@ from towpath.bench.harness.figures import Check, interval_of_median, medians
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.peers import AUTO, DEEPSPEED, Kind
 from towpath.bench.selection import finalists, pairs
-from towpath.bench.steps import Step
+from towpath.bench.steps import Span, Step
 from towpath.bench.venue import Screening, Venue, told_by
 from towpath.bench.workload import Workload
 from towpath.errors import ConfigError, TowpathError
@@ -176,16 +176,21 @@ def figures_of(run: race.Race, told: Mapping[str, Sequence[Mapping[str, Any]]], 
         "processor_seconds": {name: round(sum(r["processor_seconds"] for r in told[name]), 4) for name in steps},
         "memory_bytes": {name: max(r["memory_bytes"] for r in told[name]) for name in steps},
         "optimizer_seconds": {
-            # Of the rank that waits least for others, as it takes the norm: the others' waiting is no optimizer's work.
-            name: round(min(rank["optimizer_seconds"] for rank in told[name]), 5)
+            name: round(optimizer_seconds([rank["optimizing"] for rank in told[name]]), 5)
             for name in steps
-            if "optimizer_seconds" in told[name][0]
+            if "optimizing" in told[name][0]
         },
         "strategies": {name: told[name][0]["strategy"] for name in steps if "strategy" in told[name][0]},
         "exposed_seconds": {
             name: round(told[name][0]["exposed_seconds"], 5) for name in steps if "exposed_seconds" in told[name][0]
         },
     }
+
+
+def optimizer_seconds(ranks: Sequence[Sequence[Span]]) -> float:
+    """By which the optimizer makes a step longer: from the last rank's begin to the last one's end, when a step of all
+    can go on. (Where ranks share cores that is longer than one of them takes.) Of several turns the median."""
+    return median(max(end for _, end in turn) - max(begin for begin, _ in turn) for turn in zip(*ranks, strict=True))
 
 
 def floors_of(raced: Sequence[Entrant], workload: Workload, computing: float, inter: Rate | None) -> dict[str, float]:
