@@ -45,7 +45,8 @@ from towpath.topology.cluster import Topology
 
 WARM_TURNS = 2
 SQUARE, FOUR_NODES = Topology(2, 2), Topology(4, 2)
-SMALL = replace(waiting(Workload()), dtype="bfloat16")
+SMALL = waiting(Workload(SQUARE, dtype="bfloat16"))
+EIGHT_RANKS = waiting(Workload(FOUR_NODES, dtype="bfloat16"))
 # 64 million parameters in nine blocks, which wait as much longer as they are larger.
 LARGE = replace(SMALL, width=768, wait_seconds=4 * (SMALL.wait_seconds or 0))
 # What a contestant can be told besides its strategy.
@@ -168,10 +169,6 @@ def _data_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
 
 
-def _at(workload: Workload, topology: Topology) -> Workload:
-    return replace(workload, topology=topology)
-
-
 def _named(*strategies: str) -> list[Contestant]:
     return [Contestant(strategy) for strategy in strategies]
 
@@ -184,10 +181,10 @@ CASES = [
     Ablation("parts, cables of 100mbit", LARGE, _PARTS, "100mbit"),
     Ablation("parts, cables of 1gbit", LARGE, _PARTS, "1gbit"),
     Ablation("parts, cables of 100mbit and 400mbit inside", LARGE, _PARTS, "100mbit", "400mbit"),
-    Ablation("spanning gather", _at(SMALL, FOUR_NODES), _named(*_SPANNING), "200mbit"),
+    Ablation("spanning gather", EIGHT_RANKS, _named(*_SPANNING), "200mbit"),
     Ablation(
         "group sizes",
-        _at(SMALL, FOUR_NODES),
+        EIGHT_RANKS,
         _named("mics", "mics group=2x2", "mics group=2x4"),
         "200mbit",
     ),

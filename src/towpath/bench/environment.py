@@ -20,10 +20,11 @@ from towpath.topology.cluster import Topology
 COMMUNICATION, COMPUTE = "fsdp2 silent", "compute"
 UNSHAPED = "unshaped"
 _TRIAL_TURNS = 3
-# Short sequences, and blocks that wait about as long as they would compute on a device of their own.
-_WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS = 16, 1, 0.0185
+# Short sequences, and blocks that wait about as long as they would compute on a device of their own: for each rank, since
+# twice as many of them take as much time again to send and to receive on the same cores.
+_WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS_OF_A_RANK = 16, 1, 0.0046
 
-_WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=_WAIT_SECONDS)
+_WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=0.0)
 _SIZES = ("width", "depth", "batch", "length")
 
 Value = TypeVar("Value")
@@ -171,13 +172,18 @@ def _rate(text: str) -> str | None:
 
 def waiting(workload: Workload) -> Workload:
     """With blocks that wait instead of computing."""
-    return replace(workload, batch=_WAITING_BATCH, length=_WAITING_LENGTH, wait_seconds=_WAIT_SECONDS)
+    seconds = _wait_seconds(workload.topology)
+    return replace(workload, batch=_WAITING_BATCH, length=_WAITING_LENGTH, wait_seconds=seconds)
+
+
+def _wait_seconds(topology: Topology) -> float:
+    return round(_WAIT_SECONDS_OF_A_RANK * topology.world, 6)
 
 
 def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace) -> Workload:
     given = {name: getattr(options, name) for name in _SIZES}
     if options.waiting:
         given |= {"batch": given["batch"] or _WAITING_BATCH, "length": given["length"] or _WAITING_LENGTH}
-        given["wait_seconds"] = _WAIT_SECONDS
+        given["wait_seconds"] = _wait_seconds(topology)
     chosen = {name: value for name, value in given.items() if value is not None}
     return Workload(topology, micro_steps, options.dtype, **chosen)
