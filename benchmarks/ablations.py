@@ -151,7 +151,7 @@ def peak_bytes(rank: int, world: int, strategy: str, workload: Workload, most: i
     """Of two steps, more than this process had before. With more than `most` of them it is refused memory."""
     before = _data_bytes()
     if most is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (before + most,) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (before + most, before + most))
     model, _ = build(strategy, workload)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     data, peak = workload.data(rank), 0

@@ -20,8 +20,8 @@ from towpath.topology.cluster import Topology
 COMMUNICATION, COMPUTE = "fsdp2 silent", "compute"
 UNSHAPED = "unshaped"
 _TRIAL_TURNS = 3
-# Short sequences, and blocks that wait about as long as they would compute on a device of their own: for each rank, since
-# twice as many of them take as much time again to send and to receive on the same cores.
+# Short sequences, and blocks that wait about as long as they would compute on a device of their own: for each rank,
+# since twice as many of them take as much time again to send and to receive on the same cores.
 _WAITING_LENGTH, _WAITING_BATCH, _WAIT_SECONDS_OF_A_RANK = 16, 1, 0.0046
 
 _WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=0.0)
