@@ -91,7 +91,7 @@ class LowRankSync:
         for (start, end), values in zip(
             self.factored.plain, rest.split([end - start for start, end in self.factored.plain]), strict=True
         ):
-            torch.div(values, divisor, out=region[start:end])
+            region[start:end].copy_(values).div_(divisor)  # in the dtype of the sums, which may be the wider one
 
     def _messages(self, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
         """In the memory of bytes, which the sums themselves do not use."""
