@@ -13,34 +13,25 @@ and codecs. In each case the contestants take turns on the same cables, and the 
     group sizes      MiCS with partition groups of two, four and eight ranks
     all-reduce       DDP's sums by the HO-Ring against the flat ring
     placements       PaRO's IGG and NIG (placements that Lins has, too) against MiCS and ZeRO++
-    memory           every rank may have so much memory that hpZ trains and MiCS does not: one of them has to run out
 
 Every run is added to benchmarks/results/ablations.jsonl.
 """
 
 from __future__ import annotations
 
-import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from towpath import lab
 from towpath.bench.environment import waiting
 from towpath.bench.harness import race
 from towpath.bench.harness.contestants import Cluster, Entry, started
-from towpath.bench.harness.failure import reason
-from towpath.bench.harness.figures import Check, ratio
+from towpath.bench.harness.figures import ratio
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.bench.peers import build
 from towpath.bench.steps import Step
 from towpath.bench.workload import Workload
 from towpath.core import routes
-from towpath.errors import LabError
 from towpath.topology.cluster import Topology
 
 WARM_TURNS = 2
@@ -110,65 +101,6 @@ class AblatedStep(Step):
         super().__init__(rank, world, strategy, workload)
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Two strategies on ranks that may have so many bytes: between what the one and the other need."""
-
-    name: str
-    workload: Workload
-    fits: str
-    does_not: str
-
-    def measure(self, settings: Settings) -> dict[str, Any]:
-        workload = self.workload.quick() if settings.quick else self.workload
-        with lab.Lab(workload.topology, inter=None) as cluster:
-
-            def peak(strategy: str, most: int | None = None) -> int:
-                settings.say(f"{strategy}, {'as much memory as it takes' if most is None else f'{most / 1e6:.0f} MB'}")
-                return max(cluster.call(peak_bytes, strategy, workload, most, timeout_seconds=600))
-
-            needs = {strategy: peak(strategy) for strategy in (self.fits, self.does_not)}
-            most = sum(needs.values()) // 2
-            ended = {strategy: _ended(peak, strategy, most) for strategy in needs}
-        checks = [
-            *(Check(f"{strategy}: peak bytes of a rank", value) for strategy, value in needs.items()),
-            Check(f"{self.fits} trains in {most / 1e6:.0f} MB", float(not ended[self.fits]), at_least=1),
-            Check(f"{self.does_not} trains in {most / 1e6:.0f} MB", float(not ended[self.does_not]), at_most=0),
-        ]
-        return {"checks": checks, "most_bytes": most, "needs_bytes": needs, "ended": ended}
-
-
-def _ended(peak: Any, strategy: str, most: int) -> str:
-    """In which words; none if it trained."""
-    try:
-        peak(strategy, most)
-    except LabError as error:
-        return reason(error)
-    return ""
-
-
-def peak_bytes(rank: int, world: int, strategy: str, workload: Workload, most: int | None) -> int:
-    """Of two steps, more than this process had before. With more than `most` of them it is refused memory."""
-    before = _data_bytes()
-    if most is not None:
-        resource.setrlimit(resource.RLIMIT_DATA, (before + most, before + most))
-    model, _ = build(strategy, workload)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    data, peak = workload.data(rank), 0
-    for _ in range(2):
-        model(*next(data)).backward()
-        optimizer.step()
-        peak = max(peak, _data_bytes() - before)
-        optimizer.zero_grad()
-    return peak
-
-
-def _data_bytes() -> int:
-    """What the kernel holds against RLIMIT_DATA."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
-
-
 def _named(*strategies: str) -> list[Contestant]:
     return [Contestant(strategy) for strategy in strategies]
 
@@ -196,7 +128,6 @@ CASES = [
         _named("paro-nig", "mics", "hpz", "zero++"),
         "400mbit",
     ),
-    Memory("memory", LARGE, "hpz", "mics"),
 ]
 
 SUITE = Suite("ablations", __doc__ or "", CASES)
