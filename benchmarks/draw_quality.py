@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quality import VARIANTS, Variant
+from quality import SETTING, STEPS, VARIANTS, Variant
 from towpath.bench.harness import results
 
 # Student's, for a two-sided interval of 95 %, by degrees of freedom.
@@ -111,7 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality.svg")
     options = parser.parse_args()
-    runs = list(results.last(results.read(results.file_of("quality"))).values())
+    read = results.read(results.file_of("quality"))
+    here = [run for run in read if run.get("setting") == SETTING and run["steps"] == STEPS]
+    runs = list(results.last(here).values())
+    print(f"{len(runs)} runs of the setting that benchmarks/quality.py has now, of {len(read)} in all")
     variants = {variant.name: variant for variant in VARIANTS}
     rows = judged(runs, list(variants), "zero3", float)
     for row in rows:
