@@ -95,7 +95,8 @@ class Run:
         with lab.Lab(SHAPE, inter=None) as cluster:
             found: Result = cluster.call(train, variant, self.seed, steps, timeout_seconds=3600)[0]
         checks = [Check("final loss, nats a byte", found.final)]
-        return {"checks": checks, "steps": steps, "setting": SETTING, "strategy": str(variant.make(steps)), **asdict(found)}
+        told = {"steps": steps, "setting": SETTING, "strategy": str(variant.make(steps))}
+        return {"checks": checks, **told, **asdict(found)}
 
 
 RUNS = [Run(variant.name, seed) for seed in range(5) for variant in VARIANTS]
