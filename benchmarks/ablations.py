@@ -26,8 +26,9 @@ from typing import Any
 
 from towpath.bench.environment import waiting
 from towpath.bench.harness import race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import ratio
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.steps import Step
 from towpath.bench.workload import Workload

@@ -26,7 +26,8 @@ from torch import nn
 import towpath
 from towpath import checkpoint
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
 from towpath.train.job import joined

@@ -23,7 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
 from towpath.bench.peers import build

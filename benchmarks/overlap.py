@@ -17,8 +17,9 @@ import torch.distributed as dist
 import towpath
 from internals import communicate, without_transfers
 from towpath.bench.harness import race
-from towpath.bench.harness.contestants import Cluster, Contestant, Entry, started
+from towpath.bench.harness.contestants import Cluster, Contestant, Entry
 from towpath.bench.harness.figures import Check
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings
 from towpath.bench.harness.worker import timed
 from towpath.bench.peers import build

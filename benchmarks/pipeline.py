@@ -25,8 +25,9 @@ import torch
 
 from pipelines import TOPOLOGY, Piped, Sizes
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import Check
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.core.low_rank import LowRank
 from towpath.core.wire import Wire

@@ -16,8 +16,9 @@ from pipelines import COPIES, STAGES, TOPOLOGY, Piped, Sizes, Stage, compression
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
 from towpath.bench.harness import race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import Check
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings
 from towpath.core.pipeline import SCHEDULES
 from towpath.engine.layout import lay_out

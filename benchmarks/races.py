@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Contestant, Entry, started
+from towpath.bench.harness.contestants import Cluster, Contestant, Entry
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.regime import FIRST, Derived, Trial, derive, near
 from towpath.bench.harness.suite import Settings
 from towpath.bench.peers import Kind, tuned

@@ -19,7 +19,8 @@ import torch
 
 import towpath
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig

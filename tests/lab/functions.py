@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,10 @@ def counted_send(rank: int, world: int, source: int, target: int, payload_bytes:
     _exchange(rank, source, target, payload)
     dist.barrier()
     return link_counters() - before
+
+
+def receive_window(rank: int, world: int) -> str:
+    return Path("/proc/sys/net/ipv4/tcp_rmem").read_text()
 
 
 def timed_exchange(rank: int, world: int, payload_bytes: int) -> tuple[float, float]:

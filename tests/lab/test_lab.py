@@ -77,6 +77,21 @@ def test_a_link_holds_its_rate_with_both_directions_busy(lab: Labs, shape: tuple
     assert ideal_seconds <= seconds
 
 
+def test_links_take_another_rate_while_the_lab_stands() -> None:
+    payload = MEGABYTE
+    with Lab(Topology(2, 1), inter="4gbit", preload=OF_MESSAGES) as shaped:
+        [window] = {window.split()[-1] for window in shaped.call(functions.receive_window)}
+        assert int(window) == 4_000_000  # 8 ms
+        shaped.shape(inter="50mbit")
+        [window] = {window.split()[-1] for window in shaped.call(functions.receive_window)}
+        assert int(window) == 512 << 10
+        assert shaped.inter == Rate.parse("50mbit")
+        seconds = span_seconds(shaped, functions.timed_exchange, payload)
+        assert seconds >= (payload - BUCKET_BYTES) / Rate.parse("50mbit").bytes_per_second
+        with pytest.raises(LabError, match="not a rate: 'fast'"):
+            shaped.shape(inter="fast")
+
+
 def test_senders_to_one_node_share_the_rate_of_its_cable(lab: Labs) -> None:
     payload = MEGABYTE
     seconds = span_seconds(lab(3, 1, "50mbit", preload=OF_MESSAGES), functions.timed_convergence, payload)

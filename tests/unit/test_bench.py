@@ -21,6 +21,7 @@ from towpath.bench.floor import floor_seconds
 from towpath.bench.harness import results, stamp, suite
 from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import node_counters
+from towpath.bench.harness.pool import Pool
 from towpath.bench.harness.race import Race
 from towpath.bench.harness.regime import Trial
 from towpath.bench.peers import OPTIONS, Kind
@@ -224,16 +225,16 @@ class TestEnvironments:
     def test_the_trials_of_one_regime_tell_the_next_where_to_begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tried: list[Rate] = []
 
-        def trial(venue: Venue, workload: Workload) -> Trial:
+        def trial(venue: Venue, *_: Any) -> Trial:
             assert venue.inter is not None
             tried.append(venue.inter)
             return Trial(str(venue.inter), 0.1 + 1e9 / venue.inter.bits_per_second, 1.0)
 
         monkeypatch.setattr("towpath.bench.environment.trial_of", trial)
         rates = Rates()
-        rates.of(8.0, Workload(), lambda text: None)
+        rates.of(8.0, Workload(), suite.silent, Pool())
         before = len(tried)
-        assert rates.of(2.0, Workload(micro_steps=4), lambda text: None).reached
+        assert rates.of(2.0, Workload(micro_steps=4), suite.silent, Pool()).reached
         assert len(tried) == before + 1
 
 

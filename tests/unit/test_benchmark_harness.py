@@ -19,8 +19,9 @@ import pytest
 
 from towpath.bench import peers
 from towpath.bench.harness import figures, migrate, race, regime, results, stamp, suite, turns
-from towpath.bench.harness.contestants import ContestantError, Entry, ThisHost
+from towpath.bench.harness.contestants import Cluster, ContestantError, Entry, ThisHost
 from towpath.bench.harness.failure import CaseError
+from towpath.bench.harness.pool import Pool
 from towpath.bench.suites import prediction, timelines
 from towpath.bench.workload import Workload
 from towpath.core.presets import strategy
@@ -496,6 +497,75 @@ class Worker:
 
     def fail(self) -> None:
         raise RuntimeError("on purpose")
+
+
+class Pretended:
+    """A contestant that is asked nothing."""
+
+    def __init__(self, place: PretendedCluster) -> None:
+        self.links, self.closed, self.turns = [place.inter], False, 0
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        self.turns += 1
+        return [0.1]
+
+    def shape(self, inter: Any, intra: Any) -> None:
+        self.links.append(inter)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class PretendedCluster(Cluster):
+    def start(self, name: str, entry: Entry) -> Any:
+        return Pretended(self)
+
+
+class TestPool:
+    def entry(self, inter: str | None, stays: bool = True, name: str = "one") -> Entry:
+        return Entry(PretendedCluster(Topology(2, 2), inter), Worker, (name,), warm_turns=2, stays=stays)
+
+    def raced(self, pool: Pool, *entries: Entry, failed: Sequence[str] = ()) -> list[Any]:
+        failures: dict[str, str] = {}
+        with pool.started({each.arguments[0]: each for each in entries}, lambda text: None, failures) as made:
+            failures |= dict.fromkeys(failed, "broke in the race")
+        return list(made.values())
+
+    def test_who_stays_goes_on_to_the_next_race_on_its_links_and_is_warmed_up_there(self) -> None:
+        with Pool() as pool:
+            [first], [second] = self.raced(pool, self.entry("10mbit")), self.raced(pool, self.entry("20mbit"))
+            assert second is first and not first.closed
+            assert first.links == ["10mbit", "20mbit"] and first.turns == 4
+        assert first.closed
+
+    def test_on_links_that_ask_for_smaller_windows_it_starts_anew(self) -> None:
+        with Pool() as pool:
+            [first], [second] = self.raced(pool, self.entry(None)), self.raced(pool, self.entry("20mbit"))
+            assert first.closed and not second.closed
+            [third], [fourth] = self.raced(pool, self.entry("10mbit")), self.raced(pool, self.entry("8gbit"))
+            assert second is third is fourth  # 512 KiB are the least
+
+    def test_who_does_not_stay_or_broke_or_is_not_kept_is_gone(self) -> None:
+        with Pool() as pool:
+            passing, broken, other, staying = self.raced(
+                pool,
+                self.entry("10mbit", False, "passing"),
+                self.entry("10mbit", True, "broken"),
+                self.entry("10mbit", True, "other"),
+                self.entry("10mbit", True, "staying"),
+                failed=["broken"],
+            )
+            assert passing.closed and broken.closed and not other.closed
+            pool.keep([self.entry("50mbit", True, "staying")])
+            assert other.closed and not staying.closed
+
+    def test_an_exception_leaves_nobody(self) -> None:
+        with Pool() as pool:
+            one: Any = None
+            with pytest.raises(KeyboardInterrupt), pool.started({"one": self.entry(None)}, lambda text: None) as made:
+                one = made["one"]
+                raise KeyboardInterrupt
+            assert one.closed
 
 
 class TestProcesses:

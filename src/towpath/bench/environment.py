@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any, TypeVar
 
 from towpath.bench.harness.job import Job
+from towpath.bench.harness.pool import Pool
 from towpath.bench.harness.regime import FIRST, Derived, Trial, derive, near
 from towpath.bench.venue import Say, Venue
 from towpath.bench.workload import Workload
@@ -73,23 +74,27 @@ class Rates:
 
     tried: dict[Workload, list[tuple[Rate, Trial]]] = field(default_factory=dict)
 
-    def of(self, regime: float, workload: Workload, say: Say) -> Derived:
+    def of(self, regime: float, workload: Workload, say: Say, pool: Pool) -> Derived:
         known = self.tried.setdefault(replace(workload, micro_steps=1), [])
 
         def measure(rate: Rate) -> Trial:
-            trial = trial_of(Venue(None, rate), workload)
+            trial = trial_of(Venue(None, rate), workload, say, pool)
             known.append((rate, trial))
             return trial
 
         return derive(regime, measure, say, FIRST, list(known))
 
 
-def trial_of(venue: Venue, workload: Workload) -> Trial:
-    """Of one micro-step."""
-    found = venue.screen((COMMUNICATION, COMPUTE), replace(workload, micro_steps=1), _TRIAL_TURNS, lambda text: None)
-    for name, why in found.skipped.items():
-        raise ConfigError(f"the regime cannot be found: {name} failed ({why}).")
-    return Trial(str(venue.inter), found.seconds[COMMUNICATION], found.seconds[COMPUTE])
+def trial_of(venue: Venue, workload: Workload, say: Say, pool: Pool) -> Trial:
+    entries = {name: venue.entry(name, alone(name, workload)) for name in (COMMUNICATION, COMPUTE)}
+    with pool.started(entries, say) as made:
+        seconds = {name: min(one.ask("turn")[0] for _ in range(_TRIAL_TURNS)) for name, one in made.items()}
+    return Trial(str(venue.inter), seconds[COMMUNICATION], seconds[COMPUTE])
+
+
+def alone(name: str, workload: Workload) -> Workload:
+    """A regime is of one micro-step."""
+    return replace(workload, micro_steps=1) if name in (COMMUNICATION, COMPUTE) else workload
 
 
 def regime_recorded(derived: Derived | None, found: float) -> tuple[dict[str, Any], list[str]]:

@@ -39,9 +39,15 @@ class Step:
         else:
             self._work = stepper(self._model, context, data, workload.micro_steps, self._optimizing.append)
         self._ours = not kind.foreign
-        self._seconds = self._host_seconds = 0.0
         self._processor_seconds: list[float] = []  # by turn
         self._exposed_seconds: list[float] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """What the facts say is of the turns from here on."""
+        self._seconds = self._host_seconds = 0.0
+        for kept in (self._processor_seconds, self._exposed_seconds, self._optimizing):
+            kept.clear()
 
     def turn(self) -> float:
         before = towpath.stats(self._model) if self._ours else None
@@ -56,7 +62,7 @@ class Step:
         return seconds
 
     def facts(self) -> dict[str, Any]:
-        """What this rank says of its turns: medians, for the first ones also import and make what later ones have.
+        """What this rank says of its turns: medians, for a first one also imports and makes what later ones have.
         `memory_bytes`: more than before the model was made. `optimizing`: of each turn, by this machine's clock."""
         found: dict[str, Any] = {
             "processor_seconds": median(self._processor_seconds),

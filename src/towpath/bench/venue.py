@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from towpath import lab
-from towpath.bench.harness.contestants import Cluster, ThisJob, preloaded
+from towpath.bench.harness.contestants import Cluster, Entry, ThisJob, preloaded
 from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import Job, agreed
+from towpath.bench.peers import AUTO, Kind
 from towpath.bench.steps import Step
 from towpath.bench.workload import Workload
 from towpath.errors import LabError
 from towpath.lab import Rate
 
+WARM_TURNS = 2
 _ONE_CONTESTANT_SECONDS = 900.0
 
 Say = Callable[[str], None]
@@ -50,6 +52,12 @@ class Venue:
 
     def place(self, workload: Workload) -> Cluster | ThisJob:
         return Cluster(workload.topology, self.inter) if self.job is None else ThisJob(self.job)
+
+    def entry(self, name: str, workload: Workload) -> Entry:
+        """On this machine a contestant goes on to the next race on other cables; but `auto`, which has chosen for
+        these."""
+        stays = self.job is None and Kind.parse(name).name != AUTO
+        return Entry(self.place(workload), Step, (name, workload), WARM_TURNS, stays)
 
     def screen(self, names: Sequence[str], workload: Workload, turns: int, say: Say) -> Screening:
         """One after the other, each in new processes of the same lab (in a job: after the one before it is gone)."""

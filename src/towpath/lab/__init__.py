@@ -12,6 +12,6 @@ May import: core, topology, errors; torch only inside a rank.
 from towpath.lab.counters import LinkBytes, link_counters
 from towpath.lab.lab import PRELOAD, Lab, available
 from towpath.lab.run import Result, Run
-from towpath.lab.shaping import Rate
+from towpath.lab.shaping import Rate, window_bytes
 
-__all__ = ["PRELOAD", "Lab", "LinkBytes", "Rate", "Result", "Run", "available", "link_counters"]
+__all__ = ["PRELOAD", "Lab", "LinkBytes", "Rate", "Result", "Run", "available", "link_counters", "window_bytes"]

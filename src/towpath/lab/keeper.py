@@ -24,7 +24,7 @@ from pathlib import Path
 
 from towpath.errors import LabError, TowpathError
 from towpath.lab import counters, shaping
-from towpath.lab.messages import Answer, Count, End, Plug, Raise, Refusal, Request, Start, Warm
+from towpath.lab.messages import Answer, Count, End, Plug, Raise, Refusal, Request, Shape, Start, Warm
 from towpath.lab.namespaces import Space, cover_file, fork_first_process, leave_the_host, new_node
 from towpath.lab.processes import Runs, receive_descriptor
 
@@ -80,6 +80,7 @@ class Keeper:
         ]
         hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
         cover_file("/etc/hosts", hosts)
+        self._bridge = bridge
         self._nodes = [new_node(f"node{node}", bridge) for node in range(request.nodes)]
         shaping.lay_cables(self._nodes, bridge, request.inter, request.intra)
         self._runs = Runs(self._nodes)
@@ -94,6 +95,8 @@ class Keeper:
                 return tuple(counters.read_descriptor(node.counters) for node in self._nodes)
             case Plug():
                 return shaping.plug(request.node, request.connected)
+            case Shape():
+                return shaping.shape_links(self._nodes, self._bridge, request.inter, request.intra)
             case Warm():
                 return self._warm(request, receive_descriptor(control), control)
             case Raise():

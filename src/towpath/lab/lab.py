@@ -19,7 +19,7 @@ from towpath.lab import folders
 from towpath.lab.counters import LinkBytes
 from towpath.lab.launch import LAUNCHERS, PORT, Launcher, calls, check_script
 from towpath.lab.line import Line, pair
-from towpath.lab.messages import Count, Plug, Raise, Warm
+from towpath.lab.messages import Count, Plug, Raise, Shape, Warm
 from towpath.lab.run import Members, Result, Run, describe
 from towpath.lab.shaping import Rate
 from towpath.topology.cluster import Topology
@@ -138,6 +138,12 @@ class Lab:
     def mend(self, node: int) -> None:
         """Put the node's cable back."""
         self._plug(node, connected=True)
+
+    def shape(self, *, inter: str | Rate | None = None, intra: str | Rate | None = None) -> None:
+        """Give the cables and loopbacks other rates, as when the lab was raised; also while something runs."""
+        rates = _rate(inter), _rate(intra)
+        self._line.ask(Shape(*rates))
+        self.inter, self.intra = rates
 
     def close(self) -> None:
         """Take the lab down: its processes are gone when this returns."""

@@ -85,7 +85,15 @@ class Plug:
     connected: bool
 
 
-Request = Raise | Warm | Start | End | Count | Plug
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Give cables and loopbacks these rates. Answered with None."""
+
+    inter: Rate | None
+    intra: Rate | None
+
+
+Request = Raise | Warm | Start | End | Count | Plug | Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ behind a switch. What keeps the rate and the counters truthful at once:
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -100,7 +101,7 @@ def lay_cables(nodes: Sequence[Space], bridge: Space, inter: Rate | None, intra:
     _ip([f"link add {_BRIDGE} mtu {_MTU_BYTES} type bridge forward_delay 0 mcast_snooping 0", f"link set {_BRIDGE} up"])
     for node, space in enumerate(nodes):
         with inside(space, bridge):
-            _set(_QUIET | _TCP | _window(inter))
+            _set(_QUIET | _TCP)
             _ip(
                 [
                     "link set lo up",
@@ -111,10 +112,19 @@ def lay_cables(nodes: Sequence[Space], bridge: Space, inter: Rate | None, intra:
                 ],
                 bridge.network,
             )
-            _tc([*_shaped(CABLE, inter, _BUCKET_BYTES), *_shaped("lo", intra, _LOOPBACK_BUCKET_BYTES)])
-    ports = [_port(node) for node in range(len(nodes))]
-    _ip([f"link set {port} master {_BRIDGE} addrgenmode none up" for port in ports])
-    _tc([line for port in ports for line in _shaped(port, inter, _BUCKET_BYTES)])
+    _ip([f"link set {_port(node)} master {_BRIDGE} addrgenmode none up" for node in range(len(nodes))])
+    shape_links(nodes, bridge, inter, intra)
+
+
+def shape_links(nodes: Sequence[Space], bridge: Space, inter: Rate | None, intra: Rate | None) -> None:
+    """Give links that are there these rates; this thread runs in the bridge's network. A connection that had a larger
+    window keeps it."""
+    window = _window(inter)
+    for space in nodes:
+        with inside(space, bridge):
+            _set(window)
+            _tc([_shaped(CABLE, inter, _BUCKET_BYTES), _shaped("lo", intra, _LOOPBACK_BUCKET_BYTES)])
+    _tc([_shaped(_port(node), inter, _BUCKET_BYTES) for node in range(len(nodes))])
 
 
 def plug(node: int, connected: bool) -> None:
@@ -126,18 +136,24 @@ def _port(node: int) -> str:
     return f"node{node}"
 
 
-def _shaped(device: str, rate: Rate | None, bucket_bytes: int) -> list[str]:
+def _shaped(device: str, rate: Rate | None, bucket_bytes: int) -> str:
     if rate is None:
-        return []
+        return f"qdisc replace dev {device} root noqueue"
     bucket_bytes = max(bucket_bytes, round(_BUCKET_SECONDS * rate.bytes_per_second))
-    return [f"qdisc add dev {device} root tbf rate {rate.bits_per_second}bit burst {bucket_bytes} limit {_QUEUE_BYTES}"]
+    how = f"tbf rate {rate.bits_per_second}bit burst {bucket_bytes} limit {_QUEUE_BYTES}"
+    return f"qdisc replace dev {device} root {how}"
+
+
+def window_bytes(rate: Rate | None) -> float:
+    """The most of a connection; infinite (the kernel's own) on links that are not shaped."""
+    return math.inf if rate is None else max(_WINDOW_BYTES, _WINDOW_SECONDS * rate.bytes_per_second)
 
 
 def _window(rate: Rate | None) -> dict[str, str]:
+    name = "net/ipv4/tcp_rmem"
     if rate is None:
-        return {}
-    most = max(_WINDOW_BYTES, round(_WINDOW_SECONDS * rate.bytes_per_second))
-    return {"net/ipv4/tcp_rmem": f"4096 131072 {most}"}
+        return {name: Path("/proc/sys", name).read_text()}  # the bridge's network has the kernel's own
+    return {name: f"4096 131072 {round(window_bytes(rate))}"}
 
 
 def _set(settings: Mapping[str, str]) -> None:

@@ -18,15 +18,15 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from towpath import lab
-from towpath.bench.harness.failure import CaseError, reason
+from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.job import InJob, Job
 from towpath.bench.harness.worker import serve
 from towpath.lab import LinkBytes, Rate
@@ -58,6 +58,10 @@ class Place(Protocol):
         ...
 
     def counters(self) -> tuple[LinkBytes, ...]: ...
+
+    def shape(self, inter: str | Rate | None, intra: str | Rate | None) -> None:
+        """Its links have these rates from now on."""
+        ...
 
     def close(self) -> None:
         """When this returns, no rank exists any more."""
@@ -106,6 +110,9 @@ class _OnLab:
         self.counters = self._lab.counters
         self.close = self._lab.close
 
+    def shape(self, inter: str | Rate | None, intra: str | Rate | None) -> None:
+        self._lab.shape(inter=inter, intra=intra)
+
     def call(self, fn: Callable[..., None], *args: Any) -> None:
         self._lab.call(fn, *args, timeout_seconds=_WHOLE_RACE_SECONDS)
 
@@ -127,6 +134,9 @@ class _OnHost:
     def counters(self) -> tuple[LinkBytes, ...]:
         return ()
 
+    def shape(self, inter: str | Rate | None, intra: str | Rate | None) -> None:
+        raise AssertionError("this host has no links")
+
     def close(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -140,6 +150,7 @@ class Entry:
     make: Callable[..., Any]
     arguments: tuple[Any, ...] = ()
     warm_turns: int = 0
+    stays: bool = False  # after the race, for one on other links (pool.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +168,7 @@ class Contestant:
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="towpath-race-"))
         self._place = place
-        self.counters = place.counters
+        self.counters, self.shape = place.counters, place.shape
         self._thread: threading.Thread | None = None
         try:
             self._start(entry)
@@ -272,30 +283,3 @@ def _joined(connection: socket.socket) -> _Rank:
     """A rank lives in a pid namespace of its lab: only the kernel knows its number out here."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return _Rank(Connection(connection.detach()), struct.unpack("3i", credentials)[0])
-
-
-@contextmanager
-def started(
-    entries: Mapping[str, Entry], say: Callable[[str], None], failures: dict[str, str] | None = None
-) -> Generator[dict[str, Contestant | InJob]]:
-    """All of them, one after the other, each warmed up while the others are stopped; gone at the end, or on Ctrl-C.
-
-    One that cannot be started ends them all, unless there are `failures`: then it is left out, and named there.
-    """
-    with ExitStack() as stack:
-        made: dict[str, Contestant | InJob] = {}
-        for number, (name, entry) in enumerate(entries.items(), start=1):
-            say(f"starting {name} ({number} of {len(entries)})")
-            try:
-                one = entry.place.start(name, entry)
-                stack.callback(one.close)
-                for _ in range(entry.warm_turns):
-                    one.ask("turn")
-            except CaseError as error:
-                if failures is None:
-                    raise
-                failures[name] = reason(error)
-                say(f"{name} is left out: {failures[name]}")
-                continue
-            made[name] = one
-        yield made

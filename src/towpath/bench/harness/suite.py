@@ -20,6 +20,7 @@ from towpath.bench.harness import results, stamp
 from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.figures import Check, verdict
 from towpath.bench.harness.job import Job, decided, running_job
+from towpath.bench.harness.pool import Pool
 from towpath.errors import ConfigError, TowpathError
 
 ROUNDS = 6  # the fewest whose interval is one at 95 %; even, so that everybody has each place equally often
@@ -30,13 +31,15 @@ SETTLE_SECONDS = 150.0  # a load of 6 takes as long to leave the average of a mi
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How a case measures. `quick`: as little as shows that it works. `options`: the suite's own. `job`: the one that
-    this process is a rank of; None on one machine, where contestants get ranks of their own."""
+    this process is a rank of; None on one machine, where contestants get ranks of their own. `pool`: for contestants
+    that go on to the next case."""
 
     rounds: int
     quick: bool
     say: Callable[[str], None]
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     job: Job | None = None
+    pool: Pool = field(default_factory=Pool)
 
 
 class Case(Protocol):
@@ -89,11 +92,11 @@ class Suite:
         """`command`: what this is called in the help. A user's mistake is a ConfigError."""
         options = self._parsed(arguments, command)
         signal.signal(signal.SIGTERM, _terminate)
-        with running_job(self.name, self.in_job) as job:
+        with running_job(self.name, self.in_job) as job, Pool() as pool:
             options.job = job
-            self._measure_all(options, job)
+            self._measure_all(options, job, pool)
 
-    def _measure_all(self, options: argparse.Namespace, job: Job | None) -> None:
+    def _measure_all(self, options: argparse.Namespace, job: Job | None, pool: Pool) -> None:
         file, speak = _file(options, self.name), say if job is None or job.rank == 0 else silent
         cases = selected(self.chosen(self.cases, options), options.cases)
         if options.resume:
@@ -103,7 +106,7 @@ class Suite:
         for number, case in enumerate(cases, start=1):
             speak(f"{self.name}: {case.name} ({number} of {len(cases)}){_left(began, number - 1, len(cases))}")
             try:
-                line = self._measured(case, options, speak, job)
+                line = self._measured(case, options, speak, job, pool)
             except KeyboardInterrupt:
                 speak(f"interrupted in {case.name}, of which nothing is kept; --resume goes on with it")
                 raise SystemExit(128 + signal.SIGINT) from None
@@ -142,14 +145,14 @@ class Suite:
         return options
 
     def _measured(
-        self, case: Case, options: argparse.Namespace, speak: Callable[[str], None], job: Job | None
+        self, case: Case, options: argparse.Namespace, speak: Callable[[str], None], job: Job | None, pool: Pool
     ) -> dict[str, Any]:
         settle = options.settle if options.settle is not None else (SETTLE_SECONDS if job is None else 0.0)
         before = stamp.wait_for_quiet(settle)
         stamped = stamp.stamp()
         began = time.monotonic()
         try:
-            found: dict[str, Any] = case.measure(Settings(options.rounds, options.quick, speak, options, job))
+            found: dict[str, Any] = case.measure(Settings(options.rounds, options.quick, speak, options, job, pool))
         except (CaseError, TowpathError) as error:
             found = {"failed": str(error)}
         checks: list[Check] = found.pop("checks", [])

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import towpath
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
 from towpath.collectives.coalesced import CoalescedAllGather

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from towpath.bench.harness import race
-from towpath.bench.harness.contestants import Entry, ThisHost, started
+from towpath.bench.harness.contestants import Entry, ThisHost
 from towpath.bench.harness.figures import Check, medians
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.codecs.kernels import reference
 from towpath.codecs.kernels.dispatch import Kernels, kernels_for

@@ -57,7 +57,7 @@ class Case:
 
     def measure(self, settings: Settings) -> dict[str, Any]:
         workload = self.workload.quick() if settings.quick else self.workload
-        derived = _RATES.of(REGIME, workload, settings.say)
+        derived = _RATES.of(REGIME, workload, settings.say, settings.pool)
         names = (*self.ours, *PEERS, *self.beside)
         entrants = [Entrant.of(name, workload.topology, workload.dtype) for name in names]
         found, failures = measured(entrants, Venue(None, derived.rate), workload, settings)

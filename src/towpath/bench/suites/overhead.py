@@ -12,8 +12,9 @@ from typing import Any
 
 import towpath
 from towpath.bench.harness import figures, race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import Check
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.steps import Step
 from towpath.bench.workload import Workload

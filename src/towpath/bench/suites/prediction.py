@@ -15,8 +15,9 @@ import towpath
 from towpath.auto.measure import describe_measured
 from towpath.auto.probe import probe
 from towpath.bench.harness import race
-from towpath.bench.harness.contestants import Cluster, Entry, started
+from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import Check
+from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings
 from towpath.bench.harness.worker import timed
 from towpath.bench.peers import Kind

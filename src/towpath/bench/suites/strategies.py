@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -41,6 +41,7 @@ from towpath.bench.environment import (
     Link,
     Rates,
     add_options,
+    alone,
     asked_for,
     regime_recorded,
     several,
@@ -48,13 +49,12 @@ from towpath.bench.environment import (
 from towpath.bench.field import QUICK, Entrant, everyone
 from towpath.bench.floor import floor_seconds
 from towpath.bench.harness import race
-from towpath.bench.harness.contestants import Entry, started
 from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.figures import Check, interval_of_median, medians
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.peers import AUTO, DEEPSPEED, Kind
 from towpath.bench.selection import finalists, pairs
-from towpath.bench.steps import Span, Step
+from towpath.bench.steps import Span
 from towpath.bench.venue import Screening, Venue, told_by
 from towpath.bench.workload import Workload
 from towpath.errors import ConfigError, TowpathError
@@ -71,7 +71,6 @@ QUICK_LINKS = (Link(inter="100mbit"), Link())
 OVERLAPPING, MOST_OVER_THE_FLOOR = ("mics", "paro-iig", "zero++"), 1.15
 
 QUICK_WIDTH, QUICK_DEPTH = 192, 6
-WARM_TURNS = 2
 SCREENING_TURNS = 1
 
 # Of this process: what one environment's trials showed serves the next.
@@ -89,7 +88,7 @@ class Case:
         derived = None
         inter = Rate.parse(self.link.inter) if self.link.inter is not None else None
         if self.link.regime is not None:
-            derived = _RATES.of(self.link.regime, workload, settings.say)
+            derived = _RATES.of(self.link.regime, workload, settings.say, settings.pool)
             inter = derived.rate
         venue = Venue(settings.job, inter)
         entrants = entrants_of(settings.options, workload)
@@ -140,11 +139,13 @@ def measured(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The race, and why some were not in it. With the two that a regime is made of."""
     names = [*(each.name for each in raced), COMMUNICATION, COMPUTE]
-    place = venue.place(workload)
-    entries = {name: Entry(place, Step, (name, alone(name, workload)), WARM_TURNS) for name in names}
+    entries = {name: venue.entry(name, alone(name, workload)) for name in names}
     failures: dict[str, str] = {}
-    with started(entries, settings.say, failures) as made:
+    settings.pool.keep(entries.values())
+    with settings.pool.started(entries, settings.say, failures) as made:
         _check_regime(failures)
+        for one in made.values():
+            one.ask("forget")
         run = race.run(made, settings.rounds, settings.say, failures)
         _check_regime(failures)
         told = told_by({name: one for name, one in made.items() if name not in failures})
@@ -156,11 +157,6 @@ def _check_regime(failures: Mapping[str, str]) -> None:
     for name in (COMMUNICATION, COMPUTE):
         if name in failures:
             raise CaseError(failures[name])
-
-
-def alone(name: str, workload: Workload) -> Workload:
-    """A regime is of one micro-step."""
-    return replace(workload, micro_steps=1) if name in (COMMUNICATION, COMPUTE) else workload
 
 
 def figures_of(run: race.Race, told: Mapping[str, Sequence[Mapping[str, Any]]], workload: Workload) -> dict[str, Any]:

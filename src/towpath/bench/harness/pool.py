@@ -1,0 +1,97 @@
+"""Contestants that stay from one race to the next, on links of other rates: to start them takes longer than to race."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+from towpath.bench.harness.contestants import Cluster, Contestant, Entry
+from towpath.bench.harness.failure import CaseError, reason
+from towpath.bench.harness.job import InJob
+from towpath.lab import Rate, window_bytes
+
+
+class Pool:
+    """Who was started and stays, by entry; in a `with`, at whose end nobody is left."""
+
+    def __init__(self) -> None:
+        self._staying: dict[Entry, Contestant | InJob] = {}
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.keep(())
+
+    @contextmanager
+    def started(
+        self, entries: Mapping[str, Entry], say: Callable[[str], None], failures: dict[str, str] | None = None
+    ) -> Generator[dict[str, Contestant | InJob]]:
+        """All of them, one after the other, each warmed up while the others are stopped. Whoever does not stay, or has
+        failed, is gone at the end; so are all where this ends by an exception.
+
+        One that cannot be started ends them all, unless there are `failures`: then it is left out, and named there.
+        """
+        made: dict[str, Contestant | InJob] = {}
+        try:
+            for number, (name, entry) in enumerate(entries.items(), start=1):
+                try:
+                    made[name] = self._on_its_links(entry) or self._new(name, entry, f"{number} of {len(entries)}", say)
+                    for _ in range(entry.warm_turns):
+                        made[name].ask("turn")
+                except CaseError as error:
+                    if failures is None:
+                        raise
+                    failures[name] = reason(error)
+                    say(f"{name} is left out: {failures[name]}")
+            yield {name: one for name, one in made.items() if name not in (failures or {})}
+            for name, one in made.items():
+                if entries[name].stays and name not in (failures or {}):
+                    self._staying[entries[name]] = one
+        finally:
+            for one in made.values():
+                if one not in self._staying.values():
+                    one.close()
+
+    def keep(self, entries: Collection[Entry]) -> None:
+        """Whoever is none of these, on whatever links, has to go."""
+        kept = {_anywhere(entry) for entry in entries}
+        for entry in [entry for entry in self._staying if _anywhere(entry) not in kept]:
+            self._staying.pop(entry).close()
+
+    def _new(self, name: str, entry: Entry, which: str, say: Callable[[str], None]) -> Contestant | InJob:
+        say(f"starting {name} ({which})")
+        return entry.place.start(name, entry)
+
+    def _on_its_links(self, entry: Entry) -> Contestant | None:
+        """The one that stays, on links as the entry has them; None where there is none. A connection keeps the largest
+        window it had: for links that ask for less, the contestant starts anew."""
+        before = next((each for each in self._staying if _anywhere(each) == _anywhere(entry)), None)
+        if before is None:
+            return None
+        one = self._staying.pop(before)
+        assert not isinstance(one, InJob) and isinstance(before.place, Cluster) and isinstance(entry.place, Cluster)
+        if _window_bytes(before.place) > _window_bytes(entry.place):
+            one.close()
+            return None
+        one.shape(entry.place.inter, entry.place.intra)
+        return one
+
+
+def _window_bytes(place: Cluster) -> float:
+    return window_bytes(Rate.parse(place.inter) if isinstance(place.inter, str) else place.inter)
+
+
+def _anywhere(entry: Entry) -> Entry:
+    """Whatever its links."""
+    return replace(entry, place=replace(entry.place, inter=None, intra=None)) if entry.stays else entry
+
+
+@contextmanager
+def started(
+    entries: Mapping[str, Entry], say: Callable[[str], None], failures: dict[str, str] | None = None
+) -> Generator[dict[str, Contestant | InJob]]:
+    """`Pool.started` for a single race."""
+    with Pool() as pool, pool.started(entries, say, failures) as made:
+        yield made
