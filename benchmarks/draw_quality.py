@@ -93,7 +93,14 @@ def plot(
     figure.savefig(file, metadata={"Date": None})
 
 
-def _asked(variant: Variant) -> str:
+def runs_of(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
+    """The last of each variant and seed, in the setting that quality.py has now."""
+    read = results.read(folder / "quality.jsonl")
+    here = [run for run in read if run.get("setting") == SETTING and run["steps"] == STEPS]
+    return list(results.last(here).values())
+
+
+def asked(variant: Variant) -> str:
     if variant.worse:
         return "worse is expected"
     return "nothing is asked" if variant.most is None else f"asked ≤ {variant.most:.1%}"
@@ -111,14 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality.svg")
     options = parser.parse_args()
-    read = results.read(results.file_of("quality"))
-    here = [run for run in read if run.get("setting") == SETTING and run["steps"] == STEPS]
-    runs = list(results.last(here).values())
-    print(f"{len(runs)} runs of the setting that benchmarks/quality.py has now, of {len(read)} in all")
+    runs = runs_of()
+    print(f"{len(runs)} runs of the setting that benchmarks/quality.py has now")
     variants = {variant.name: variant for variant in VARIANTS}
     rows = judged(runs, list(variants), "zero3", float)
     for row in rows:
-        print(f"{row} of zero3's loss ({_asked(variants[row.variant])})")
+        print(f"{row} of zero3's loss ({asked(variants[row.variant])})")
     plot(runs, list(variants), options.output, _by_chance(runs, spread_of(rows)))
 
 

@@ -12,6 +12,7 @@ holds the pages to this.
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -40,18 +41,24 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "memory": (*_ENGINE, "src/towpath/checkpoint"),
     "collectives": ("src/towpath/collectives", "src/towpath/core/routes.py"),
     "kernels": ("src/towpath/codecs/kernels",),
+    "quality": _ENGINE,
     "planner": (*_ENGINE, "src/towpath/planner", "src/towpath/sim", "src/towpath/auto"),
 }
+QUALITY = "quality"
+_QUALITY_HEAD = ("variant", "mean", "95 % interval", "by seed", "asked", "measured")
 _HEAD = ("case", "figure", "found", "95 % interval", "asked", "measured")
 
 
 def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     """The last run of each case, whether it met what was asked or not."""
-    lines = results.last(results.read(folder / f"{suite}.jsonl")).values()
-    body = [row for line in lines for row in rows(line, when(line, SOURCES[suite], root))]
+    if suite == QUALITY:
+        head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
+    else:
+        lines = results.last(results.read(folder / f"{suite}.jsonl")).values()
+        head, body = _HEAD, [row for line in lines for row in rows(line, when(line, SOURCES[suite], root))]
     if not body:
         return NOT_YET
-    return "".join(f"| {' | '.join(row)} |\n" for row in (_HEAD, ["---"] * len(_HEAD), *body))
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
 
 
 def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
@@ -66,6 +73,19 @@ def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
             f"{bound(check)}{missed}",
             measured,
         )
+
+
+def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
+    """Of each variant the final loss over zero3's with the same seed, less one."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    draw_quality = importlib.import_module("draw_quality")
+    runs = draw_quality.runs_of(folder)
+    measured = {run["case"]["variant"]: when(run, SOURCES[QUALITY], root) for run in runs}
+    variants = {variant.name: variant for variant in draw_quality.VARIANTS}
+    for row in draw_quality.judged(runs, list(variants), "zero3", float):
+        seeds = ", ".join(f"{share:+.2%}" for share in row.each)
+        asked = draw_quality.asked(variants[row.variant])
+        yield row.variant, f"{row.mean:+.2%}", f"± {row.around:.2%}", seeds, asked, measured[row.variant]
 
 
 def when(line: Mapping[str, Any], paths: Sequence[str], root: Path) -> str:

@@ -200,6 +200,8 @@ class TestEnvironments:
         assert one.name == "2x2-unshaped-micro1-fp32-width192" and one.workload.width == 192
         [waiting] = asked_for(options_of("--waiting"), [SQUARE], [Link()], (1,))
         assert waiting.name == "2x2-unshaped-micro1-waiting" and waiting.workload.wait_seconds
+        [waiting] = asked_for(options_of("--wait", "0.5"), [SQUARE], [Link()], (1,))
+        assert waiting.name == "2x2-unshaped-micro1-waiting0.5" and waiting.workload.wait_seconds == 0.5
 
     def test_a_job_has_its_own_shape_and_links_and_none_can_be_asked_for(self) -> None:
         job = SimpleNamespace(topology=Topology(3, 8))
@@ -444,3 +446,11 @@ def test_scaling_compares_what_left_the_nodes_with_the_schedule() -> None:
     assert right.met and right.found == 1
     [twice] = scaling.bytes_checks({"mics": 2 * sent}, raced, workload)
     assert not twice.met
+
+
+def test_scaling_says_what_a_step_takes_besides_computing_and_what_the_schedule_leaves_of_it() -> None:
+    usual, optimizer, floors = {"mics": 3.0, "compute": 1.0}, {"mics": 0.25}, {"mics": 2.5}
+    waits = Workload(Topology(2, 2), 1, wait_seconds=0.01)
+    [found, least] = scaling.exposed_checks(usual, optimizer, floors, waits)
+    assert (found.found, least.found) == (1.75, 1.5)
+    assert not list(scaling.exposed_checks(usual, optimizer, floors, Workload()))

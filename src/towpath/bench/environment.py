@@ -60,7 +60,8 @@ class Environment:
         usual = _WAITING if w.wait_seconds is not None else Workload()
         sizes = [f"-{n}{getattr(w, n)}" for n in _SIZES if getattr(w, n) != getattr(usual, n)]
         dtype = {"bfloat16": "", "float32": "-fp32"}.get(w.dtype, f"-{w.dtype}")
-        waits = "-waiting" if w.wait_seconds is not None else ""
+        usually = w.wait_seconds in (None, _wait_seconds(w.topology))
+        waits = "" if w.wait_seconds is None else "-waiting" if usually else f"-waiting{w.wait_seconds:g}"
         shape = f"{w.topology.nodes}x{w.topology.ranks_per_node}"
         return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, *sizes])
 
@@ -131,6 +132,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--waiting", action="store_true", help="blocks wait instead of computing: nothing shares the cores"
     )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help=f"so long in the forward pass of each; --waiting alone: {_WAIT_SECONDS_OF_A_RANK:g} for each rank",
+    )
 
 
 def several(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
@@ -187,8 +194,8 @@ def _wait_seconds(topology: Topology) -> float:
 
 def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace) -> Workload:
     given = {name: getattr(options, name) for name in _SIZES}
-    if options.waiting:
+    if options.waiting or options.wait is not None:
         given |= {"batch": given["batch"] or _WAITING_BATCH, "length": given["length"] or _WAITING_LENGTH}
-        given["wait_seconds"] = _wait_seconds(topology)
+        given["wait_seconds"] = _wait_seconds(topology) if options.wait is None else options.wait
     chosen = {name: value for name, value in given.items() if value is not None}
     return Workload(topology, micro_steps, options.dtype, **chosen)

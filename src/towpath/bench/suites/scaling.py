@@ -5,7 +5,9 @@
 What is measured are seconds of a step, bytes that leave the nodes, exposed seconds, and the processors' seconds of all
 ranks: on a machine with fewer cores than ranks, wall time is of the cores, and these tell what is not. `accounted` is
 the processors' seconds of a step over its wall time and the cores; near 1 a step takes what the cores need. Of ours,
-bytes are to be within 3 % of the schedule's.
+bytes are to be within 3 % of the schedule's. Where blocks wait (--wait 0.1: a rank's blocks as long on every number of
+nodes), what a step takes besides its computation and the optimizer stands beside what the schedule leaves exposed: the
+simulator's, for perfect overlap.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from typing import Any
 
 import towpath
 from towpath.bench import table
-from towpath.bench.environment import Environment, Link, add_options, asked_for, several
+from towpath.bench.environment import COMPUTE, Environment, Link, add_options, asked_for, several
 from towpath.bench.field import Entrant
 from towpath.bench.harness.figures import Check, medians
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.peers import AUTO, Kind
-from towpath.bench.suites.strategies import measured
+from towpath.bench.suites.strategies import floors_of, measured
 from towpath.bench.venue import Venue
 from towpath.bench.workload import Workload
 from towpath.lab import Rate
@@ -55,13 +57,16 @@ class Case:
         usual = medians(found.pop("run").seconds)
         raced = [each for each in entrants if each.name not in failures]
         cores = len(os.sched_getaffinity(0))
+        floors = floors_of(raced, workload, usual[COMPUTE], inter) if settings.job is None else {}
         accounted = {each.name: found["processor_seconds"][each.name] / usual[each.name] / cores for each in raced}
         return {
             "checks": [
                 *(Check(f"{name}: seconds of a step", usual[name]) for name in accounted),
                 *(Check(f"{name}: accounted", value) for name, value in accounted.items()),
                 *bytes_checks(found["bytes_between_nodes"], raced, workload),
+                *exposed_checks(usual, found["optimizer_seconds"], floors, workload),
             ],
+            "floor_seconds": floors,
             "kind": self.kind,
             "inter": None if inter is None else str(inter),
             "contestants": {e.name: {"ours": e.ours, "lossless": e.lossless, "helped": e.helped} for e in raced},
@@ -79,6 +84,16 @@ def bytes_checks(sent: Mapping[str, int], raced: Sequence[Entrant], workload: Wo
             schedule = towpath.schedule(strategy, workload.model(), workload.micro_steps, workload.precision)
             ratio = sent[each.name] / schedule.inter_bytes
             yield Check(f"{each.name}: bytes / the schedule's", ratio, at_most=MOST_BYTES, at_least=LEAST_BYTES)
+
+
+def exposed_checks(
+    usual: Mapping[str, float], optimizer: Mapping[str, float], floors: Mapping[str, float], workload: Workload
+) -> Iterator[Check]:
+    """Where blocks wait: what shares the cores with nothing, and so can be held against the simulator's floor."""
+    computing = workload.micro_steps * usual[COMPUTE]
+    for name, floor in floors.items() if workload.wait_seconds is not None else ():
+        yield Check(f"{name}: exposed seconds", usual[name] - optimizer[name] - computing)
+        yield Check(f"{name}: exposed seconds, the schedule's", floor - computing)
 
 
 def cases_of(environments: Sequence[Environment], contestants: Sequence[str] = CONTESTANTS) -> list[Case]:
