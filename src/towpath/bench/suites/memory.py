@@ -10,7 +10,12 @@ late. It may be 0.3 of the model (a quarter is the rank's share) and the largest
 
 `state dict`: the peak of a rank in `get_model_state_dict(full_state_dict=True, cpu_offload=True)`, its shard included.
 It may be the rank's quarter, the engine's buffers as scheduled and the largest unit, and on rank 0 the dict itself.
-What the call adds on any other rank may be the largest unit. Every run is added to benchmarks/results/memory.jsonl.
+What the call adds on any other rank may be the largest unit.
+
+`limited`: 200 million parameters that train in bf16 under `mics` and `hpz`, once with as much memory as they take,
+and once with a limit half way between the two, which the kernel holds each rank to: `hpz` trains there, and a rank of
+`mics` is killed. (`mics` keeps the optimizer's states of half the model on each rank of two nodes of two, `hpz` of a
+quarter.) Every run is added to benchmarks/results/memory.jsonl.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -33,7 +38,9 @@ import towpath
 from towpath import lab
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.suite import Settings, Suite
+from towpath.bench.memory_limit import MemoryGroup, memory_groups
 from towpath.checkpoint import get_model_state_dict
+from towpath.errors import LabError
 from towpath.train.config import ModelConfig
 from towpath.train.models import from_config
 
@@ -41,6 +48,8 @@ SHAPE = towpath.Topology(2, 2)
 MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
 TINY = ModelConfig(width=64, depth=2, heads=2)
 QUICK_MODEL = ModelConfig(width=256, depth=4, heads=4, kv_heads=4)
+LIMITED_MODEL = ModelConfig(width=1024, depth=10, heads=8, kv_heads=8)
+LIMITED_STEPS, LIMITED_LENGTH = 3, 16
 VOCABULARY = 32_000
 SHARE = 0.3
 EVERY_SECONDS = 0.002
@@ -98,7 +107,69 @@ class StateDictCase:
         }
 
 
-CASES = [Case("loaded", True), Case("drawn", False), StateDictCase()]
+@dataclass(frozen=True, slots=True)
+class LimitedCase:
+    name: str = "limited"
+    fits: str = "hpz"
+    does_not: str = "mics"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        model = QUICK_MODEL if settings.quick else LIMITED_MODEL
+        names = (self.fits, self.does_not)
+        peaks: dict[str, int] = {}
+        for name in names:
+            settings.say(f"{name} with as much memory as it takes")
+            peaks[name], killed = trained(name, model, None)
+            assert not killed, name
+        limit = sum(peaks.values()) // 2
+        killed_by: dict[str, int] = {}
+        for name in names:
+            settings.say(f"{name} with {limit / 1e6:.0f} MB for each rank")
+            _, killed_by[name] = trained(name, model, limit)
+        return {
+            "checks": [
+                *(Check(f"{name}: peak bytes of a rank", peak) for name, peak in peaks.items()),
+                Check(f"{self.fits}, limited half way between: ranks killed", killed_by[self.fits], 0),
+                Check(f"{self.does_not}, limited half way between: ranks killed", killed_by[self.does_not], at_least=1),
+            ],
+            "limit_bytes": limit,
+            "peak_bytes": peaks,
+        }
+
+
+def trained(strategy: str, model: ModelConfig, limit: int | None) -> tuple[int, int]:
+    """The most memory that a rank had; and how many were killed, for want of more than `limit`."""
+    with memory_groups(SHAPE.world, limit) as groups, lab.Lab(SHAPE, inter=None) as cluster:
+        try:
+            cluster.call(train, strategy, model, groups, timeout_seconds=600)
+        except LabError:
+            if not any(group.killed for group in groups):
+                raise  # for another reason
+        return max(group.peak_bytes for group in groups), sum(group.killed for group in groups)
+
+
+def train(rank: int, world: int, strategy: str, config: ModelConfig, groups: Sequence[MemoryGroup]) -> None:
+    """What every rank does."""
+    torch.set_num_threads(1)
+    steps(TINY, "zero3", 1)  # what torch imports late is no part of the model
+    groups[rank].join()
+    steps(config, strategy, LIMITED_STEPS)
+
+
+def steps(config: ModelConfig, strategy: str, count: int) -> None:
+    precision = towpath.Precision(params="bfloat16", reduce="bfloat16")
+    model: Any = towpath.shard(
+        from_config.build(config, VOCABULARY).model, strategy, topology=SHAPE, precision=precision
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(count):
+        tokens = torch.randint(VOCABULARY, (1, LIMITED_LENGTH))
+        model(tokens).float().logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+CASES = [Case("loaded", True), Case("drawn", False), StateDictCase(), LimitedCase()]
 
 
 def write(file: Path, model: ModelConfig) -> None:
