@@ -195,6 +195,11 @@ class TestEnvironments:
             f"{shape}-{link}-micro2" for shape in ("2x1", "3x1") for link in ("regime3", "1gbit", "unshaped")
         ]
 
+    def test_neighbours_differ_by_their_cables_the_slow_ones_first(self) -> None:
+        """So that contestants stay."""
+        found = asked_for(options_of("--regime", "1,8", "--micro-steps", "1,4"), [SQUARE], [Link()], (1,))
+        assert [(e.workload.micro_steps, e.link.regime) for e in found] == [(1, 8), (1, 1), (4, 8), (4, 1)]
+
     def test_what_is_not_as_usual_is_in_the_name(self) -> None:
         [one] = asked_for(options_of("--width", "192", "--dtype", "float32"), [SQUARE], [Link()], (1,))
         assert one.name == "2x2-unshaped-micro1-fp32-width192" and one.workload.width == 192
@@ -304,6 +309,13 @@ class TestCase:
         strategies.SUITE.run(["2x2-unshaped-micro4", "--resume", "--settle", "0", "-o", str(self.file)])
         assert [kept["case"]["name"] for kept in results.read(self.file)][1:] == ["2x2-unshaped-micro4"]
 
+    @pytest.mark.parametrize("other", [["--rounds", "8"], ["--contestants", "mics,hsdp,fsdp2"]])
+    def test_a_race_of_other_rounds_or_contestants_is_not_there_yet(
+        self, line: dict[str, Any], other: list[str]
+    ) -> None:
+        strategies.SUITE.run(["2x2-unshaped-micro1", *other, "--resume", "--settle", "0", "-o", str(self.file)])
+        assert len(results.read(self.file)) == 2
+
     def test_the_page_shows_all_results_and_needs_no_network(self, line: dict[str, Any], tmp_path: Path) -> None:
         line["checks"][0] |= {"met": False, "found": 0.5}
         line["inter"] = "200mbit"
@@ -366,6 +378,23 @@ class TestCommand:
             command.bench("strategies", ["--contestants", "torch-ddp nope"])
         with pytest.raises(ConfigError, match=r"deepspeed: stage=4; expected stage=1, 2 or 3"):
             command.bench("strategies", ["--contestants", "deepspeed stage=4"])
+
+    @pytest.mark.parametrize(
+        ("suite", "given", "said"),
+        [
+            ("strategies", "--regime 0", "--regime: a number above 0 is needed; got 0"),
+            ("strategies", "--regime abc", "--regime: 'abc' is no number"),
+            ("strategies", "--wait nan", "--wait: a number above 0 is needed; got nan"),
+            ("strategies", "--width 100", "--width: a multiple of 6, the model's heads, is needed; got 100"),
+            ("strategies", "--contestants mics,,hsdp", "something is missing between the commas of 'mics,,hsdp'"),
+            ("scaling", "--contestants foo", "there is neither a peer nor a strategy 'foo'"),
+            ("scaling", "--regime 4", "cables keep their rate here"),
+            ("scaling", "--ranks 3", "6 ranks, which cannot share 32 sequences evenly|3 ranks, which cannot"),
+        ],
+    )
+    def test_a_bad_value_is_refused_before_anything_starts(self, suite: str, given: str, said: str) -> None:
+        with pytest.raises(ConfigError, match=said):
+            command.bench(suite, given.split())
 
     def test_deepspeed_asked_for_where_it_is_not_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(deepspeed_peer, "installed", lambda: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -12,7 +13,7 @@ from towpath.bench.harness.job import Job
 from towpath.bench.harness.pool import Pool
 from towpath.bench.harness.regime import FIRST, Derived, Trial, derive, near
 from towpath.bench.venue import Say, Venue
-from towpath.bench.workload import Workload
+from towpath.bench.workload import HEADS, Workload
 from towpath.errors import ConfigError
 from towpath.lab import Rate
 from towpath.topology.cluster import Topology
@@ -29,6 +30,7 @@ _WAITING = Workload(length=_WAITING_LENGTH, batch=_WAITING_BATCH, wait_seconds=0
 _SIZES = ("width", "depth", "batch", "length")
 
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,39 +116,62 @@ def regime_recorded(derived: Derived | None, found: float) -> tuple[dict[str, An
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Each takes one value or several, by commas: the environments are all their combinations."""
-    parser.add_argument("--nodes", type=several(int), metavar="N,…", help="nodes of the cluster")
-    parser.add_argument("--ranks", type=several(int), metavar="R,…", help="ranks of each node")
+    parser.add_argument("--nodes", type=several(positive(int)), metavar="N,…", help="nodes of the cluster")
+    parser.add_argument("--ranks", type=several(positive(int)), metavar="R,…", help="ranks of each node")
     parser.add_argument("--inter", type=several(str), metavar="RATE,…", help="rates of the cables: 200mbit, unshaped")
     parser.add_argument(
         "--regime",
-        type=several(float),
+        type=several(positive(float)),
         metavar="X,…",
         help="cables on which communication takes X times the computation",
     )
-    parser.add_argument("--micro-steps", type=several(int), metavar="M,…", help="forward passes of a step")
+    parser.add_argument("--micro-steps", type=several(positive(int)), metavar="M,…", help="forward passes of a step")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: bfloat16")
-    parser.add_argument("--width", type=int, help="of the model")
-    parser.add_argument("--depth", type=int, help="of the model, in blocks")
-    parser.add_argument("--batch", type=int, help="sequences of a micro-step of a rank")
-    parser.add_argument("--length", type=int, help="tokens of a sequence")
+    parser.add_argument("--width", type=heads_wide, help=f"of the model: a multiple of {HEADS}")
+    parser.add_argument("--depth", type=positive(int), help="of the model, in blocks")
+    parser.add_argument("--batch", type=positive(int), help="sequences of a micro-step of a rank")
+    parser.add_argument("--length", type=positive(int), help="tokens of a sequence")
     parser.add_argument(
         "--waiting", action="store_true", help="blocks wait instead of computing: nothing shares the cores"
     )
     parser.add_argument(
         "--wait",
-        type=float,
+        type=positive(float),
         metavar="SECONDS",
         help=f"so long in the forward pass of each; --waiting alone: {_WAIT_SECONDS_OF_A_RANK:g} for each rank",
     )
+
+
+def positive(kind: Callable[[str], Number]) -> Callable[[str], Number]:
+    """For argparse: a number above 0."""
+
+    def value(text: str) -> Number:
+        try:
+            found = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        if not 0 < found < math.inf:
+            raise argparse.ArgumentTypeError(f"a number above 0 is needed; got {text}")
+        return found
+
+    return value
+
+
+def heads_wide(text: str) -> int:
+    width = positive(int)(text)
+    if width % HEADS:
+        raise argparse.ArgumentTypeError(f"a multiple of {HEADS}, the model's heads, is needed; got {text}")
+    return width
 
 
 def several(kind: Callable[[str], Value]) -> Callable[[str], tuple[Value, ...]]:
     """For argparse: '1,4' as (1, 4)."""
 
     def values(text: str) -> tuple[Value, ...]:
+        if not all(part.strip() for part in text.split(",")):
+            raise argparse.ArgumentTypeError(f"something is missing between the commas of {text!r}")
         return tuple(kind(part) for part in text.split(","))
 
-    values.__name__ = f"list of {getattr(kind, '__name__', 'value')}"
     return values
 
 
@@ -161,11 +186,12 @@ def asked_for(
     elif options.nodes or options.ranks:
         shapes = [Topology(n, r) for n, r in product(options.nodes or (2,), options.ranks or (2,))]
     if options.regime or options.inter:
-        regimes = [Link(regime=regime) for regime in options.regime or ()]
+        # From slow cables to fast ones: contestants stay (harness/pool.py).
+        regimes = [Link(regime=regime) for regime in sorted(options.regime or (), reverse=True)]
         links = [*regimes, *(Link(inter=_rate(text)) for text in options.inter or ())]
     counts = options.micro_steps or micro_steps
     return [
-        Environment(_workload(shape, count, options), link) for shape, link, count in product(shapes, links, counts)
+        Environment(_workload(shape, count, options), link) for shape, count, link in product(shapes, counts, links)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -16,6 +17,8 @@ _CONTROLLERS = {
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.max_usage_in_bytes", "memory.oom_control"),
     Path("/sys/fs/cgroup"): ("memory.max", "memory.peak", "memory.events"),
 }
+# Besides: what would swap instead is killed, too.
+_NO_SWAP = {"memory.memsw.limit_in_bytes": "{}", "memory.swap.max": "0"}
 _EMPTY_SECONDS = 10.0
 
 
@@ -55,11 +58,13 @@ def memory_groups(count: int, limit_bytes: int | None) -> Generator[list[MemoryG
     made: list[MemoryGroup] = []
     try:
         for number in range(count):
-            folder = root / f"towpath-{os.getpid()}-{number}"
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(prefix=f"towpath-{os.getpid()}-{number}-", dir=root))
             made.append(MemoryGroup(folder, peak_file, killed_file))
             if limit_bytes is not None:
                 (folder / limit_file).write_text(str(limit_bytes))
+                for name, text in _NO_SWAP.items():  # where there is none
+                    with suppress(OSError):
+                        (folder / name).write_text(text.format(limit_bytes))
         yield made
     finally:
         for each in made:
@@ -68,9 +73,8 @@ def memory_groups(count: int, limit_bytes: int | None) -> Generator[list[MemoryG
 
 def _serves(root: Path, files: tuple[str, ...]) -> bool:
     """Whether groups can be made there that have all these files."""
-    probe = root / f"towpath-{os.getpid()}"
     try:
-        probe.mkdir()
+        probe = Path(tempfile.mkdtemp(prefix="towpath-", dir=root))
     except OSError:
         return False
     try:

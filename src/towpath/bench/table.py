@@ -17,13 +17,13 @@ def strategies_table(line: dict[str, Any]) -> str:
     """One environment: everybody who raced, the quickest first, whoever loses; then the pairs."""
     head = f"{line['case']['name']}: {_about(line)}"
     if "failed" in line:
-        return _fitted([head, f"  FAILED: {line['failed']}"])
+        return _fitted([head, *_notes(f"FAILED: {line['failed']}")])
     rows = [_HEADS, *(_row(line, name) for name in _by_speed(line))]
     body = [_aligned(row) for row in rows]
     body += ["marks: + ours, ~ lossy, r a peer with our ring; speed: times as fast as the best lossless peer"]
     pairs = [f"  {text}" for check in line["checks"] for text in _wrapped(verdict(check))]
-    notes = [f"  not measured: {name}: {why}" for name, why in line.get("skipped", {}).items()]
-    notes += [f"  warning: {text}" for text in line["warnings"]]
+    notes = [text for name, why in line.get("skipped", {}).items() for text in _notes(f"not measured: {name}: {why}")]
+    notes += [text for warning in line["warnings"] for text in _notes(f"warning: {warning}")]
     return _fitted([head, *body, *pairs, *notes])
 
 
@@ -74,6 +74,10 @@ def _aligned(row: Sequence[str]) -> str:
         for column, (text, width) in enumerate(zip(row, _COLUMNS, strict=True))
     ]
     return " ".join(cells).rstrip()
+
+
+def _notes(text: str) -> list[str]:
+    return [f"  {part}" for part in _wrapped(text)]
 
 
 def _wrapped(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from towpath.auto.probe import device_of_job
 from towpath.bench import gpt
 
 WIDTH, TINY = 384, 48
-DEPTH, LONGEST, VOCABULARY = 9, 256, 2048
+DEPTH, HEADS, LONGEST, VOCABULARY = 9, 6, 256, 2048
 BATCH, LENGTH, SHORT = 4, 128, 16
 SQUARE = towpath.Topology(2, 2)
 
@@ -47,7 +47,7 @@ class Workload:
         """The same values on every rank, on the rank's device."""
         torch.manual_seed(0)
         context = max(LONGEST, self.length)
-        made = gpt.GPT(width=self.width, depth=self.depth, heads=6, context=context, vocabulary=VOCABULARY)
+        made = gpt.GPT(width=self.width, depth=self.depth, heads=HEADS, context=context, vocabulary=VOCABULARY)
         if self.adapters:
             _adapt(made, self.adapters)
         made.to(device_of_job())

@@ -18,7 +18,7 @@ SUITES = {
     "overhead": "one rank beside the bare module, and the engine's own time",
     "planner": "predicted beside measured steps, and what the planner's choice costs",
     "lora": "a step in which only PEFT's adapters train, beside the computation alone, and beside FSDP2",
-    "memory": "what a rank needs to start a model of a billion parameters",
+    "memory": "what a rank needs to start a model of a billion parameters; hpz where mics has no room",
 }
 _REPORT = "report"
 

@@ -70,12 +70,13 @@ class Pool:
         before = next((each for each in self._staying if _anywhere(each) == _anywhere(entry)), None)
         if before is None:
             return None
-        one = self._staying.pop(before)
+        one = self._staying[before]
         assert not isinstance(one, InJob) and isinstance(before.place, Cluster) and isinstance(entry.place, Cluster)
         if _window_bytes(before.place) > _window_bytes(entry.place):
-            one.close()
+            self._staying.pop(before).close()
             return None
         one.shape(entry.place.inter, entry.place.intra)
+        del self._staying[before]
         return one
 
 

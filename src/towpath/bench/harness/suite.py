@@ -100,7 +100,9 @@ class Suite:
         file, speak = _file(options, self.name), say if job is None or job.rank == 0 else silent
         cases = selected(self.chosen(self.cases, options), options.cases)
         if options.resume:
-            cases = _missing(cases, file, job)
+            cases = _missing(cases, file, job, options)
+            if not cases:
+                speak("everything that was asked for is there, measured with this very code")
         failed: list[str] = []
         began = time.monotonic()
         for number, case in enumerate(cases, start=1):
@@ -162,6 +164,7 @@ class Suite:
             "harness": results.HARNESS,
             **stamped,
             **({"quick": True} if options.quick else {}),
+            "asked": _asked(options),
             "load": {"before": before, "after": stamp.load()},
             "warnings": warnings,
             "took_seconds": round(time.monotonic() - began, 1),
@@ -185,7 +188,10 @@ def selected(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     """The cases of these names, or all if none is named."""
     known = [case.name for case in cases]
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(f"no case {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ConfigError(
+            f"no case {', '.join(unknown)}; there are {', '.join(known)}. The options of an environment, such as "
+            "--waiting or --nodes, make others."
+        )
     return [case for case in cases if not names or case.name in names]
 
 
@@ -212,11 +218,23 @@ def _file(options: argparse.Namespace, suite: str) -> Path | None:
     return options.output or results.file_of(suite)
 
 
-def _missing(cases: Sequence[Case], file: Path | None, job: Job | None) -> list[Case]:
-    """Those of which this code has no figures."""
+def _asked(options: argparse.Namespace) -> dict[str, Any]:
+    """What a case was asked for besides its name."""
+    contestants = getattr(options, "contestants", None)
+    return {"rounds": options.rounds, **({} if contestants is None else {"contestants": list(contestants)})}
+
+
+def _missing(cases: Sequence[Case], file: Path | None, job: Job | None, options: argparse.Namespace) -> list[Case]:
+    """Those of which this code has no figures, for as many rounds and the same contestants."""
     code = stamp.code(stamp.ROOT)
     if file is None or (code["commit"] is not None and not code["clean"]):
         raise ConfigError("--resume needs a tree as committed, and a file of results.")
-    mine = [line for line in results.read(file) if stamp.same_code(line, code, stamp.version())]
+    mine = [
+        line
+        for line in results.read(file)
+        if stamp.same_code(line, code, stamp.version())
+        and line.get("quick", False) == options.quick
+        and line.get("asked", _asked(options)) == _asked(options)
+    ]
     done = decided(job, list(results.last(mine)))
     return [case for case in cases if case.name not in done]

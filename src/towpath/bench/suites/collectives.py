@@ -1,9 +1,9 @@
 """Our routes against the flat one: the times of one collective, each route on ranks of its own, in turns.
 
-    python benchmarks/collectives.py [CASE …] [--rounds 6] [--quick] [--resume]
+    towpath bench collectives [CASE …] [--rounds 6] [--quick] [--resume]
 
 A turn is one collective (many, where it is short), between barriers; ratios are of the medians. Every run is added to
-benchmarks/results/collectives.jsonl; `python benchmarks/report.py collectives` shows them.
+benchmarks/results/collectives.jsonl; `towpath bench report` shows them.
 """
 
 from __future__ import annotations

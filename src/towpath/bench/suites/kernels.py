@@ -1,12 +1,12 @@
 """The codecs' kernels against a copy of memory, against the oracle, and fused against apart; on one thread.
 
-    python benchmarks/kernels.py [CASE …] [--device cpu] [--rounds 10] [--quick] [--resume]
+    towpath bench kernels [CASE …] [--device cpu] [--rounds 10] [--quick] [--resume]
 
 In a round each contestant, in a process of its own, works once unmeasured (what ran before has the caches) and then
 twice, on 16 MB of input (on a GPU 512 MB); figures are of the medians. Bandwidth counts the bytes read and the bytes
 written, of the copy as of the kernels. "Apart" is what `decode_sum_encode` replaces: decode each of four messages, add
 them up, encode the sum; every step by the same kernels, or by torch. Every run is added to
-benchmarks/results/kernels.jsonl; `python benchmarks/report.py kernels` shows them.
+benchmarks/results/kernels.jsonl; `towpath bench report` shows them.
 """
 
 from __future__ import annotations

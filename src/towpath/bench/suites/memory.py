@@ -1,7 +1,7 @@
 """How much memory a rank needs to start, and to hand out its state: a GPT of a billion fp32 parameters over four ranks
 under `zero3`.
 
-    python benchmarks/memory.py [CASE …] [--folder /tmp] [--quick] [--resume]
+    towpath bench memory [CASE …] [--folder /tmp] [--quick] [--resume]
 
 A case builds the model on the meta device and shards it: `loaded` from a safetensors file (4 GB, made in `--folder`
 and removed), `drawn` with new weights, unit by unit. A thread in each rank reads RssAnon every two milliseconds; what
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import towpath
 from towpath import lab
+from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.memory_limit import MemoryGroup, memory_groups
@@ -120,7 +121,8 @@ class LimitedCase:
         for name in names:
             settings.say(f"{name} with as much memory as it takes")
             peaks[name], killed = trained(name, model, None)
-            assert not killed, name
+            if killed:
+                raise CaseError(f"{name} does not even fit into the memory that this machine has")
         limit = sum(peaks.values()) // 2
         killed_by: dict[str, int] = {}
         for name in names:

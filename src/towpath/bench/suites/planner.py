@@ -1,6 +1,6 @@
 """Predicted against measured steps: the planner's figures for ten strategies, and the same strategies run.
 
-    python benchmarks/planner.py [CASE …] [--rounds 6] [--quick] [--resume]
+    towpath bench planner [CASE …] [--rounds 6] [--quick] [--resume]
 
 A case is an environment: a rate of the cables, a shape of the cluster, a model, micro-steps, and whether its blocks
 compute on the cores or wait instead. On ranks of their own, `towpath probe` measures the cluster, and then the ranks

@@ -7,7 +7,7 @@ ranks: on a machine with fewer cores than ranks, wall time is of the cores, and 
 the processors' seconds of a step over its wall time and the cores; near 1 a step takes what the cores need. Of ours,
 bytes are to be within 3 % of the schedule's. Where blocks wait (--wait 0.1: a rank's blocks as long on every number of
 nodes), what a step takes besides its computation and the optimizer stands beside what the schedule leaves exposed: the
-simulator's, for perfect overlap.
+simulator's, for perfect overlap. Then strong scaling is waiting in proportion to a rank's share, too.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from towpath.bench.field import Entrant
 from towpath.bench.harness.figures import Check, medians
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.peers import AUTO, Kind
-from towpath.bench.suites.strategies import floors_of, measured
+from towpath.bench.suites.strategies import check_contestants, floors_of, measured
 from towpath.bench.venue import Venue
 from towpath.bench.workload import Workload
+from towpath.errors import ConfigError
 from towpath.lab import Rate
 from towpath.topology.cluster import Topology
 
@@ -39,6 +40,7 @@ CONTESTANTS = ("mics", "paro-iig", "zero3", "hsdp tuned ring", "fsdp2 tuned ring
 STRONG_BATCH = 32
 LEAST_BYTES, MOST_BYTES = 0.97, 1.03
 WIDTH, DEPTH = 192, 6
+WAIT_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +102,33 @@ def cases_of(environments: Sequence[Environment], contestants: Sequence[str] = C
     """Each environment twice: with its own batch, and with its share of a batch of all."""
     found: list[Case] = []
     for each in environments:
-        share = max(1, STRONG_BATCH // each.workload.topology.world)
-        found.append(Case(f"weak-{each.name}", "weak", each.workload, each.link, contestants))
-        strong = replace(each.workload, batch=share)
+        workload = each.workload
+        share = max(1, STRONG_BATCH // workload.topology.world)
+        found.append(Case(f"weak-{each.name}", "weak", workload, each.link, contestants))
+        wait = None if workload.wait_seconds is None else workload.wait_seconds * share / workload.batch
+        strong = replace(workload, batch=share, wait_seconds=wait)
         found.append(Case(f"strong-{each.name}", "strong", strong, each.link, contestants))
     return found
 
 
 def chosen(cases: Sequence[Any], options: argparse.Namespace) -> list[Case]:
+    if options.regime:
+        raise ConfigError("--regime: cables keep their rate here, whatever the number of nodes; give --inter RATE.")
     options.width, options.depth = options.width or WIDTH, options.depth or DEPTH
     ranks = options.ranks or (RANKS_PER_NODE,)
     nodes = NODES[:2] if options.quick else NODES
+    if options.waiting and options.wait is None:
+        options.wait = WAIT_SECONDS  # of a rank on every number of nodes
     environments = asked_for(options, [Topology(n, r) for r in ranks for n in nodes], [LINK], (1,))
-    return cases_of(environments, options.contestants or CONTESTANTS)
+    cases = cases_of(environments, options.contestants or CONTESTANTS)
+    for case in cases:
+        check_contestants(case.contestants, case.workload)
+        if options.job is None and case.kind == "strong" and STRONG_BATCH % case.workload.topology.world:
+            raise ConfigError(
+                f"{case.workload.topology} has {case.workload.topology.world} ranks, which cannot share "
+                f"{STRONG_BATCH} sequences evenly: give --nodes and --ranks whose product divides {STRONG_BATCH}."
+            )
+    return cases
 
 
 def scaling_options(parser: argparse.ArgumentParser) -> None:

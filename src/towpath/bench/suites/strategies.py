@@ -84,14 +84,15 @@ class Case:
     link: Link
 
     def measure(self, settings: Settings) -> dict[str, Any]:
-        workload = self.workload
-        derived = None
+        workload, derived = self.workload, None
+        entrants = entrants_of(settings.options, workload)
+        names = [*(each.name for each in entrants), COMMUNICATION, COMPUTE]
+        settings.pool.keep([Venue(settings.job).entry(name, alone(name, workload)) for name in names])
         inter = Rate.parse(self.link.inter) if self.link.inter is not None else None
         if self.link.regime is not None:
             derived = _RATES.of(self.link.regime, workload, settings.say, settings.pool)
             inter = derived.rate
         venue = Venue(settings.job, inter)
-        entrants = entrants_of(settings.options, workload)
         screening = screened(entrants, venue, workload, settings)
         raced = list(entrants) if screening is None else finalists(entrants, screening.seconds)
         found, failures = measured(raced, venue, workload, settings)
@@ -118,7 +119,11 @@ class Case:
 
 def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant]:
     named: Sequence[str] | None = options.contestants
-    names = named or (QUICK if options.quick else everyone(workload.micro_steps))
+    return check_contestants(named or (QUICK if options.quick else everyone(workload.micro_steps)), workload)
+
+
+def check_contestants(names: Sequence[str], workload: Workload) -> list[Entrant]:
+    """A name that nobody has, or that cannot run here, is a user's mistake."""
     try:
         if any(Kind.parse(name).name == DEEPSPEED for name in names):
             deepspeed_peer.check_installed()
@@ -251,8 +256,8 @@ def _all_cases() -> list[Case]:
     return [
         Case(e.name, e.workload, e.link)
         for shape in SHAPES
-        for link in LINKS
         for count in MICRO_STEPS
+        for link in LINKS
         for e in (Environment(Workload(shape, count, "bfloat16"), link),)
     ]
 
