@@ -266,6 +266,7 @@ class TestCase:
             told = {name: [{"processor_seconds": 1.0, "memory_bytes": 10**8}] for name in names}
             return {"run": run, **run.recorded(), **strategies.figures_of(run, told, workload)}, failed
 
+        monkeypatch.setattr(stamp, "busy_processors", lambda: 0.0)
         monkeypatch.setattr(Venue, "screen", screen)
         monkeypatch.setattr(strategies, "measured", measured)
         monkeypatch.setattr(suite, "say", lambda text: None)

@@ -194,10 +194,22 @@ class TestStamp:
         assert found["date"].endswith("Z") and len(found["date"]) == len("2026-01-01T00:00:00Z")
         assert stamp.processor("processor\t: 0\nmodel name\t: A: B 2\nmodel name\t: C\n") == "A: B 2"
 
+    def test_the_kernel_tells_how_many_processors_are_busy(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In hundredths of a second: user, nice, system, idle, waiting for a disk, and interrupts."""
+        table = tmp_path / "stat"
+        table.write_text("cpu  100 0 100 900 50 0 0 0 0 0\ncpu0 1 2 3\n")
+        monkeypatch.setattr(stamp, "_PROCESSORS", table)
+        monkeypatch.setattr(stamp.time, "monotonic", itertools.count(0, 2).__next__)
+        later = "cpu  200 0 150 1000 90 25 25 0 0 0\n"
+        monkeypatch.setattr(stamp.time, "sleep", lambda seconds: table.write_text(later))
+        assert stamp.busy_processors() == 1.0
+
     def test_a_busy_machine_is_named(self) -> None:
-        assert stamp.warnings(0.5, True) == []
-        [busy] = stamp.warnings(0.51, True)
-        assert "0.51" in busy
+        assert stamp.warnings(0.2, True) == []
+        [busy] = stamp.warnings(0.21, True)
+        assert "0.21" in busy
         assert stamp.warnings(0.0, False) == ["the tree was not as committed"]
 
 
@@ -319,6 +331,7 @@ class TestSuite:
     @pytest.fixture
     def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
         monkeypatch.setattr(stamp, "load", lambda: 0.75)
+        monkeypatch.setattr(stamp, "busy_processors", lambda: 0.25)
         monkeypatch.setattr(stamp, "code", lambda root: {"commit": "abc", "clean": True})
         monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
         cases = [Case("first"), Case("second"), Case("broken", fails=True)]
@@ -330,10 +343,10 @@ class TestSuite:
         assert {"suite": "things", "harness": results.HARNESS, "commit": "abc", "clean": True, "rounds": 6}.items() <= (
             second.items()
         )
-        assert second["load"] == {"before": 0.75, "after": 0.75}
-        assert second["warnings"] == [*stamp.warnings(0.75, True), "its own"]
+        assert second["load"] == {"before": 0.75, "after": 0.75} and second["busy_processors"] == 0.25
+        assert second["warnings"] == [*stamp.warnings(0.25, True), "its own"]
         assert second["checks"] == [{"what": "ours / theirs", "found": 0.5, "at_most": 0.4, "met": False}]
-        assert "first\n  ours / theirs: 0.5 (asked ≤ 0.4: MISSED)\n  warning: the load before was 0.75" in (
+        assert "first\n  ours / theirs: 0.5 (asked ≤ 0.4: MISSED)\n  warning: 0.25 processors were busy before" in (
             capsys.readouterr().out
         )
 

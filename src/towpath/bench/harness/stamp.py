@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 # Above this somebody else is at work: a figure is then theirs as much as ours.
-IDLE_LOAD = 0.5
+IDLE = 0.2  # processors
+_PROCESSORS = Path("/proc/stat")
 # What a checkout of Towpath has, and an installed package has not.
 _RESULTS = Path("benchmarks", "results")
 
@@ -90,18 +91,35 @@ def load() -> float:
 
 
 def wait_for_quiet(at_most_seconds: float) -> float:
-    """The load, once our own last case has left it, or when that much time has passed."""
+    """How many processors are busy, once next to none is, or when that much time has passed."""
     until = time.monotonic() + at_most_seconds
-    while load() > IDLE_LOAD and time.monotonic() < until:
-        time.sleep(1.0)
-    return load()
+    while (busy := busy_processors()) > IDLE and time.monotonic() < until:
+        pass
+    return busy
 
 
-def warnings(load_before: float, clean: bool | None) -> list[str]:
+def busy_processors(seconds: float = 2.0) -> float:
+    """How many are, on average over the next seconds; the load's average of a minute still has our own last case. Where
+    the kernel does not tell (/proc/stat), that average."""
+    if not _PROCESSORS.exists():
+        return load()
+    before = _busy_seconds(_PROCESSORS.read_text())
+    began = time.monotonic()
+    time.sleep(seconds)
+    return round((_busy_seconds(_PROCESSORS.read_text()) - before) / (time.monotonic() - began), 2)
+
+
+def _busy_seconds(text: str) -> float:
+    """Of all processors: user, nice, system, irq, softirq and steal, of the first line."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, text.split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def warnings(busy_before: float, clean: bool | None) -> list[str]:
     """What a reader of the figure has to know. `clean` is None where there is no git: a version is as good then."""
     found: list[str] = []
-    if load_before > IDLE_LOAD:
-        found.append(f"the load before was {load_before:.2f}: something else was using the machine")
+    if busy_before > IDLE:
+        found.append(f"{busy_before:.2f} processors were busy before: something else was using the machine")
     if clean is False:
         found.append("the tree was not as committed")
     return found

@@ -25,7 +25,7 @@ from towpath.errors import ConfigError, TowpathError
 
 ROUNDS = 6  # the fewest whose interval is one at 95 %; even, so that everybody has each place equally often
 QUICK_ROUNDS = 2
-SETTLE_SECONDS = 150.0  # a load of 6 takes as long to leave the average of a minute
+SETTLE_SECONDS = 150.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Suite:
             "--settle",
             type=float,
             metavar="SECONDS",
-            help=f"wait so long at most for the load to go down (default: {SETTLE_SECONDS:g}; in a job 0)",
+            help=f"wait so long at most for a quiet machine (default: {SETTLE_SECONDS:g}; in a job 0)",
         )
         parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=f"default: {results.file_of(self.name)}")
         parser.add_argument("--json", action="store_true", help="print each result as a line of JSON")
@@ -150,7 +150,7 @@ class Suite:
         self, case: Case, options: argparse.Namespace, speak: Callable[[str], None], job: Job | None, pool: Pool
     ) -> dict[str, Any]:
         settle = options.settle if options.settle is not None else (SETTLE_SECONDS if job is None else 0.0)
-        before = stamp.wait_for_quiet(settle)
+        busy, before = stamp.wait_for_quiet(settle), stamp.load()
         stamped = stamp.stamp()
         began = time.monotonic()
         try:
@@ -158,7 +158,7 @@ class Suite:
         except (CaseError, TowpathError) as error:
             found = {"failed": str(error)}
         checks: list[Check] = found.pop("checks", [])
-        warnings = [*stamp.warnings(before, stamped["clean"]), *found.pop("warnings", [])]
+        warnings = [*stamp.warnings(busy, stamped["clean"]), *found.pop("warnings", [])]
         return {
             "suite": self.name,
             "harness": results.HARNESS,
@@ -166,6 +166,7 @@ class Suite:
             **({"quick": True} if options.quick else {}),
             "asked": _asked(options),
             "load": {"before": before, "after": stamp.load()},
+            "busy_processors": busy,
             "warnings": warnings,
             "took_seconds": round(time.monotonic() - began, 1),
             "case": {**asdict(case), "name": case.name},  # type: ignore[call-overload]
