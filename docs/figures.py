@@ -84,7 +84,9 @@ def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
     variants = {variant.name: variant for variant in draw_quality.VARIANTS}
     for row in draw_quality.judged(runs, list(variants), "zero3", float):
         seeds = ", ".join(f"{share:+.2%}" for share in row.each)
-        asked = draw_quality.asked(variants[row.variant])
+        most, asked = variants[row.variant].most, draw_quality.asked(variants[row.variant])
+        if most is not None and row.mean > most:
+            asked += ", missed"
         yield row.variant, f"{row.mean:+.2%}", f"± {row.around:.2%}", seeds, asked, measured[row.variant]
 
 

@@ -86,7 +86,10 @@ def _serves(root: Path, files: tuple[str, ...]) -> bool:
 def _remove(folder: Path) -> None:
     """Processes that were just killed may be in it for a moment."""
     until = time.monotonic() + _EMPTY_SECONDS
-    while folder.exists() and time.monotonic() < until:
-        with suppress(OSError):
-            folder.rmdir()
-        time.sleep(0.01)
+    while True:
+        try:
+            return folder.rmdir()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)

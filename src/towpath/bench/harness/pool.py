@@ -37,7 +37,7 @@ class Pool:
         try:
             for number, (name, entry) in enumerate(entries.items(), start=1):
                 try:
-                    made[name] = self._on_its_links(entry) or self._new(name, entry, f"{number} of {len(entries)}", say)
+                    made[name] = self._reshaped(entry) or self._new(name, entry, f"{number} of {len(entries)}", say)
                     for _ in range(entry.warm_turns):
                         made[name].ask("turn")
                 except CaseError as error:
@@ -55,19 +55,19 @@ class Pool:
                     one.close()
 
     def keep(self, entries: Collection[Entry]) -> None:
-        """Whoever is none of these, on whatever links, has to go."""
-        kept = {_anywhere(entry) for entry in entries}
-        for entry in [entry for entry in self._staying if _anywhere(entry) not in kept]:
+        """Close whoever is none of these, whatever the rates of its links."""
+        kept = {_without_rates(entry) for entry in entries}
+        for entry in [entry for entry in self._staying if _without_rates(entry) not in kept]:
             self._staying.pop(entry).close()
 
     def _new(self, name: str, entry: Entry, which: str, say: Callable[[str], None]) -> Contestant | InJob:
         say(f"starting {name} ({which})")
         return entry.place.start(name, entry)
 
-    def _on_its_links(self, entry: Entry) -> Contestant | None:
-        """The one that stays, on links as the entry has them; None where there is none. A connection keeps the largest
-        window it had: for links that ask for less, the contestant starts anew."""
-        before = next((each for each in self._staying if _anywhere(each) == _anywhere(entry)), None)
+    def _reshaped(self, entry: Entry) -> Contestant | None:
+        """The one that stays, its links given the rates of `entry`; None where there is none. A connection keeps the
+        largest window it had: for links that ask for less, the contestant starts anew."""
+        before = next((each for each in self._staying if _without_rates(each) == _without_rates(entry)), None)
         if before is None:
             return None
         one = self._staying[before]
@@ -84,8 +84,8 @@ def _window_bytes(place: Cluster) -> float:
     return window_bytes(Rate.parse(place.inter) if isinstance(place.inter, str) else place.inter)
 
 
-def _anywhere(entry: Entry) -> Entry:
-    """Whatever its links."""
+def _without_rates(entry: Entry) -> Entry:
+    """The same contestant, whatever the rates of its links."""
     return replace(entry, place=replace(entry.place, inter=None, intra=None)) if entry.stays else entry
 
 
