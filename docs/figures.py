@@ -4,10 +4,10 @@
     python docs/figures.py --check    says which are old
 
 A page has `<!-- figures: strategies -->` where the table of that suite begins, and `<!-- end of figures -->` where it
-ends. Each row says the commit that it was measured at, or, where the code that the suite measures is another now, that
-it was "measured before" it changed. The working tree is compared with the commit that was measured: so the change that
-makes a figure one of the past says so itself, once; later changes find the page as it has to be. A test of `make test`
-holds the pages to this.
+ends; `lossless` and `lossy` are the races at a glance. Each row says the commit that it was measured at, or, where the
+code that the suite measures is another now, that it was "measured before" it changed. The working tree is compared with
+the commit that was measured: so the change that makes a figure one of the past says so itself, once; later changes find
+the page as it has to be. A test of `make test` holds the pages to this.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from towpath.bench import standings
 from towpath.bench.harness import results
 from towpath.bench.harness.figures import bound
+from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -33,6 +35,8 @@ _ENGINE = tuple(f"src/towpath/{part}" for part in ("api.py", "engine", "collecti
 # What each suite measures: when it changes, figures are of the code before.
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "strategies": _ENGINE,
+    "lossless": _ENGINE,
+    "lossy": _ENGINE,
     "scaling": _ENGINE,
     "overhead": _ENGINE,
     "lora": _ENGINE,
@@ -44,8 +48,12 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
     "quality": _ENGINE,
     "planner": (*_ENGINE, "src/towpath/planner", "src/towpath/sim", "src/towpath/auto"),
 }
+# At a glance: how our best stands beside the best lossless peer.
+STANDINGS: Mapping[str, str] = {"lossless": OUR_LOSSLESS, "lossy": OUR_LOSSY}
+_STRATEGIES = "strategies"
 QUALITY = "quality"
 _QUALITY_HEAD = ("variant", "mean", "95 % interval", "by seed", "asked", "measured")
+BEFORE = ", before its code changed"
 _HEAD = ("case", "figure", "found", "95 % interval", "asked", "measured")
 
 
@@ -53,6 +61,8 @@ def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     """The last run of each case, whether it met what was asked or not."""
     if suite == QUALITY:
         head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
+    elif suite in STANDINGS:
+        head, body = standings.HEADINGS, standings_rows(STANDINGS[suite], folder, root)
     else:
         lines = results.last(results.read(folder / f"{suite}.jsonl")).values()
         head, body = _HEAD, [row for line in lines for row in rows(line, when(line, SOURCES[suite], root))]
@@ -75,6 +85,13 @@ def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
         )
 
 
+def standings_rows(what: str, folder: Path, root: Path) -> Sequence[Sequence[str]]:
+    def mark(line: Mapping[str, Any]) -> str:
+        return " \\*" * (BEFORE in when(line, SOURCES[_STRATEGIES], root))
+
+    return standings.rows(results.last(results.read(folder / f"{_STRATEGIES}.jsonl")).values(), what, mark)
+
+
 def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
     """Of each variant the final loss over zero3's with the same seed, less one."""
     sys.path.append(str(ROOT / "benchmarks"))
@@ -94,7 +111,7 @@ def when(line: Mapping[str, Any], paths: Sequence[str], root: Path) -> str:
     """The commit that was measured, and whether its code is still what there is."""
     commit = line.get("commit") or line.get("environment", {}).get("commit")
     if commit:
-        return f"at {commit[:10]}{', before its code changed' * changed_since(commit, paths, root)}"
+        return f"at {commit[:10]}{BEFORE * changed_since(commit, paths, root)}"
     version = line.get("versions", {}).get("towpath")
     return f"version {version}" if version else f"on {str(line.get('date'))[:10]}"
 

@@ -1,0 +1,85 @@
+"""How our best stands beside the best lossless peer, at a glance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from towpath.bench import standings
+from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
+
+
+def race(name: str, found: float, **changed: Any) -> dict[str, Any]:
+    """Of `mics` and a lossy `zero++` against `torch-ddp`: as lines of results are."""
+    nodes, ranks = int(name[0]), int(name[2])
+    topology, micro_steps = {"nodes": nodes, "ranks_per_node": ranks}, int(name.partition("-micro")[2][0])
+    line: dict[str, Any] = {
+        "suite": "strategies",
+        "case": {"name": name, "workload": {"topology": topology, "micro_steps": micro_steps}},
+        "checks": [
+            {"what": "lossless: mics against torch-ddp, times as fast", "found": found, "at_least": 0.97, "met": True},
+            {"what": "lossy against lossless: zero++ against torch-ddp, times as fast", "found": 2 * found},
+        ],
+        "contestants": {"mics": {"lossless": True}, "zero++": {"lossless": False}},
+        "median_seconds": {"mics": 3.6 / found, "zero++": 1.8 / found, "torch-ddp": 3.6},
+        "floor_seconds": {"mics": 2.7, "zero++": 1.0},
+        "optimizer_seconds": {"mics": 0.3, "zero++": 0.2},
+    }
+    return line | changed
+
+
+def cells(lines: list[dict[str, Any]], what: str = OUR_LOSSLESS) -> list[dict[str, str]]:
+    return [dict(zip(standings.HEADINGS, row, strict=True)) for row in standings.rows(lines, what)]
+
+
+def test_a_row_is_of_a_cluster_and_its_columns_are_regimes_with_what_perfect_overlap_would_give() -> None:
+    [row] = cells([race("2x2-regime4-micro1", 1.1), race("2x2-unshaped-micro1", 1.0, floor_seconds={})])
+    assert row["nodes × ranks"] == "2 × 2" and row["a block"] == "computes"
+    assert row["4"] == "1.10 of 1.20"
+    assert row["unshaped"] == "1.00"  # no floor: nothing says what it could be
+    assert row["8"] == ""
+
+
+def test_the_mean_is_geometric_and_stands_only_where_all_its_regimes_were_raced() -> None:
+    raced = [race(f"2x2-regime{regime}-micro1", found) for regime, found in ((8, 2.0), (4, 2.0), (2, 1.0))]
+    assert cells(raced)[0][standings.MEAN] == ""
+    [row] = cells([*raced, race("2x2-regime1-micro1", 1.0), race("2x2-regime0.5-micro1", 9.0)])
+    assert row[standings.MEAN] == "1.41 of 1.20"
+
+
+def test_clusters_micro_steps_and_waits_have_rows_of_their_own_in_order() -> None:
+    names = ["4x2-regime4-micro1", "2x2-regime4-micro4", "2x2-regime4-micro1-waiting0.05", "2x2-regime4-micro1"]
+    found = cells([race(name, 1.1) for name in [*names, "2x2-regime2-micro1-waiting"]])
+    told = [(row["nodes × ranks"], row["micro-steps"], row["a block"]) for row in found]
+    assert told == [
+        ("2 × 2", "1", "computes"),
+        ("2 × 2", "1", "waits"),
+        ("2 × 2", "1", "waits 0.05 s"),
+        ("2 × 2", "4", "computes"),
+        ("4 × 2", "1", "computes"),
+    ]
+
+
+def test_codecs_have_their_own_figure_and_a_missed_one_is_marked() -> None:
+    line = race("2x2-regime4-micro1", 1.0)
+    line["checks"][1]["met"] = False
+    assert cells([line], OUR_LOSSY)[0]["4"] == "2.00 of 3.00, missed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["2x2-200mbit-micro1", "2x2-regime4-micro1-fp32", "2x2-regime4-micro1-width192", "2x2-cluster-micro1"],
+)
+def test_what_is_not_of_a_regime_or_of_another_model_is_left_out(name: str) -> None:
+    assert not cells([race(name, 1.1)])
+
+
+def test_a_race_without_that_kind_is_left_out() -> None:
+    assert not cells([race("2x2-regime4-micro1", 1.1, checks=[])])
+
+
+def test_a_mark_stands_beside_the_figure_of_its_race() -> None:
+    raced = [race(f"2x2-regime{regime}-micro1", 1.1) for regime in (8, 4, 2, 1)]
+    [row] = standings.rows(raced, OUR_LOSSLESS, lambda line: " *" * (line is raced[1]))
+    assert row[3:] == ("1.10 of 1.20", "1.10 of 1.20 *", "1.10 of 1.20", "1.10 of 1.20", "", "", "1.10 of 1.20 *")
