@@ -4,10 +4,10 @@
     python docs/figures.py --check    says which are old
 
 A page has `<!-- figures: strategies -->` where the table of that suite begins, and `<!-- end of figures -->` where it
-ends; `lossless` and `lossy` are the races at a glance. Each row says the commit that it was measured at, or, where the
-code that the suite measures is another now, that it was "measured before" it changed. The working tree is compared with
-the commit that was measured: so the change that makes a figure one of the past says so itself, once; later changes find
-the page as it has to be. A test of `make test` holds the pages to this.
+ends; `lossless` and `lossy` are the races at a glance, `headline` a sentence about them. Each row says the commit that
+it was measured at, or, where the code that the suite measures is another now, that it was "measured before" it changed.
+The working tree is compared with the commit that was measured: so the change that makes a figure one of the past says
+so itself, once; later changes find the page as it has to be. A test of `make test` holds the pages to this.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import importlib
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ _ENGINE = tuple(f"src/towpath/{part}" for part in ("api.py", "engine", "collecti
 # What each suite measures: when it changes, figures are of the code before.
 SOURCES: Mapping[str, tuple[str, ...]] = {
     "strategies": _ENGINE,
+    "headline": _ENGINE,
     "lossless": _ENGINE,
     "lossy": _ENGINE,
     "scaling": _ENGINE,
@@ -50,6 +52,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = {
 }
 # At a glance: how our best stands beside the best lossless peer.
 STANDINGS: Mapping[str, str] = {"lossless": OUR_LOSSLESS, "lossy": OUR_LOSSY}
+HEADLINE = "headline"
 _STRATEGIES = "strategies"
 QUALITY = "quality"
 _QUALITY_HEAD = ("variant", "mean", "95 % interval", "by seed", "asked", "measured")
@@ -61,6 +64,9 @@ def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     """The last run of each case, whether it met what was asked or not."""
     if suite == QUALITY:
         head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
+    elif suite == HEADLINE:
+        raced = results.last(results.read(folder / f"{_STRATEGIES}.jsonl")).values()
+        return textwrap.fill(standings.headline(list(raced)), 119) + "\n"
     elif suite in STANDINGS:
         head, body = standings.HEADINGS, standings_rows(STANDINGS[suite], folder, root)
     else:

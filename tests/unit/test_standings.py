@@ -83,3 +83,10 @@ def test_a_mark_stands_beside_the_figure_of_its_race() -> None:
     raced = [race(f"2x2-regime{regime}-micro1", 1.1) for regime in (8, 4, 2, 1)]
     [row] = standings.rows(raced, OUR_LOSSLESS, lambda line: " *" * (line is raced[1]))
     assert row[3:] == ("1.10 of 1.20", "1.10 of 1.20 *", "1.10 of 1.20", "1.10 of 1.20", "", "", "1.10 of 1.20 *")
+
+
+def test_the_headline_names_the_race_that_won_least_as_well_as_the_one_that_won_most() -> None:
+    raced = [race("2x2-regime8-micro1", 1.5), race("4x2-regime4-micro4", 1.1), race("2x2-regime1-micro1", 0.98)]
+    said = standings.headline(raced)
+    assert "**1.10 to 1.50 times**" in said and "**2.20 to 3.00 times**" in said
+    assert said.endswith("0.98 to 0.98 and 1.96 to 1.96 times.")

@@ -44,7 +44,7 @@ _DEEPSPEED = tuple(
 )
 
 # Of a quick run: who wins most often on either side, and who is best known.
-QUICK = ("mics", "paro-iig", "zero++", "fsdp2 tuned", "hsdp tuned", "torch-ddp tuned bf16")
+QUICK = ("paro-ngg", "mics", "zero++", "fsdp2 tuned", "hsdp tuned", "torch-ddp tuned bf16")
 
 
 @dataclass(frozen=True, slots=True)

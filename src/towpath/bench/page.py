@@ -57,8 +57,8 @@ def read(files: Sequence[Path]) -> list[Line]:
 def write(path: Path, lines: Sequence[Line]) -> None:
     everything = table_html(_HEADINGS, [row for line in lines for row in rows(line)])
     about = (
-        "The races at a glance. Columns are regimes: in a regime of 4, FSDP2's communication alone takes four times what "
-        "the bare module computes. “1.15 of 1.18”: with perfect overlap it would be 1.18."
+        "The races at a glance. Columns are regimes: in a regime of 4, FSDP2's communication alone takes four times "
+        "what the bare module computes. “1.15 of 1.18”: with perfect overlap it would be 1.18."
     )
     each = (
         "A figure is of medians over rounds in which all contestants took turns, each in processes of its own. The "

@@ -127,3 +127,19 @@ TITLES: Mapping[str, str] = {
     OUR_LOSSLESS: "Our best lossless strategy, times as fast as the best lossless peer",
     OUR_LOSSY: "Our best strategy with codecs, times as fast as the best lossless peer",
 }
+
+
+def headline(lines: Sequence[Line]) -> str:
+    """One sentence: from the race that won us least to the one that won us most."""
+
+    def span(what: str, *columns: str) -> str:
+        found = [row[column].found for row in standings(lines, what).values() for column in columns if column in row]
+        return f"{min(found):.2f} to {max(found):.2f}" if found else "?"
+
+    return (
+        "Raced against DDP, FSDP2 and HSDP, each as its experts tune it, on clusters of two to four nodes: where FSDP2 "
+        "communicates four to eight times as long as it computes, our best lossless strategy was "
+        f"**{span(OUR_LOSSLESS, '8', '4')} times** as fast as the best of them and our best with codecs "
+        f"**{span(OUR_LOSSY, '8', '4')} times**; where it communicates as long as it computes, "
+        f"{span(OUR_LOSSLESS, '1')} and {span(OUR_LOSSY, '1')} times."
+    )
