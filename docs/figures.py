@@ -65,16 +65,19 @@ def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     if suite == QUALITY:
         head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
     elif suite == HEADLINE:
-        raced = results.last(results.read(folder / f"{_STRATEGIES}.jsonl")).values()
-        return textwrap.fill(standings.headline(list(raced)), 119) + "\n"
+        return textwrap.fill(standings.headline(_last_lines(_STRATEGIES, folder)), 119) + "\n"
     elif suite in STANDINGS:
         head, body = standings.HEADINGS, standings_rows(STANDINGS[suite], folder, root)
     else:
-        lines = results.last(results.read(folder / f"{suite}.jsonl")).values()
+        lines = _last_lines(suite, folder)
         head, body = _HEAD, [row for line in lines for row in rows(line, when(line, SOURCES[suite], root))]
     if not body:
         return NOT_YET
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
+
+
+def _last_lines(suite: str, folder: Path) -> list[dict[str, Any]]:
+    return list(results.last(results.read(folder / f"{suite}.jsonl")).values())
 
 
 def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
@@ -95,7 +98,7 @@ def standings_rows(what: str, folder: Path, root: Path) -> Sequence[Sequence[str
     def mark(line: Mapping[str, Any]) -> str:
         return " \\*" * (BEFORE in when(line, SOURCES[_STRATEGIES], root))
 
-    return standings.rows(results.last(results.read(folder / f"{_STRATEGIES}.jsonl")).values(), what, mark)
+    return standings.rows(_last_lines(_STRATEGIES, folder), what, mark)
 
 
 def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
