@@ -367,6 +367,7 @@ class TestCommand:
             assert ended.value.code == 0
             shown = capsys.readouterr().out
             assert f"towpath bench {name}" in shown and "--quick" in shown and "--json" in shown
+            assert max(map(len, shown.splitlines())) <= 100
 
     def test_a_users_mistake_is_one_error(self) -> None:
         with pytest.raises(ConfigError, match="there is no suite 'speed', only strategies"):

@@ -16,6 +16,7 @@ from towpath.bench import drawing, standings
 from towpath.bench.drawing import Line
 from towpath.bench.harness import results
 from towpath.bench.harness.figures import bound
+from towpath.bench.harness.suite import HelpFormatter
 from towpath.errors import ConfigError
 from towpath.train.observe.plots import svg
 from towpath.train.observe.report import figure_html, table_html, write_page
@@ -26,9 +27,7 @@ _RACED = "communication_share"  # what results of strategies and scaling have
 
 
 def main(arguments: Sequence[str], command: str) -> None:
-    parser = argparse.ArgumentParser(
-        prog=command, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog=command, description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help=f"default: all of {results.FOLDER}")
     parser.add_argument("-o", "--output", type=Path, default=Path("bench.html"), help="default: bench.html")
     options = parser.parse_args(arguments)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -26,6 +28,7 @@ from towpath.errors import ConfigError, TowpathError
 ROUNDS = 6  # the fewest whose interval is one at 95 %; even, so that everybody has each place equally often
 QUICK_ROUNDS = 2
 SETTLE_SECONDS = 150.0
+HELP_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,7 @@ class Suite:
 
     def _parsed(self, arguments: Sequence[str] | None, command: str | None) -> argparse.Namespace:
         names = ", ".join(case.name for case in self.cases)
-        parser = _Parser(
-            prog=command, description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-        )
+        parser = _Parser(prog=command, description=self.doc, formatter_class=HelpFormatter, allow_abbrev=False)
         parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {names} (default: all)")
         parser.add_argument("--rounds", type=int, default=self.rounds, help=f"default: {self.rounds}")
         parser.add_argument("--quick", action="store_true", help="show soon that it works; keep nothing")
@@ -173,6 +174,17 @@ class Suite:
             "checks": [check.recorded() for check in checks],
             **found,
         }
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Fills the paragraphs of a module's docstring anew, in at most 100 columns; what is indented stays as it is."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        super().__init__(prog, width=min(HELP_COLUMNS, shutil.get_terminal_size().columns) - 2, **settings)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        return "\n\n".join(each if each.startswith(" ") else textwrap.fill(each, width) for each in paragraphs)
 
 
 class _Parser(argparse.ArgumentParser):
