@@ -41,6 +41,13 @@ def test_a_row_is_of_a_cluster_and_its_columns_are_regimes_with_what_perfect_ove
     assert row["8"] == ""
 
 
+def test_unshaped_cables_say_which_regime_they_came_to() -> None:
+    came_to = {"regime": {"found in the race": 0.531}}
+    [row] = cells([race("4x2-unshaped-micro4", 1.0, **came_to), race("4x2-regime1-micro4", 1.1, **came_to)])
+    assert row["unshaped"] == "1.00 of 1.20 at 0.53"
+    assert row["1"] == "1.10 of 1.20"  # the column says it
+
+
 def test_the_mean_is_geometric_and_stands_only_where_all_its_regimes_were_raced() -> None:
     raced = [race(f"2x2-regime{regime}-micro1", found) for regime, found in ((8, 2.0), (4, 2.0), (2, 1.0))]
     assert cells(raced)[0][standings.MEAN] == ""

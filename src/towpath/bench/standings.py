@@ -2,6 +2,7 @@
 
 A row for each cluster, number of micro-steps and kind of blocks; a column for each regime. Beside the ratio stands what
 it would be if our best took what the simulator gives for perfect overlap: where that is near, nothing is left to win.
+Unshaped cables are another regime on each cluster; which one stands there.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Standing:
     line: Line
 
     def __str__(self) -> str:
-        return _shown(self.found, self.most) + ", missed" * self.missed
+        regime = None if "regime" in self.line["case"]["name"] else self.line.get("regime", {}).get("found in the race")
+        at = "" if regime is None else f" at {regime:.2g}"
+        return _shown(self.found, self.most) + at + ", missed" * self.missed
 
 
 def standings(lines: Iterable[Line], what: str) -> dict[Setting, dict[str, Standing]]:
