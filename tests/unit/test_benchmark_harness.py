@@ -27,6 +27,7 @@ from towpath.bench.workload import Workload
 from towpath.core.presets import strategy
 from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
+from towpath.errors import ConfigError
 from towpath.lab import LinkBytes, Rate
 from towpath.observing import BETWEEN, INSIDE, Interval
 from towpath.sim.timeline import Event
@@ -397,6 +398,30 @@ class TestSuite:
         with pytest.raises(SystemExit, match="no case frist, nobody; there are first, second, broken"):
             run("nobody", "first", "frist")
         assert not run.file.exists()
+
+    @pytest.mark.parametrize(
+        ("given", "said"),
+        [
+            ("things.jsonl/x.jsonl", "--output .*x.jsonl: there is no folder .*things.jsonl. Make it first, or"),
+            (
+                "nowhere/x.jsonl",
+                "--output .*x.jsonl: there is no folder .*nowhere. Make it first, or name another file",
+            ),
+            (".", "--output .*: that is a folder. Name a file in it"),
+        ],
+    )
+    def test_where_no_results_can_be_written_nothing_is_measured(
+        self, run: Ran, given: str, said: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(Case, "measure", lambda *_: pytest.fail("it was measured"))
+        run.file.write_text("")
+        with pytest.raises(SystemExit, match=said):
+            run.suite.main(["first", "--quick", "-o", str(run.file.parent / given)])
+
+    def test_of_a_job_all_ranks_say_that_rank_0_cannot_write(self, run: Ran) -> None:
+        rank_1: Any = SimpleNamespace(groups=SimpleNamespace(gather_objects=lambda mine: ["no folder on rank 0", mine]))
+        with pytest.raises(ConfigError, match="no folder on rank 0"):
+            suite._check_output(run.file, rank_1)
 
 
 @dataclass

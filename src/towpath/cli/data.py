@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.cli.commands import Commands
-from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
+from towpath.output_file import check_output_file
 from towpath.train.config import DataConfig
 from towpath.train.data import corpus
 from towpath.train.data.prepare import SHARD_TOKENS, Outcome, Plan, prepare
@@ -58,7 +58,7 @@ def prepare_command(
 
     Exit code: 0; 2 if it could not be made.
     """
-    check_folder("--json", json_file)
+    check_output_file("--json", json_file)
     found = corpus.find(DataConfig(text=tuple(sources or ()), dataset=dataset, column=column, tokenizer=tokenizer))
     with progress_bar("Tokens of " + found.about) as progress:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -83,7 +83,7 @@ def show(
 
     Exit code: 0; 2 if something is missing or not as it was written.
     """
-    check_folder("--json", json_file)
+    check_output_file("--json", json_file)
     manifest = Manifest.load(folder)
     if verify:
         with progress_bar(f"Verifying {folder}") as progress:

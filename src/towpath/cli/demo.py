@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath import lab
-from towpath.cli.output import check_folder
+from towpath.output_file import check_output_file
 
 
 def demo(
@@ -33,7 +33,7 @@ def demo(
     from towpath.train import demo as story
     from towpath.train.observe.report import HEADINGS, rows_of, write_report
 
-    check_folder("--output", output)
+    check_output_file("--output", output)
     names = strategies or list(story.STRATEGIES)
     configurations = [story.configuration(name, steps) for name in names]
     console = Console(width=100, highlight=False)

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.cli.commands import Commands
-from towpath.cli.output import check_folder
 from towpath.errors import LabError
 from towpath.lab import Lab, Rate, Result
 from towpath.lab.launch import check_script
 from towpath.lab.run import describe
+from towpath.output_file import check_output_file
 from towpath.topology.cluster import Topology
 from towpath.train.observe.progress import size
 
@@ -56,7 +56,7 @@ def run(
     """
     cable, loopback = Rate.parse(inter), Rate.parse(intra) if intra is not None else None
     check_script(command)
-    check_folder("--json", json_file)
+    check_output_file("--json", json_file)
     progress = Console(stderr=True, highlight=False)
     progress.print(f"Raising {nodes} nodes with {ranks} ranks each, {cable} between them", style="dim")
     with Lab(Topology(nodes, ranks), inter=cable, intra=loopback) as lab:

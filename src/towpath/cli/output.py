@@ -11,10 +11,7 @@ import io
 import os
 import select
 import sys
-from pathlib import Path
 from typing import Any, TextIO, final
-
-from towpath.errors import ConfigError
 
 
 @final
@@ -57,12 +54,6 @@ class Output:
         """Why what was printed on stdout is not where it was to go; None also if its reader left."""
         sys.stdout.flush()
         return self._stdout.lost
-
-
-def check_folder(option: str, path: Path | None) -> None:
-    """Before anything is computed whose result goes to `path`, if there is one."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option} {path}: there is no folder {path.absolute().parent}.")
 
 
 def _to_nowhere(descriptor: int) -> None:

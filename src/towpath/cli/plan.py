@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.output import check_folder
 from towpath.cli.plan_pipelines import Asked, simulated, with_pipelines
 from towpath.cli.plan_pipelines import settings as of_stages
 from towpath.core import presets
@@ -22,6 +21,7 @@ from towpath.core.pipeline import SCHEDULES
 from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
+from towpath.output_file import check_output_file
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB
@@ -125,8 +125,8 @@ def plan(
     Considers every placement of parameters, gradients and optimizer states, every route, codecs where you allow them,
     micro-batches, activation checkpointing. Needs no torch, no GPU, and no cluster. Exit code 1: nothing fits.
     """
-    check_folder("--output", output)
-    check_folder("--report", report)
+    check_output_file("--output", output)
+    check_output_file("--report", report)
     stages = Asked(pipeline or (), tensor or (), schedule or (), compression or ())
     if stages.pipelines and report is not None:
         raise ConfigError("--report draws what is planned without stages: leave out --pipeline, or --report.")
@@ -253,7 +253,7 @@ def simulate(
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
-    check_folder("--trace", trace)
+    check_output_file("--trace", trace)
     if pipeline > 1:
         if jitter or straggler or offload:
             raise ConfigError("--jitter, --straggler and --offload are for steps without stages: leave out --pipeline.")

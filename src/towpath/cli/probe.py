@@ -11,8 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.output import check_folder
 from towpath.errors import ConfigError
+from towpath.output_file import check_output_file
 from towpath.planner.probe_checks import collective_seconds, slowdowns
 from towpath.planner.profile import Profile
 from towpath.planner.tables import seconds
@@ -43,8 +43,8 @@ def probe(
             "probe measures between ranks, and no launcher has placed this process as one. Start it by torchrun … -m "
             "towpath probe on every node, or by towpath lab run … -- -m towpath probe."
         )
-    check_folder("--output", output)
-    check_folder("--picture", picture)
+    check_output_file("--output", output)
+    check_output_file("--picture", picture)
     profile = _measured(budget)
     if profile is None:
         return

@@ -24,6 +24,7 @@ from towpath.bench.harness.figures import Check, verdict
 from towpath.bench.harness.job import Job, decided, running_job
 from towpath.bench.harness.pool import Pool
 from towpath.errors import ConfigError, TowpathError
+from towpath.output_file import check_output_file
 
 ROUNDS = 6  # the fewest whose interval is one at 95 %; even, so that everybody has each place equally often
 QUICK_ROUNDS = 2
@@ -100,6 +101,7 @@ class Suite:
             self._measure_all(options, job, pool)
 
     def _measure_all(self, options: argparse.Namespace, job: Job | None, pool: Pool) -> None:
+        _check_output(options.output, job)
         file, speak = _file(options, self.name), say if job is None or job.rank == 0 else silent
         cases = selected(self.chosen(self.cases, options), options.cases)
         if options.resume:
@@ -223,6 +225,17 @@ def _left(began: float, done: int, total: int) -> str:
         return ""
     seconds = (time.monotonic() - began) / done * (total - done)
     return f", about {seconds / 60:.0f} min to go" if seconds >= 90 else f", about {seconds:.0f} s to go"
+
+
+def _check_output(path: Path | None, job: Job | None) -> None:
+    """In a job rank 0 writes: what is wrong for it, all ranks say."""
+    wrong = None
+    try:
+        check_output_file("--output", path)
+    except ConfigError as error:
+        wrong = str(error)
+    if (wrong := decided(job, wrong)) is not None:
+        raise ConfigError(wrong)
 
 
 def _file(options: argparse.Namespace, suite: str) -> Path | None:
