@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from textwrap import fill
 from typing import Annotated, Any
 
 import typer
 
+from towpath.bench.harness.help import help_width
 from towpath.errors import ConfigError
 
 # By name, what each measures. Their modules load torch, and are not needed for this list.
@@ -61,8 +63,10 @@ def bench(
 
 
 def _listing() -> str:
-    usage = "Usage: towpath bench SUITE [CASE ...] [--quick] [--resume] [-o FILE] [--json] …"
+    width = help_width()
+    usage = "Usage: towpath bench SUITE [CASE ...] [--quick] [--resume] [-o FILE] …"
     about = "Measure Towpath beside what people would use instead, each configured as its experts would."
-    suites = [f"  {name:<12} {what}" for name, what in SUITES.items()]
-    suites += [f"  {_REPORT:<12} all results as one HTML page: towpath bench report -o bench.html"]
-    return "\n".join([usage, "", about, "", *suites, "", "Example: towpath bench strategies --quick"])
+    listed = SUITES | {_REPORT: "all results as one HTML page: bench.html, or -o FILE"}
+    suites = [fill(f"  {name:<12} {what}", width, subsequent_indent=" " * 15) for name, what in listed.items()]
+    example = "Example: towpath bench strategies --quick"
+    return "\n\n".join([fill(usage, width), fill(about, width), "\n".join(suites), example])

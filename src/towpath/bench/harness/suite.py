@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +19,7 @@ from typing import Any, NoReturn, Protocol
 from towpath.bench.harness import results, stamp
 from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.figures import Check, verdict
+from towpath.bench.harness.help import HelpFormatter
 from towpath.bench.harness.job import Job, decided, running_job
 from towpath.bench.harness.pool import Pool
 from towpath.errors import ConfigError, TowpathError
@@ -29,7 +28,6 @@ from towpath.output_file import check_output_file
 ROUNDS = 6  # the fewest whose interval is one at 95 %; even, so that everybody has each place equally often
 QUICK_ROUNDS = 2
 SETTLE_SECONDS = 150.0
-HELP_COLUMNS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,17 +174,6 @@ class Suite:
             "checks": [check.recorded() for check in checks],
             **found,
         }
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """Fills the paragraphs of a module's docstring anew, in at most 100 columns; what is indented stays as it is."""
-
-    def __init__(self, prog: str, **settings: Any) -> None:
-        super().__init__(prog, width=min(HELP_COLUMNS, shutil.get_terminal_size().columns) - 2, **settings)
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = text.strip("\n").split("\n\n")
-        return "\n\n".join(each if each.startswith(" ") else textwrap.fill(each, width) for each in paragraphs)
 
 
 class _Parser(argparse.ArgumentParser):

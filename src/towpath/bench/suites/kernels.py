@@ -1,6 +1,7 @@
 """The codecs' kernels against a copy of memory, against the oracle, and fused against apart; on one thread.
 
-    towpath bench kernels [CASE …] [--device cpu] [--rounds 10] [--quick] [--resume]
+    towpath bench kernels [CASE …] [--device cpu] [--rounds 10] [--quick]
+                          [--resume]
 
 In a round each contestant, in a process of its own, works once unmeasured (what ran before has the caches) and then
 twice, on 16 MB of input (on a GPU 512 MB); figures are of the medians. Bandwidth counts the bytes read and the bytes

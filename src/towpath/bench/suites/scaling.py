@@ -1,7 +1,7 @@
 """Steps on 1, 2, 4 and 8 nodes: weak scaling, where each rank computes the same, and strong scaling, where all do.
 
-    towpath bench scaling [CASE …] [--ranks 2] [--inter 200mbit] [--contestants mics,paro-iig]
-                          [--rounds 6] [--quick]
+    towpath bench scaling [CASE …] [--ranks 2] [--inter 200mbit]
+                          [--contestants mics,paro-iig] [--rounds 6] [--quick]
 
 What is measured are seconds of a step, bytes that leave the nodes, exposed seconds, and the processors' seconds of all
 ranks: on a machine with fewer cores than ranks, wall time is of the cores, and these tell what is not. `accounted` is

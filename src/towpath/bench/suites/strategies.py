@@ -1,24 +1,30 @@
 """Steps of every strategy of ours beside PyTorch's own, configured as their experts would.
 
-    towpath bench strategies --quick               two environments, six contestants: two minutes
-    towpath bench strategies                       everything; takes hours, --resume goes on with it
+    towpath bench strategies --quick               two environments, six
+                                                   contestants: two minutes
+    towpath bench strategies                       everything: hours; --resume
+                                                   goes on with it
     towpath bench strategies 2x2-regime4-micro1    one environment
     towpath bench strategies --nodes 2 --ranks 2 --regime 8,4 --micro-steps 1
-    torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench strategies     on your own cluster
+    torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench strategies
+                                                   on your own cluster
 
 On this machine an environment is a shaped cluster. A regime of 4 asks for cables on which FSDP2's communication alone
 takes four times what the bare module computes; the rate is looked for first. In each environment all contestants are
 screened once; the best five of ours, the best peers and the pair of equal rank then race in turns. The pairs:
 
-    lossless                 our best lossless strategy against the best lossless peer, which may
-                             have our ring in place of gloo's reduce-scatter (that sends twice the
+    lossless                 our best lossless strategy against the best
+                             lossless peer, which may have our ring in place
+                             of gloo's reduce-scatter (that sends twice the
                              bytes); at least 0.97 times as fast
     lossless, as they come   the same without such help
-    beside DeepSpeed         the same, with its ZeRO where it is installed (deepspeed_peer.py)
-    lossy against lossless   our best strategy with codecs against the best lossless peer; from a
-                             regime of 4 on at least 2.2 times as fast
-    low rank                 ddp with low-rank gradients against DDP's PowerSGD hook of the same
-                             rank; at least 0.97
+    beside DeepSpeed         the same, with its ZeRO where it is installed
+                             (deepspeed_peer.py)
+    lossy against lossless   our best strategy with codecs against the best
+                             lossless peer; from a regime of 4 on at least 2.2
+                             times as fast
+    low rank                 ddp with low-rank gradients against DDP's
+                             PowerSGD hook of the same rank; at least 0.97
 
 Where blocks wait (--waiting), also a step of mics, paro-iig and zero++ against the least that it can take, which the
 simulator gives for perfect overlap, both without the optimizer (and clipping); at most 1.15 times that.
