@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from towpath.bench.harness.regime import Trial
 from towpath.bench.peers import OPTIONS, Kind
 from towpath.bench.selection import OUR_LOSSLESS
 from towpath.bench.steps import Step
-from towpath.bench.suites import scaling, strategies
+from towpath.bench.suites import planner, prediction, scaling, strategies
 from towpath.bench.venue import Screening, Tried, Venue
 from towpath.bench.workload import Workload
 from towpath.cli import bench as command
@@ -374,6 +376,24 @@ class TestCommand:
             shown = capsys.readouterr().out
             assert f"towpath bench {name}" in shown and "--quick" in shown and "--json" in shown
             assert max(map(len, shown.splitlines())) <= min(columns, 100)
+
+    @pytest.mark.parametrize("suite", command.SUITES)
+    def test_a_case_can_be_copied_from_the_help_into_a_shell(
+        self, suite: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            command.bench(suite, ["--help"])
+        listed = capsys.readouterr().out.partition("\ncases, as they are written in a shell:\n\n")[2]
+        cases = import_module(f"towpath.bench.suites.{suite}").SUITE.cases
+        assert [shlex.split(row) for row in listed.splitlines() if row.startswith("  ")] == [[c.name] for c in cases]
+
+    def test_a_name_with_spaces_is_told_from_its_neighbours(self) -> None:
+        with pytest.raises(ConfigError, match="no case 'state dcit'; there are loaded, drawn, 'state dict', limited"):
+            command.bench("memory", ["state dcit"])
+
+    def test_the_planners_suite_says_how_many_strategies_it_runs(self) -> None:
+        count = len({*prediction.LOSSLESS, *prediction.LOSSY})
+        assert f"steps of {count} strategies, and of the two that the planner" in planner.SUITE.doc
 
     def test_a_users_mistake_is_one_error(self) -> None:
         with pytest.raises(ConfigError, match="there is no suite 'speed', only strategies"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import signal
 import sys
 import time
@@ -122,12 +123,18 @@ class Suite:
                 if file is not None:
                     results.append(file, line)
         if failed:
-            raise SystemExit(f"not measured: {', '.join(failed)}")
+            raise SystemExit(f"not measured: {_listed(failed)}")
 
     def _parsed(self, arguments: Sequence[str] | None, command: str | None) -> argparse.Namespace:
-        names = ", ".join(case.name for case in self.cases)
-        parser = _Parser(prog=command, description=self.doc, formatter_class=HelpFormatter, allow_abbrev=False)
-        parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {names} (default: all)")
+        names = "\n".join(f"  {shlex.quote(case.name)}" for case in self.cases)
+        parser = _Parser(
+            prog=command,
+            description=self.doc,
+            epilog=f"cases, as they are written in a shell:\n\n{names}",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+        parser.add_argument("cases", nargs="*", metavar="CASE", help="of those listed below (default: all)")
         parser.add_argument("--rounds", type=int, default=self.rounds, help=f"default: {self.rounds}")
         parser.add_argument("--quick", action="store_true", help="show soon that it works; keep nothing")
         parser.add_argument("--resume", action="store_true", help="leave out what was measured with this very code")
@@ -191,10 +198,15 @@ def selected(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
     known = [case.name for case in cases]
     if unknown := sorted(set(names) - set(known)):
         raise ConfigError(
-            f"no case {', '.join(unknown)}; there are {', '.join(known)}. The options of an environment, such as "
+            f"no case {_listed(unknown)}; there are {_listed(known)}. The options of an environment, such as "
             "--waiting or --nodes, make others."
         )
     return [case for case in cases if not names or case.name in names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Each as it is written in a shell: in quotes where it has spaces."""
+    return ", ".join(map(shlex.quote, names))
 
 
 def say(text: str) -> None:

@@ -1,10 +1,10 @@
-"""Predicted against measured steps: the planner's figures for ten strategies, and the same strategies run.
+"""Predicted against measured steps of 12 strategies, and of the two that the planner itself chooses.
 
     towpath bench planner [CASE …] [--rounds 6] [--quick] [--resume]
 
 A case is an environment: a rate of the cables, a shape of the cluster, a model, micro-steps, and whether its blocks
 compute on the cores or wait instead. On ranks of their own, `towpath probe` measures the cluster, and then the ranks
-measure the model's units; nothing else enters the predictions. Then every strategy runs, and those that the planner
+measure the model's units; nothing else enters the predictions. Then every strategy runs, and the one that the planner
 ranks first, without codecs and with them: each in processes of its own, in turns. What comes out: the error of each
 predicted step; the regret, what the planner's choice takes over the best that was measured; the rank correlation; and
 how far apart each transfer begins by the engine's trace and by the simulator (`timelines.py`). Every run is added to
