@@ -391,6 +391,18 @@ class TestCommand:
         with pytest.raises(ConfigError, match="no case 'state dcit'; there are loaded, drawn, 'state dict', limited"):
             command.bench("memory", ["state dcit"])
 
+    @pytest.mark.parametrize("suite", command.SUITES)
+    def test_an_unknown_case_hears_of_options_that_the_suite_has(
+        self, suite: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            command.bench(suite, ["--help"])
+        usage, _, _ = capsys.readouterr().out.partition("\n\n")
+        with pytest.raises(ConfigError, match="no case nobody; there are ") as refused:
+            command.bench(suite, ["nobody"])
+        named = set(re.findall(r"--[a-z-]+", str(refused.value)))
+        assert named == {option for option in ("--waiting", "--nodes", "--device") if option in usage}
+
     def test_the_planners_suite_says_how_many_strategies_it_runs(self) -> None:
         count = len({*prediction.LOSSLESS, *prediction.LOSSY})
         assert f"steps of {count} strategies, and of the two that the planner" in planner.SUITE.doc

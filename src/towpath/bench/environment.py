@@ -114,6 +114,9 @@ def regime_recorded(derived: Derived | None, found: float) -> tuple[dict[str, An
 # The command line -----------------------------------------------------------------------------------------------------
 
 
+OTHER_CASES = "The options of an environment, such as --waiting or --nodes, make others."
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Each takes one value or several, by commas: the environments are all their combinations."""
     parser.add_argument("--nodes", type=several(positive(int)), metavar="N,…", help="nodes of the cluster")

@@ -73,7 +73,8 @@ def no_options(parser: argparse.ArgumentParser) -> None:
 @dataclass(frozen=True, slots=True)
 class Suite:
     """`options` adds the suite's own. `chosen`: of the cases those that the options mean, or others that they ask for;
-    `options.job` is there too. `shown`: a result, for people. `in_job`: it can run as the ranks of a job."""
+    `options.job` is there too. `other_cases`: a sentence on options that make other cases. `shown`: a result, for
+    people. `in_job`: it can run as the ranks of a job."""
 
     name: str
     doc: str
@@ -81,6 +82,7 @@ class Suite:
     rounds: int = ROUNDS
     options: Callable[[argparse.ArgumentParser], None] = no_options
     chosen: Callable[[Sequence[Case], argparse.Namespace], Sequence[Case]] = all_cases
+    other_cases: str = ""
     shown: Callable[[dict[str, Any]], str] = show
     in_job: bool = False
 
@@ -102,7 +104,7 @@ class Suite:
     def _measure_all(self, options: argparse.Namespace, job: Job | None, pool: Pool) -> None:
         _check_output(options.output, job)
         file, speak = _file(options, self.name), say if job is None or job.rank == 0 else silent
-        cases = selected(self.chosen(self.cases, options), options.cases)
+        cases = selected(self.chosen(self.cases, options), options.cases, self.other_cases)
         if options.resume:
             cases = _missing(cases, file, job, options)
             if not cases:
@@ -130,7 +132,7 @@ class Suite:
         parser = _Parser(
             prog=command,
             description=self.doc,
-            epilog=f"cases, as they are written in a shell:\n\n{names}",
+            epilog=f"cases, as they are written in a shell:\n\n{names}\n\n{self.other_cases}",
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
@@ -193,14 +195,12 @@ def _terminate(*_: object) -> None:
     sys.exit(128 + signal.SIGTERM)
 
 
-def selected(cases: Sequence[Case], names: Sequence[str]) -> list[Case]:
-    """The cases of these names, or all if none is named."""
+def selected(cases: Sequence[Case], names: Sequence[str], other_cases: str = "") -> list[Case]:
+    """The cases of these names, or all if none is named. `other_cases`: the suite's word on those that are not here."""
     known = [case.name for case in cases]
     if unknown := sorted(set(names) - set(known)):
-        raise ConfigError(
-            f"no case {_listed(unknown)}; there are {_listed(known)}. The options of an environment, such as "
-            "--waiting or --nodes, make others."
-        )
+        there = f"no case {_listed(unknown)}; there are {_listed(known)}."
+        raise ConfigError(f"{there} {other_cases}".rstrip())
     return [case for case in cases if not names or case.name in names]
 
 

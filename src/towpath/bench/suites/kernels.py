@@ -168,4 +168,12 @@ def of_device(cases: Sequence[Any], options: argparse.Namespace) -> Sequence[Any
     return [case for case in cases if case.device == options.device]
 
 
-SUITE = Suite("kernels", __doc__ or "", CASES, rounds=10, options=add_device, chosen=of_device)
+SUITE = Suite(
+    "kernels",
+    __doc__ or "",
+    CASES,
+    rounds=10,
+    options=add_device,
+    chosen=of_device,
+    other_cases="Those whose names end in -cuda are there with --device cuda.",
+)

@@ -21,7 +21,7 @@ from typing import Any
 
 import towpath
 from towpath.bench import table
-from towpath.bench.environment import COMPUTE, Environment, Link, add_options, asked_for, several
+from towpath.bench.environment import COMPUTE, OTHER_CASES, Environment, Link, add_options, asked_for, several
 from towpath.bench.field import Entrant
 from towpath.bench.harness.figures import Check, medians
 from towpath.bench.harness.suite import Settings, Suite
@@ -149,6 +149,7 @@ SUITE = Suite(
     _all_cases(),
     options=scaling_options,
     chosen=chosen,
+    other_cases=OTHER_CASES,
     shown=table.strategies_table,
     in_job=True,
 )

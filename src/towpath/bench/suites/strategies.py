@@ -45,6 +45,7 @@ from towpath.bench import deepspeed_peer, table
 from towpath.bench.environment import (
     COMMUNICATION,
     COMPUTE,
+    OTHER_CASES,
     Environment,
     Link,
     Rates,
@@ -276,6 +277,7 @@ SUITE = Suite(
     _all_cases(),
     options=strategies_options,
     chosen=chosen,
+    other_cases=OTHER_CASES,
     shown=table.strategies_table,
     in_job=True,
 )
