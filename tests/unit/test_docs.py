@@ -1,8 +1,14 @@
-"""What docs/routes.md shows is what the routes are: its pictures and tables are what docs/draw_routes.py makes."""
+"""What docs/routes.md shows is what the routes are: its pictures and tables are what docs/draw_routes.py makes.
+
+Other pages, too, show what the simulator, the results and the source say.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import json
+import re
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +23,7 @@ from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(2, 4), Topology(2, 8)]
 PAGE = (DOCS / "routes.md").read_text(encoding="utf-8")
+TROUBLES = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", pictures(), ids=lambda path: path.name)
@@ -133,3 +140,27 @@ def test_what_is_shown_of_each_system_is_its_schedule(page: str) -> None:
     assert drawn.read_text(encoding="utf-8") == draw_systems.pictures()[drawn], (
         f"docs/systems/{page}.svg is old: {told}"
     )
+
+
+@pytest.mark.parametrize(
+    "quoted", re.findall(r'\*"([^"]+)"\*', (DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+)
+def test_a_message_that_is_quoted_is_one_that_is_said(quoted: str) -> None:
+    """In a quotation … stands for whatever is said there."""
+    words = re.compile(".*".join(re.escape(part) for part in " ".join(quoted.split()).split("…")), re.DOTALL)
+    assert any(words.search(text) for text in texts_of_the_source()), f"nothing in src/towpath says {quoted!r}"
+
+
+@functools.cache
+def texts_of_the_source() -> list[str]:
+    """Every text in src/towpath that is no docstring, with … where a value is put in."""
+    found: list[str] = []
+    for file in (DOCS.parent / "src" / "towpath").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                found.append(re.sub(r"%[.\d]*[dfs]", "…", node.value))
+    return found
