@@ -14,6 +14,8 @@ from typing import Any
 
 from docs.papers import written
 
+from towpath.bench.harness.age import BEFORE, is_old
+
 DOCS = Path(__file__).parent
 PAGE = DOCS / "planner.md"
 RESULTS = DOCS.parent / "benchmarks" / "results" / "pipeline_planner.jsonl"
@@ -24,6 +26,10 @@ def last_runs() -> list[dict[str, Any]]:
     """Of each case."""
     lines = [json.loads(line) for line in RESULTS.read_text(encoding="utf-8").splitlines()]
     return list({line["case"]["name"]: line for line in lines if "errors" in line}.values())
+
+
+def measured(run: dict[str, Any]) -> str:
+    return run["commit"][:7] + BEFORE * is_old(run, "pipeline planner")
 
 
 def table() -> str:
@@ -40,7 +46,7 @@ def table() -> str:
             errors.append(abs(error))
             lines.append(
                 f"| {cables}, {how} | {name} | {predicted:.3g} s | {predicted / (1 + error):.3g} s | {error:+.1%} | "
-                f"{run['spread'][name]:.1%} | {run['commit'][:7]} |"
+                f"{run['spread'][name]:.1%} | {measured(run)} |"
             )
     lines.append(f"| mean of {len(errors)} | | | | {statistics.fmean(errors):.1%} | | |")
     return "\n".join(lines)

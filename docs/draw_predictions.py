@@ -14,6 +14,7 @@ from typing import Any
 
 from docs.papers import written
 
+from towpath.bench.harness.age import BEFORE, is_old
 from towpath.cli.plan_report import Step
 from towpath.observing import Interval
 from towpath.train.observe.plots import draw_timelines, standalone_svg
@@ -31,6 +32,10 @@ def last_runs() -> list[dict[str, Any]]:
     return list({line["case"]["name"]: line for line in lines if "timelines" in line}.values())
 
 
+def measured(run: dict[str, Any]) -> str:
+    return run["commit"][:7] + BEFORE * is_old(run, "planner")
+
+
 def table() -> str:
     lines = ["| environment | mean error | rank correlation | regret, lossless | with codecs | starts | commit |"]
     lines.append("|---|---|---|---|---|---|---|")
@@ -42,7 +47,7 @@ def table() -> str:
         lines.append(
             f"| {run['case']['name']} | {run['mean_error']:.1%} | {run['rank_correlation']:.2f} | "
             f"{regret['lossless']:.1%} | {regret['with codecs']:.1%} | "
-            f"{statistics.fmean(starts):.1%}{'' if alike else ', in another order'} | {run['commit'][:7]} |"
+            f"{statistics.fmean(starts):.1%}{'' if alike else ', in another order'} | {measured(run)} |"
         )
     mean = [statistics.fmean(run[key] for run in runs) for key in ("mean_error", "rank_correlation")]
     regrets = [statistics.fmean(run["regret"][kind] for run in runs) for kind in ("lossless", "with codecs")]

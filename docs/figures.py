@@ -1,4 +1,5 @@
-"""The tables of measured figures in docs/*.md and README.md, between markers, from benchmarks/results/*.jsonl.
+"""The tables of measured figures in docs/*.md and README.md, between markers, from benchmarks/results/*.jsonl, and the
+picture of the races, docs/standings.svg.
 
     python docs/figures.py            writes them anew
     python docs/figures.py --check    says which are old
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,41 +22,28 @@ from pathlib import Path
 from typing import Any
 
 from towpath.bench import standings
+from towpath.bench.drawing import draw_standings
 from towpath.bench.harness import results
+from towpath.bench.harness.age import SOURCES, is_old, when
 from towpath.bench.harness.figures import bound
 from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
+from towpath.train.observe.plots import standalone_svg
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
+PICTURE = DOCS / "standings.svg"
 _MARKED = re.compile(r"(<!-- figures: ([a-z]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
 NOT_YET = "Not measured yet.\n"
 
-_ENGINE = tuple(f"src/towpath/{part}" for part in ("api.py", "engine", "collectives", "codecs", "core", "topology"))
-# What each suite measures: when it changes, figures are of the code before.
-SOURCES: Mapping[str, tuple[str, ...]] = {
-    "strategies": _ENGINE,
-    "headline": _ENGINE,
-    "lossless": _ENGINE,
-    "lossy": _ENGINE,
-    "scaling": _ENGINE,
-    "overhead": _ENGINE,
-    "lora": _ENGINE,
-    "ablations": _ENGINE,
-    "muon": (*_ENGINE, "src/towpath/optim.py"),
-    "memory": (*_ENGINE, "src/towpath/checkpoint"),
-    "collectives": ("src/towpath/collectives", "src/towpath/core/routes.py"),
-    "kernels": ("src/towpath/codecs/kernels",),
-    "quality": _ENGINE,
-    "planner": (*_ENGINE, "src/towpath/planner", "src/towpath/sim", "src/towpath/auto"),
-}
 # At a glance: how our best stands beside the best lossless peer.
 STANDINGS: Mapping[str, str] = {"lossless": OUR_LOSSLESS, "lossy": OUR_LOSSY}
 HEADLINE = "headline"
 _STRATEGIES = "strategies"
 QUALITY = "quality"
+# What a page can ask for: the table of a suite, or what is made of the races.
+KNOWN = (*SOURCES, *STANDINGS, HEADLINE)
 _QUALITY_HEAD = ("variant", "mean", "95 % interval", "by seed", "asked", "measured")
-BEFORE = ", before its code changed"
 _HEAD = ("case", "figure", "found", "95 % interval", "asked", "measured")
 
 
@@ -65,12 +52,13 @@ def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     if suite == QUALITY:
         head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
     elif suite == HEADLINE:
-        return textwrap.fill(standings.headline(_last_lines(_STRATEGIES, folder)), 119) + "\n"
+        raced = [line for line in _last_lines(_STRATEGIES, folder) if not is_old(line, _STRATEGIES, root)]
+        return textwrap.fill(standings.headline(raced), 119) + "\n"
     elif suite in STANDINGS:
         head, body = standings.HEADINGS, standings_rows(STANDINGS[suite], folder, root)
     else:
         lines = _last_lines(suite, folder)
-        head, body = _HEAD, [row for line in lines for row in rows(line, when(line, SOURCES[suite], root))]
+        head, body = _HEAD, [row for line in lines for row in rows(line, when(line, suite, root))]
     if not body:
         return NOT_YET
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
@@ -96,9 +84,10 @@ def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
 
 def standings_rows(what: str, folder: Path, root: Path) -> Sequence[Sequence[str]]:
     def mark(line: Mapping[str, Any]) -> str:
-        return " \\*" * (BEFORE in when(line, SOURCES[_STRATEGIES], root))
+        return " \\*" * is_old(line, _STRATEGIES, root)
 
-    return standings.rows(_last_lines(_STRATEGIES, folder), what, mark)
+    every = results.read(folder / f"{_STRATEGIES}.jsonl")
+    return standings.rows([*results.last(every, failed=True).values(), *results.last(every).values()], what, mark)
 
 
 def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
@@ -106,7 +95,7 @@ def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
     sys.path.append(str(ROOT / "benchmarks"))
     draw_quality = importlib.import_module("draw_quality")
     runs = draw_quality.runs_of(folder)
-    measured = {run["case"]["variant"]: when(run, SOURCES[QUALITY], root) for run in runs}
+    measured = {run["case"]["variant"]: when(run, QUALITY, root) for run in runs}
     variants = {variant.name: variant for variant in draw_quality.VARIANTS}
     for row in draw_quality.judged(runs, list(variants), "zero3", float):
         seeds = ", ".join(f"{share:+.2%}" for share in row.each)
@@ -116,35 +105,27 @@ def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
         yield row.variant, f"{row.mean:+.2%}", f"± {row.around:.2%}", seeds, asked, measured[row.variant]
 
 
-def when(line: Mapping[str, Any], paths: Sequence[str], root: Path) -> str:
-    """The commit that was measured, and whether its code is still what there is."""
-    commit = line.get("commit") or line.get("environment", {}).get("commit")
-    if commit:
-        return f"at {commit[:10]}{BEFORE * changed_since(commit, paths, root)}"
-    version = line.get("versions", {}).get("towpath")
-    return f"version {version}" if version else f"on {str(line.get('date'))[:10]}"
-
-
-def changed_since(commit: str, paths: Sequence[str], root: Path) -> bool:
-    """Whether `paths` in the working tree are others than in `commit`; not where git does not know that commit."""
-    git = ["git", "-C", str(root), "diff", "--quiet", commit, "--", *paths]
-    return subprocess.run(git, capture_output=True).returncode == 1
-
-
 def written(page: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     """A page with its tables as they are now."""
     return _MARKED.sub(lambda found: f"{found[1]}{table(found[2], folder, root)}{found[4]}", page)
 
 
-def old_pages() -> list[Path]:
-    return [page for page in PAGES if written(text := page.read_text(encoding="utf-8")) != text]
+def picture() -> str:
+    """The races at a glance."""
+    return standalone_svg(draw_standings, _last_lines(_STRATEGIES, results.FOLDER), (10.4, 4.6))
+
+
+def old_pages() -> dict[Path, str]:
+    """What each of them would be now."""
+    pages = {page: written(page.read_text(encoding="utf-8")) for page in PAGES} | {PICTURE: picture()}
+    return {page: text for page, text in pages.items() if not page.exists() or page.read_text("utf-8") != text}
 
 
 def main(arguments: Sequence[str]) -> None:
     old = old_pages()
-    for page in old:
+    for page, text in old.items():
         if "--check" not in arguments:
-            page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+            page.write_text(text, encoding="utf-8")
         print(f"{page.relative_to(ROOT)} {'is old' if '--check' in arguments else 'is written anew'}")
     if old and "--check" in arguments:
         raise SystemExit(1)

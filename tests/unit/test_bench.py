@@ -324,7 +324,12 @@ class TestCase:
         line["checks"][0] |= {"met": False, "found": 0.5}
         line["inter"] = "200mbit"
         other = {**line, "inter": "400mbit", "case": {**line["case"], "name": "2x2-regime4-micro1"}}
-        failed = {**line, "checks": [], "failed": "rank 3 <died>", "case": {"name": "2x2-regime8-micro1"}}
+        failed = {
+            **line,
+            "checks": [],
+            "failed": "rank 3 <died>",
+            "case": {**line["case"], "name": "2x2-regime8-micro1"},
+        }
         failed.pop("communication_share")
         made = tmp_path / "bench.html"
         page.write(made, [line, other, failed])

@@ -14,12 +14,13 @@ PAGE = "before\n<!-- figures: strategies -->\nold\n<!-- end of figures -->\nafte
 
 def test_the_pages_say_what_was_measured() -> None:
     told = "run `python docs/figures.py`, and commit what it writes"
-    assert not figures.old_pages(), f"{', '.join(page.name for page in figures.old_pages())}: {told}"
+    old = figures.old_pages()
+    assert not old, f"{', '.join(page.name for page in old)}: {told}"
 
 
 def test_every_table_is_of_a_suite_whose_sources_are_known_and_there() -> None:
     marked = [suite for page in figures.PAGES for _, suite, _, _ in figures._MARKED.findall(page.read_text())]
-    assert "strategies" in marked and set(marked) <= figures.SOURCES.keys()
+    assert "strategies" in marked and set(marked) <= set(figures.KNOWN)
     for paths in figures.SOURCES.values():
         assert all((figures.ROOT / path).exists() for path in paths), paths
 
@@ -58,7 +59,7 @@ class TestAge:
         return head.stdout.strip()
 
     def age(self, root: Path, commit: str) -> str:
-        return figures.when({"commit": commit}, figures.SOURCES["strategies"], root)
+        return figures.when({"commit": commit}, "strategies", root)
 
     def test_a_change_of_what_was_measured_makes_a_figure_one_of_before_at_once_and_once(self, root: Path) -> None:
         measured = self.commit(root, "src/towpath/engine/a.py")

@@ -14,14 +14,21 @@ def race(name: str, found: float, **changed: Any) -> dict[str, Any]:
     """Of `mics` and a lossy `zero++` against `torch-ddp`: as lines of results are."""
     nodes, ranks = int(name[0]), int(name[2])
     topology, micro_steps = {"nodes": nodes, "ranks_per_node": ranks}, int(name.partition("-micro")[2][0])
+    _, waits, seconds = name.partition("-waiting")
+    wait = float(seconds or 0.0046 * nodes * ranks) if waits else None
     line: dict[str, Any] = {
         "suite": "strategies",
-        "case": {"name": name, "workload": {"topology": topology, "micro_steps": micro_steps}},
+        "case": {"name": name, "workload": {"topology": topology, "micro_steps": micro_steps, "wait_seconds": wait}},
         "checks": [
             {"what": "lossless: mics against torch-ddp, times as fast", "found": found, "at_least": 0.97, "met": True},
             {"what": "lossy against lossless: zero++ against torch-ddp, times as fast", "found": 2 * found},
         ],
-        "contestants": {"mics": {"lossless": True}, "zero++": {"lossless": False}},
+        "communication_share": {"mics": 0.1, "zero++": 0.1, "torch-ddp": 0.3},
+        "contestants": {
+            "mics": {"lossless": True, "ours": True},
+            "zero++": {"lossless": False, "ours": True},
+            "torch-ddp": {"lossless": True, "ours": False},
+        },
         "median_seconds": {"mics": 3.6 / found, "zero++": 1.8 / found, "torch-ddp": 3.6},
         "floor_seconds": {"mics": 2.7, "zero++": 1.0},
         "optimizer_seconds": {"mics": 0.3, "zero++": 0.2},
@@ -43,9 +50,30 @@ def test_a_row_is_of_a_cluster_and_its_columns_are_regimes_with_what_perfect_ove
 
 def test_unshaped_cables_say_which_regime_they_came_to() -> None:
     came_to = {"regime": {"found in the race": 0.531}}
-    [row] = cells([race("4x2-unshaped-micro4", 1.0, **came_to), race("4x2-regime1-micro4", 1.1, **came_to)])
+    [row] = cells([race("4x2-unshaped-micro4", 1.0, **came_to), race("4x2-regime0.5-micro4", 1.1, **came_to)])
     assert row["unshaped"] == "1.00 of 1.20 at 0.53"
-    assert row["1"] == "1.10 of 1.20"  # the column says it
+    assert row["0.5"] == "1.10 of 1.20"  # the column says it
+
+
+def test_a_race_whose_regime_was_another_than_asked_says_so() -> None:
+    [row] = cells([race("2x2-regime1-micro1", 1.1, regime={"found in the race": 1.43})])
+    assert row["1"] == "1.10 of 1.20 at 1.4"
+
+
+def test_what_no_cable_here_reaches_is_told_from_what_nobody_tried() -> None:
+    failed = race("2x2-regime0.5-micro1", 1.0, checks=[], failed="no cable here is so fast")
+    [row] = cells([race("2x2-regime1-micro1", 1.1), failed])
+    assert (row["0.5"], row["2"]) == ("–", "")
+
+
+def test_a_mean_takes_what_its_row_has_not_from_blocks_that_wait_longest_and_says_so() -> None:
+    short = [race(f"2x2-regime{regime}-micro1-waiting", 2.0) for regime in (8, 4, 2)]
+    longer = [race("2x2-regime1-micro1-waiting0.05", 9.0), race("2x2-regime1-micro1-waiting0.1", 1.0)]
+    computing = race("2x2-regime1-micro1", 9.0)
+    found = {row["a block"]: row[standings.MEAN] for row in cells([*short, *longer, computing])}
+    assert found["waits 0.018 s"] == "1.68 of 1.20 †"
+    assert found["waits 0.1 s"] == ""  # three of four would be another's
+    assert found["computes"] == ""
 
 
 def test_the_mean_is_geometric_and_stands_only_where_all_its_regimes_were_raced() -> None:
@@ -61,7 +89,7 @@ def test_clusters_micro_steps_and_waits_have_rows_of_their_own_in_order() -> Non
     told = [(row["nodes × ranks"], row["micro-steps"], row["a block"]) for row in found]
     assert told == [
         ("2 × 2", "1", "computes"),
-        ("2 × 2", "1", "waits"),
+        ("2 × 2", "1", "waits 0.018 s"),
         ("2 × 2", "1", "waits 0.05 s"),
         ("2 × 2", "4", "computes"),
         ("4 × 2", "1", "computes"),
@@ -94,7 +122,18 @@ def test_a_mark_stands_beside_the_figure_of_its_race() -> None:
 
 
 def test_the_headline_names_the_race_that_won_least_as_well_as_the_one_that_won_most() -> None:
-    raced = [race("2x2-regime8-micro1", 1.5), race("4x2-regime4-micro4", 1.1), race("2x2-regime1-micro1", 0.98)]
+    raced = [race("2x2-regime8-micro1", 1.5), race("2x2-regime4-micro1", 1.1), race("2x2-regime1-micro1", 0.98)]
+    raced += [race("4x2-regime4-micro4-waiting", found) for found in (1.2,)]
     said = standings.headline(raced)
-    assert "**1.10 to 1.50 times**" in said and "**2.20 to 3.00 times**" in said
-    assert said.endswith("0.98 to 0.98 and 1.96 to 1.96 times.")
+    assert "best lossless peer, DDP, as experts tune them" in said  # whoever took part
+    assert "**1.10 to 1.50** times as fast without codecs and **2.20 to 3.00** times with them; with blocks" in said
+    assert "device of their own, **1.20 to 1.20**" in said
+    assert "as long as it computes, 0.98 to 0.98 times as fast without codecs and 1.96 to 1.96 times" in said
+
+
+def test_the_headline_sets_a_lossy_peer_beside_what_is_lossy() -> None:
+    line = race("2x2-regime4-micro1", 1.1)
+    line["contestants"]["torch-ddp powersgd=4"] = {"lossless": False, "ours": False}
+    line["communication_share"]["torch-ddp powersgd=4"] = 0.1
+    line["median_seconds"] |= {"torch-ddp powersgd=4": 2.5, "zero++": 2.0}
+    assert standings.headline([line]).endswith("our best with codecs was 1.25 to 1.25 times as fast.")

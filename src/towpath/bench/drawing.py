@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import towpath
+from towpath.bench import standings
+from towpath.bench.environment import UNSHAPED
+from towpath.bench.peers import AUTO, Kind
 from towpath.bench.table import marks
 from towpath.lab import Rate
 from towpath.train.observe.plots import axes_of, colour, draw_stacked
@@ -13,7 +17,13 @@ from towpath.train.observe.plots import axes_of, colour, draw_stacked
 Line = dict[str, Any]
 
 _MEGA = 1e6
-_STYLES = {"ours": "o-", "peer": "s--"}
+# Whoever is named here has the same colour in every picture; peers are grey.
+_OURS = ("mics", "paro-iig", "paro-nig", "paro-ngg", "zero++", "ddp", "zero3")
+_PEERS = {"torch-ddp": "#343a40", "hsdp": "#868e96", "fsdp2": "#adb5bd", "deepspeed": "#ced4da"}
+# Cables as fast as the machine goes stand to the right of the fastest that has a rate.
+_BESIDE = 2.0
+# Two ticks of a logarithmic axis are at least so far apart that their labels are.
+_APART = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +31,7 @@ class Curve:
     """A contestant over several environments: (x, seconds of a step), by x."""
 
     name: str
-    ours: bool
+    lossless: bool
     points: tuple[tuple[float, float], ...]
 
 
@@ -29,18 +39,36 @@ def groups_of(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """Environments that differ in their links alone, by what they share."""
     found: dict[str, list[Line]] = {}
     for line in lines:
-        workload = line["case"]["workload"]
-        topology = workload["topology"]
-        steps = f"{workload['micro_steps']} micro-step{'s' * (workload['micro_steps'] > 1)}"
-        waits = ", blocks that wait" if workload["wait_seconds"] is not None else ""
+        topology = line["case"]["workload"]["topology"]
         shape = f"{topology['nodes']} nodes × {topology['ranks_per_node']} ranks"
-        found.setdefault(f"{shape}, {steps}, {workload['dtype']}{waits}", []).append(line)
+        found.setdefault(f"{shape}, {_work_of(line)}", []).append(line)
     return found
 
 
-def curves_by_rate(lines: Sequence[Line]) -> list[Curve]:
-    """Over Mbit/s of the cables; environments without a rate are in the table only."""
-    return _curves([(Rate.parse(line["inter"]).bits_per_second / 1e6, line) for line in lines if line.get("inter")])
+def groups_of_scaling(lines: Sequence[Line]) -> dict[str, list[Line]]:
+    """Environments that differ in their number of nodes alone, by what they share."""
+    found: dict[str, list[Line]] = {}
+    for line in lines:
+        links = f", cables of {line['inter']}" if line.get("inter") else ""
+        found.setdefault(f"{line['kind']} scaling: {_work_of(line)}{links}", []).append(line)
+    return found
+
+
+def _work_of(line: Line) -> str:
+    workload = line["case"]["workload"]
+    steps = f"{workload['micro_steps']} micro-step{'s' * (workload['micro_steps'] > 1)}"
+    size = f"width {workload['width']}, {workload['depth']} blocks"
+    # Strong scaling: a rank waits in proportion to its share of the work, which its case names.
+    waits = ", which wait" if line.get("kind") == "strong" else f" that wait {workload['wait_seconds'] or 0:.2g} s"
+    return f"{steps}, {workload['dtype']}, {size}{waits if workload['wait_seconds'] is not None else ''}"
+
+
+def curves_by_rate(lines: Sequence[Line]) -> tuple[list[Curve], float | None]:
+    """Over Mbit/s of the cables; and where on that axis unshaped ones stand, if there are any."""
+    rates = [(Rate.parse(line["inter"]).bits_per_second / 1e6, line) for line in lines if line.get("inter")]
+    unshaped = [line for line in lines if not line.get("inter") and UNSHAPED in line["case"]["name"]]
+    at = max(rate for rate, _ in rates) * _BESIDE if rates and unshaped else None
+    return _curves([*rates, *((at, line) for line in unshaped if at is not None)]), at
 
 
 def curves_by_nodes(lines: Sequence[Line]) -> list[Curve]:
@@ -49,34 +77,89 @@ def curves_by_nodes(lines: Sequence[Line]) -> list[Curve]:
 
 def _curves(placed: Sequence[tuple[float, Line]]) -> list[Curve]:
     points: dict[str, list[tuple[float, float]]] = {}
-    ours: dict[str, bool] = {}
+    lossless: dict[str, bool] = {}
     for x, line in sorted(placed, key=lambda each: each[0]):
         for name in line["communication_share"]:
             points.setdefault(name, []).append((x, line["median_seconds"][name]))
-            ours[name] = line["contestants"][name]["ours"]
-    return [Curve(name, ours[name], tuple(found)) for name, found in points.items()]
+            lossless[name] = line["contestants"][name]["lossless"]
+    return [Curve(name, lossless[name], tuple(found)) for name, found in points.items()]
 
 
-def draw_by_rate(figure: Any, curves: Sequence[Curve]) -> None:
-    _draw_curves(figure, curves, "Mbit/s of each node's cable")
+def draw_by_rate(figure: Any, shown: tuple[Sequence[Curve], float | None]) -> None:
+    curves, unshaped = shown
+    _draw_curves(figure, curves, "Mbit/s of each node's cable", {} if unshaped is None else {unshaped: UNSHAPED})
+    axes = figure.axes[0]
+    _logarithmic(axes.yaxis, axes.set_yscale, [y for curve in curves for _, y in curve.points], {})
 
 
 def draw_by_nodes(figure: Any, curves: Sequence[Curve]) -> None:
-    _draw_curves(figure, curves, "nodes")
+    _draw_curves(figure, curves, "nodes", {})
+    figure.axes[0].set_ylim(bottom=0)
 
 
-def _draw_curves(figure: Any, curves: Sequence[Curve], label: str) -> None:
-    """Ours are whole lines with dots, peers broken ones with squares."""
+def _draw_curves(figure: Any, curves: Sequence[Curve], label: str, named: Mapping[float, str]) -> None:
+    """What is lossy has a broken line. `named`: places on the axis that are no number."""
     axes = axes_of(figure, label, "seconds of a step")
-    for number, curve in enumerate(curves):
-        style = _STYLES["ours" if curve.ours else "peer"]
-        axes.plot(*zip(*curve.points, strict=True), style, color=colour(number), markersize=4, label=curve.name)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    ticks = sorted({x for curve in curves for x, _ in curve.points})
-    axes.set_xticks(ticks, [f"{x:.3g}" for x in ticks])
-    axes.minorticks_off()
+    for curve in curves:
+        mark, paint = look_of(curve.name)
+        line = mark + ("-" if curve.lossless else "--")
+        points = zip(*curve.points, strict=True)
+        axes.plot(*points, line, color=paint, markersize=4, linewidth=1.2, label=curve.name)
+    _logarithmic(axes.xaxis, axes.set_xscale, [x for curve in curves for x, _ in curve.points], named)
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=2, loc="outside lower center")
+
+
+def _logarithmic(axis: Any, set_scale: Any, values: Sequence[float], named: Mapping[float, str]) -> None:
+    """With a tick at values that there are, as many as have room."""
+    set_scale("log")
+    apart = max(_APART, (max(values) / min(values)) ** (1 / 9))
+    ticks: list[float] = []
+    for value in sorted({*values}, reverse=True):
+        if not ticks or ticks[-1] / value >= apart:
+            ticks.append(value)
+    axis.set_ticks(ticks, [named.get(value, f"{value:.0f}" if value >= 100 else f"{value:.3g}") for value in ticks])
+    axis.set_ticks([], minor=True)
+
+
+def look_of(name: str) -> tuple[str, str]:
+    """Mark and colour, the same in every picture: peers are grey squares, who of ours is seldom raced a diamond."""
+    kind = Kind.parse(name).name
+    if kind in _PEERS:
+        return "s", _PEERS[kind]
+    if kind in _OURS:
+        return "o", colour(_OURS.index(kind))
+    others = [AUTO, *(each for each in towpath.strategies() if each not in _OURS)]
+    return "D", colour(others.index(kind))
+
+
+def draw_standings(figure: Any, lines: Sequence[Line]) -> None:
+    """How our best stands beside the best lossless peer, by regime: a point for each race."""
+    panels = figure.subplots(1, len(standings.TITLES), sharey=True)
+    labels: dict[str, Any] = {}
+    clusters: list[tuple[int, int]] = []
+    for axes, (what, title) in zip(panels, standings.TITLES.items(), strict=True):
+        for setting, row in standings.standings(lines, what).items():
+            shape = (setting.nodes, setting.ranks)
+            clusters += [shape] if shape not in clusters else []
+            points = [(one.line["regime"]["found in the race"], one.found) for one in row.values()]
+            paint = colour(clusters.index(shape))
+            mark, filled = ("o" if setting.micro_steps == 1 else "^"), "none" if setting.waits else paint
+            steps = "1 micro-step" if setting.micro_steps == 1 else f"{setting.micro_steps} micro-steps"
+            label = f"{setting.nodes} × {setting.ranks}, {steps}{', blocks wait' * setting.waits}"
+            drawn = axes.plot(
+                *zip(*sorted(points), strict=True), mark, color=paint, markerfacecolor=filled, markersize=5
+            )
+            labels.setdefault(label, drawn[0])
+        axes.axhline(1.0, color="#868e96", linewidth=1)
+        axes.set_xlabel("communication of FSDP2 : computation")
+        axes.set_title(title.split(",")[0], fontsize=9)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.25, linewidth=0.6)
+        axes.set_xscale("log")
+        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "1", "2", "4", "8"])
+        axes.minorticks_off()
+    panels[0].set_ylabel("times as fast as the best lossless peer")
+    figure.legend(labels.values(), labels.keys(), frameon=False, fontsize=8, ncols=3, loc="outside lower center")
 
 
 def _names(line: Line) -> list[str]:
@@ -104,16 +187,19 @@ def draw_memory(figure: Any, line: Line) -> None:
 
 
 def draw_pareto(figure: Any, line: Line) -> None:
-    """Time against memory, everybody; on the line are those that nobody beats in both."""
+    """Time against memory, everybody; on the line are those lossless ones that no lossless one beats in both."""
     axes = axes_of(figure, "MB of a rank", "seconds of a step")
     points = {name: (line["memory_bytes"][name] / _MEGA, line["median_seconds"][name]) for name in _names(line)}
     for name, at in points.items():
-        ours = line["contestants"][name]["ours"]
-        axes.plot(*at, "o" if ours else "s", color=colour(0 if ours else 1), markersize=5)
-        label = f"{name} {marks(line['contestants'][name])}".strip()
-        axes.annotate(label, at, xytext=(5, 4), textcoords="offset points", fontsize=7)
-    best = [points[name] for name in unbeaten(points)]
-    axes.plot(*zip(*best, strict=True), "-", color=colour(7), linewidth=1)
+        about = line["contestants"][name]
+        hollow = {} if about["lossless"] else {"markerfacecolor": "none"}
+        label = f"{name} {marks(about)}".strip()
+        mark, paint = look_of(name)
+        axes.plot(*at, mark, color=paint, markersize=6, label=label, **hollow)
+    lossless = {name: at for name, at in points.items() if line["contestants"][name]["lossless"]}
+    best = [lossless[name] for name in unbeaten(lossless)]
+    axes.plot(*zip(*best, strict=True), "-", color="#868e96", linewidth=1)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=2, loc="outside lower center")
 
 
 def unbeaten(points: Mapping[str, tuple[float, float]]) -> list[str]:

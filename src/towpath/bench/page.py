@@ -8,38 +8,52 @@ The last run of each case counts. Whoever loses stays where it is, and what was 
 
 from __future__ import annotations
 
-import argparse
+import html
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from towpath.bench import drawing, standings
 from towpath.bench.drawing import Line
 from towpath.bench.harness import results
+from towpath.bench.harness.age import is_old, when
 from towpath.bench.harness.figures import bound
-from towpath.bench.harness.suite import HelpFormatter
+from towpath.bench.harness.suite import HelpFormatter, Parser
 from towpath.errors import ConfigError
 from towpath.train.observe.plots import svg
 from towpath.train.observe.report import figure_html, table_html, write_page
 
-_HEADINGS = ("suite", "case", "figure", "found", "95 % interval", "asked", "", "measured")
+_HEADINGS = ("case", "figure", "found", "95 % interval", "asked", "", "measured")
 _SIZE = (5.2, 4.2)
 _RACED = "communication_share"  # what results of strategies and scaling have
+_ABOUT = (
+    "Columns are regimes: in a regime of 4, FSDP2's communication alone takes four times what the bare module "
+    "computes. “At 0.53”: what the race came to, where the column does not say it. “1.15 of 1.18”: with perfect "
+    "overlap it would be 1.18. A block computes, or it waits so many seconds in its forward pass, and takes nothing "
+    "from the cores. Asked: without codecs 0.97 everywhere, and in the geometric mean of 8 to 1 1.25 with one "
+    "micro-step and 1.15 with four; with codecs 2.2 from a regime of 4 on. Empty: not raced; –: no cable here is so "
+    "fast; *: before the code that was measured changed; †: of blocks that wait for different times."
+)
+_LOOK = "Peers are grey squares; what is lossy has a broken line."
 
 
 def main(arguments: Sequence[str], command: str) -> None:
-    parser = argparse.ArgumentParser(prog=command, description=__doc__, formatter_class=HelpFormatter)
+    parser = Parser(prog=command, description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help=f"default: all of {results.FOLDER}")
     parser.add_argument("-o", "--output", type=Path, default=Path("bench.html"), help="default: bench.html")
     options = parser.parse_args(arguments)
-    if not options.output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {options.output}: there is no folder {options.output.absolute().parent}.")
-    write(options.output, read(options.files))
-    print(f"The page: {options.output}")
+    output: Path = options.output
+    if not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}.")
+    if output.is_dir():
+        raise ConfigError(f"--output {output} is a folder: name a file in it, {output / 'bench.html'}.")
+    write(output, read(options.files))
+    print(f"The page: {output}")
 
 
 def read(files: Sequence[Path]) -> list[Line]:
     """The last run of each case of each suite."""
-    if missing := [str(file) for file in files if not file.exists()]:
+    if missing := [str(file) for file in files if not file.is_file()]:
         raise ConfigError(f"there is no file {', '.join(missing)}.")
     found: list[Line] = []
     for file in files or sorted(results.FOLDER.glob("*.jsonl")):
@@ -47,74 +61,95 @@ def read(files: Sequence[Path]) -> list[Line]:
             lines = results.read(file)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        for number, line in enumerate(lines, start=1):
+            _check(line, f"{file}:{number}")
         found += results.last(lines, failed=True).values()
     if not found:
-        raise ConfigError(f"there are no results yet in {results.FOLDER}. Run `towpath bench strategies --quick -o …`.")
+        where = ", ".join(map(str, files)) or str(results.FOLDER)
+        raise ConfigError(f"there are no results in {where}. `towpath bench strategies --quick -o FILE` makes some.")
     return found
 
 
+def _check(line: Any, where: str) -> None:
+    case = line.get("case") if isinstance(line, dict) else None
+    if not isinstance(case, dict) or "name" not in case or not isinstance(line.get("checks"), list):
+        raise ConfigError(f"{where} is no result of `towpath bench`: a line needs `case` with a `name`, and `checks`.")
+
+
 def write(path: Path, lines: Sequence[Line]) -> None:
-    everything = table_html(_HEADINGS, [row for line in lines for row in rows(line)])
-    about = (
-        "The races at a glance. Columns are regimes: in a regime of 4, FSDP2's communication alone takes four times "
-        "what the bare module computes. “1.15 of 1.18”: with perfect overlap it would be 1.18."
+    write_page(path, "Towpath beside its peers", counted(lines), at_a_glance(lines), [*figures(lines), *tables(lines)])
+
+
+def counted(lines: Sequence[Line]) -> str:
+    """What was asked and missed, in one sentence."""
+    asked = [check for line in lines for check in line["checks"] if check.get("met") is not None]
+    missed, failed = sum(not check["met"] for check in asked), sum("failed" in line for line in lines)
+    return (
+        f"{len(lines)} cases, each in its last run. Of {len(asked)} figures something was asked, and {missed} missed "
+        f"it; {failed} runs failed. They stand in the tables as all others do."
     )
-    each = (
-        "A figure is of medians over rounds in which all contestants took turns, each in processes of its own. The "
-        "interval is of the ratio within a round. What was asked and missed is marked."
-    )
-    last = figure_html("Every figure", each, everything, wide=True)
-    write_page(path, "Towpath beside its peers", about, at_a_glance(lines), [*figures(lines), last])
 
 
 def at_a_glance(lines: Sequence[Line]) -> str:
     """How our best stands beside the best lossless peer, in every environment."""
-    raced = [line for line in lines if line.get("suite") == "strategies" and "failed" not in line]
-    tables: list[str] = []
+    raced = [line for line in lines if line.get("suite") == "strategies"]
+    shown = [line for line in raced if "failed" not in line]
+    if not any(standings.column_of(line) for line in shown):
+        return ""
+    drawn = svg(drawing.draw_standings, shown, (10.4, 4.6))
+    points = "A point for each race: above the line ours is faster. Hollow: blocks wait."
+    parts = [figure_html("Beside the best lossless peer", points, drawn, wide=True), f"<p>{html.escape(_ABOUT)}</p>"]
     for what, title in standings.TITLES.items():
-        if found := standings.rows(raced, what):
-            tables.append(f"<h2>{title}</h2>{table_html(standings.HEADINGS, found)}")
-    return "".join(tables)
+        if found := standings.rows(raced, what, lambda line: " *" * is_old(line, "strategies")):
+            parts.append(f"<h2>{title}</h2>{table_html(standings.HEADINGS, found)}")
+    return "".join(parts)
+
+
+def tables(lines: Sequence[Line]) -> Iterable[str]:
+    """Every figure, by suite."""
+    each = (
+        "A figure is of medians over rounds in which all contestants took turns, each in processes of its own. The "
+        "interval is of the ratio within a round."
+    )
+    suites: dict[str, list[Line]] = {}
+    for line in lines:
+        suites.setdefault(line.get("suite") or "other results", []).append(line)
+    for suite, group in suites.items():
+        table = table_html(_HEADINGS, [row for line in group for row in rows(line)])
+        yield figure_html(f"Every figure: {suite}", f"{counted(group)} {each}", table, wide=True)
 
 
 def rows(line: Line) -> Iterable[list[str]]:
     """One for each figure; of a failed run, why there is none."""
     suite, case = line.get("suite", ""), str(line["case"]["name"])
-    where = f"{str(line.get('date'))[:10]} {_code(line)}"
+    where = f"{str(line.get('date'))[:10]}, {when(line, suite)}"
     if "failed" in line:
-        yield [suite, case, f"FAILED: {str(line['failed'])[:120]}", "", "", "", "", where]
+        yield [case, f"FAILED: {str(line['failed'])[:120]}", "", "", "", "", where]
     for check in line["checks"]:
         interval = f"{check['low']:.3g} – {check['high']:.3g}" if "low" in check else ""
         verdict = "" if check.get("met") is None else ("met" if check["met"] else "MISSED")
-        yield [suite, case, str(check["what"]), f"{check['found']:.4g}", interval, bound(check), verdict, where]
-
-
-def _code(line: Line) -> str:
-    commit = line.get("commit") or line.get("environment", {}).get("commit")
-    return commit[:10] if commit else line.get("versions", {}).get("towpath", "")
+        yield [case, str(check["what"]), f"{check['found']:.4g}", interval, bound(check), verdict, where]
 
 
 def figures(lines: Sequence[Line]) -> Iterable[str]:
     """Of whatever there is."""
     raced = [line for line in lines if _RACED in line]
     for title, group in drawing.groups_of([line for line in raced if line["suite"] == "strategies"]).items():
-        curves = drawing.curves_by_rate(group)
+        curves, unshaped = drawing.curves_by_rate(group)
         if any(len(curve.points) > 1 for curve in curves):
-            about = f"{title}. Ours are whole lines with dots, peers broken ones with squares."
-            yield figure_html("Time against link rate", about, svg(drawing.draw_by_rate, curves, _SIZE))
+            drawn = svg(drawing.draw_by_rate, (curves, unshaped), _SIZE)
+            yield figure_html("Time against link rate", f"{title}. {_LOOK}", drawn)
         yield from _of_one(group[0])
-    scaled: dict[str, list[Line]] = {}
-    for line in raced:
-        if line["suite"] == "scaling":
-            scaled.setdefault(line["kind"], []).append(line)
-    for kind, group in scaled.items():
+    for title, group in drawing.groups_of_scaling([line for line in raced if line["suite"] == "scaling"]).items():
         drawn = svg(drawing.draw_by_nodes, drawing.curves_by_nodes(group), _SIZE)
-        yield figure_html(f"{kind.capitalize()} scaling", "The seconds of one step.", drawn)
+        yield figure_html("Scaling", f"The seconds of one step; {title}.", drawn)
 
 
 def _of_one(line: Line) -> Iterable[str]:
     name, bars = line["case"]["name"], (5.2, 1.0 + 0.24 * len(line[_RACED]))
     yield figure_html("Bytes on the links", f"{name}: by the kernel's counters.", svg(drawing.draw_bytes, line, bars))
     yield figure_html("Memory", f"{name}: the rank that holds most.", svg(drawing.draw_memory, line, bars))
-    about = f"{name}: + ours, ~ lossy, r a peer with our ring. None is quicker and smaller than those on the line."
+    about = (
+        f"{name}: on the line are the lossless that none beats in both. Hollow (~): lossy; +: ours; r: with our ring."
+    )
     yield figure_html("Time against memory", about, svg(drawing.draw_pareto, line, _SIZE))

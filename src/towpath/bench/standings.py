@@ -1,8 +1,7 @@
-"""How our best stands beside the best lossless peer, in every environment that was raced: what a reader asks first.
+"""How our best stands beside the best peer, in every environment that was raced: what a reader asks first.
 
 A row for each cluster, number of micro-steps and kind of blocks; a column for each regime. Beside the ratio stands what
 it would be if our best took what the simulator gives for perfect overlap: where that is near, nothing is left to win.
-Unshaped cables are another regime on each cluster; which one stands there.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from statistics import geometric_mean
 from typing import Any
 
 from towpath.bench.environment import UNSHAPED
+from towpath.bench.harness.regime import near
+from towpath.bench.peers import Kind
 from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
 
 Line = dict[str, Any]
@@ -29,45 +30,59 @@ TITLES: Mapping[str, str] = {
 }
 # Asked of our best lossless in the mean, by micro-steps of a step.
 MEAN_TARGETS: Mapping[int, float] = {1: 1.25, 4: 1.15}
+# In a cell: tried, and no cable here is so fast; in a mean: of rows whose blocks wait for different times.
+OUT_OF_REACH, OF_SEVERAL = "–", " †"
 # What is not as usual is named in a case's name (`environment.py`).
 _USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?")
 _RACED = re.compile(r": .+ against (?P<theirs>.+), times as fast$")
+_PEERS = {"torch-ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP", "deepspeed": "DeepSpeed"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """What a row's races share. `block`: computes, waits, or waits so many seconds in its forward pass."""
+    """What a row's races share. `wait_seconds`: of a block's forward pass; 0 where it computes."""
 
     nodes: int
     ranks: int
     micro_steps: int
-    block: str
+    wait_seconds: float = 0.0
 
     @staticmethod
     def of(line: Line) -> Setting:
         workload = line["case"]["workload"]
-        topology = workload["topology"]
-        _, waits, seconds = line["case"]["name"].partition("-waiting")
-        block = f"waits {seconds} s" if seconds else "waits" if waits else "computes"
-        return Setting(topology["nodes"], topology["ranks_per_node"], workload["micro_steps"], block)
+        topology, waits = workload["topology"], float(f"{workload['wait_seconds'] or 0.0:.2g}")
+        return Setting(topology["nodes"], topology["ranks_per_node"], workload["micro_steps"], waits)
+
+    @property
+    def waits(self) -> bool:
+        return self.wait_seconds > 0
+
+    def same_but_for_waits(self, other: Setting) -> bool:
+        mine, theirs = [(s.nodes, s.ranks, s.micro_steps, s.waits) for s in (self, other)]
+        return mine == theirs and self != other
 
     def cells(self) -> tuple[str, str, str]:
-        return f"{self.nodes} × {self.ranks}", str(self.micro_steps), self.block
+        block = f"waits {self.wait_seconds:g} s" if self.waits else "computes"
+        return f"{self.nodes} × {self.ranks}", str(self.micro_steps), block
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """Times as fast as the best lossless peer; `most`: with perfect overlap, where the race says what that takes."""
+    """Times as fast as the best lossless peer; `most`: with perfect overlap, where the race says what that takes.
+    `regime`: of the race, where its column does not say it."""
 
     found: float
     most: float | None
     missed: bool
     line: Line
+    regime: float | None = None
 
     def __str__(self) -> str:
-        regime = None if "regime" in self.line["case"]["name"] else self.line.get("regime", {}).get("found in the race")
-        at = "" if regime is None else f" at {regime:.2g}"
+        at = "" if self.regime is None else f" at {self.regime:.2g}"
         return _shown(self.found, self.most) + at + ", missed" * self.missed
+
+
+Row = Mapping[str, Standing]
 
 
 def standings(lines: Iterable[Line], what: str) -> dict[Setting, dict[str, Standing]]:
@@ -92,28 +107,44 @@ def standing_of(line: Line, what: str) -> Standing | None:
         if check["what"].startswith(f"{what}: ") and (raced := _RACED.search(check["what"])):
             least = _least_seconds(line, lossless=what == OUR_LOSSLESS)
             most = None if least is None else line["median_seconds"][raced["theirs"]] / least
-            return Standing(check["found"], most, check.get("met") is False, line)
+            return Standing(check["found"], most, check.get("met") is False, line, _regime_to_tell(line))
     return None
 
 
+def _regime_to_tell(line: Line) -> float | None:
+    found, column = line.get("regime", {}).get("found in the race"), column_of(line)
+    if found is None or (column not in (None, UNSHAPED) and near(found, float(column or 0))):
+        return None
+    return float(found)
+
+
 def _least_seconds(line: Line, lossless: bool) -> float | None:
-    """Of a step of ours with perfect overlap, and then the optimizer."""
+    """Of a step of any of ours with perfect overlap, and then the optimizer."""
     floors, optimizer = line.get("floor_seconds", {}), line.get("optimizer_seconds", {})
     kinds = line["contestants"]
     ours = [name for name in floors if name in optimizer and kinds[name]["lossless"] is lossless]
     return min((floors[name] + optimizer[name] for name in ours), default=None)
 
 
-def mean_of(row: Mapping[str, Standing], asked: float | None, mark: Callable[[Line], str]) -> str:
-    """The geometric one, where all it is of were raced."""
-    each = [row[f"{regime:g}"] for regime in OF_THE_MEAN if f"{regime:g}" in row]
-    if len(each) < len(OF_THE_MEAN):
+def mean_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callable[[Line], str]) -> str:
+    """The geometric one. What a row has not, it takes of `others`, the first that has it; none, where that would be
+    most of it, or nobody has it."""
+    columns = [f"{regime:g}" for regime in OF_THE_MEAN]
+    own = [column for column in columns if column in row]
+    each = [next((r[column] for r in (row, *others) if column in r), None) for column in columns]
+    known = [one for one in each if one is not None]
+    if len(known) < len(columns) or 2 * len(own) < len(columns):
         return ""
-    most = [one.most for one in each if one.most is not None]
-    found = geometric_mean([one.found for one in each])
-    shown = _shown(found, geometric_mean(most) if len(most) == len(each) else None)
+    most = [one.most for one in known if one.most is not None]
+    found = geometric_mean([one.found for one in known])
+    shown = _shown(found, geometric_mean(most) if len(most) == len(known) else None)
     missed = asked is not None and found < asked
-    return shown + ", missed" * missed + max(mark(one.line) for one in each)
+    return (
+        shown
+        + OF_SEVERAL * (len(own) < len(columns))
+        + ", missed" * missed
+        + max(mark(standing.line) for standing in known)
+    )
 
 
 def _shown(found: float, most: float | None) -> str:
@@ -121,28 +152,69 @@ def _shown(found: float, most: float | None) -> str:
 
 
 def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda line: "") -> list[Sequence[str]]:
-    """Under HEADINGS; `mark`: what is said beside a figure of that race."""
-    return [
-        (
-            *setting.cells(),
-            *(f"{row[column]}{mark(row[column].line)}" if column in row else "" for column in COLUMNS),
-            mean_of(row, MEAN_TARGETS.get(setting.micro_steps) if what == OUR_LOSSLESS else None, mark),
-        )
-        for setting, row in standings(lines, what).items()
-    ]
+    """Under HEADINGS; `mark`: what is said beside a figure of that race. Of a case that failed, only that it did."""
+    lines = list(lines)
+    found = standings([line for line in lines if "failed" not in line], what)
+    failed = {(Setting.of(line), column_of(line)) for line in lines if "failed" in line and column_of(line)}
+    made: list[Sequence[str]] = []
+    for setting, row in found.items():
+        cells = [
+            f"{row[column]}{mark(row[column].line)}" if column in row else OUT_OF_REACH * ((setting, column) in failed)
+            for column in COLUMNS
+        ]
+        # The longest waits first: what the cores take of a step is least there.
+        others = [found[other] for other in sorted(found, reverse=True) if setting.same_but_for_waits(other)]
+        asked = MEAN_TARGETS.get(setting.micro_steps) if what == OUR_LOSSLESS else None
+        made.append((*setting.cells(), *cells, mean_of(row, others, asked, mark)))
+    return made
 
 
 def headline(lines: Sequence[Line]) -> str:
-    """One sentence: from the race that won us least to the one that won us most."""
+    """A few sentences: from the race that won us least to the one that won us most."""
 
-    def span(what: str, *columns: str) -> str:
-        found = [row[column].found for row in standings(lines, what).values() for column in columns if column in row]
-        return f"{min(found):.2f} to {max(found):.2f}" if found else "?"
+    def span(what: str, columns: Sequence[str], waits: bool | None = None) -> str:
+        return _span(
+            row[column].found
+            for setting, row in standings(lines, what).items()
+            for column in columns
+            if column in row and waits in (None, setting.waits)
+        )
+
+    def told(columns: Sequence[str], waits: bool | None = None, bold: str = "") -> str:
+        lossless, lossy = (f"{bold}{span(what, columns, waits)}{bold}" for what in (OUR_LOSSLESS, OUR_LOSSY))
+        return f"{lossless} times as fast without codecs and {lossy} times with them"
 
     return (
-        "Raced against DDP, FSDP2 and HSDP, each as its experts tune it, on clusters of two to four nodes: where FSDP2 "
-        "communicates four to eight times as long as it computes, our best lossless strategy was "
-        f"**{span(OUR_LOSSLESS, '8', '4')} times** as fast as the best of them and our best with codecs "
-        f"**{span(OUR_LOSSY, '8', '4')} times**; where it communicates as long as it computes, "
-        f"{span(OUR_LOSSLESS, '1')} and {span(OUR_LOSSY, '1')} times."
+        "Raced on shaped clusters of two to four nodes, all on one machine of two cores (CPUs, gloo, a GPT of 17 "
+        "million parameters in bf16), against the best lossless peer, "
+        f"{_peers(lines)}, as experts tune them. Where FSDP2 "
+        "would communicate four to eight times as long as it computes, our best was "
+        f"{told(('8', '4'), False, '**')}; with blocks that wait, as for a device of their own, "
+        f"{told(('8', '4'), True, '**')}. Where it communicates as long as it computes, "
+        f"{told(('1',))}. Against PyTorch's own lossy peer, DDP with PowerSGD, "
+        f"our best with codecs was {_span(_over_lossy_peers(lines))} times as fast."
     )
+
+
+def _span(found: Iterable[float]) -> str:
+    each = list(found)
+    return f"{min(each):.2f} to {max(each):.2f}" if each else "?"
+
+
+def _peers(lines: Iterable[Line]) -> str:
+    """Of which libraries, in the races that a row shows."""
+    names = {
+        name for line in lines if column_of(line) for name, about in line["contestants"].items() if not about["ours"]
+    }
+    known = {_PEERS[kind] for kind in {Kind.parse(name).name for name in names} if kind in _PEERS}
+    return " or ".join(sorted(known)) or "?"
+
+
+def _over_lossy_peers(lines: Iterable[Line]) -> Iterable[float]:
+    """Our best with codecs, times as fast as the best peer with a narrower hook, where one took part."""
+    for line in lines:
+        kinds, seconds = line["contestants"], line["median_seconds"]
+        lossy = [name for name in line["communication_share"] if not kinds[name]["lossless"]]
+        ours, theirs = ([seconds[name] for name in lossy if kinds[name]["ours"] is one] for one in (True, False))
+        if column_of(line) and ours and theirs:
+            yield min(theirs) / min(ours)

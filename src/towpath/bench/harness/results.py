@@ -42,7 +42,11 @@ def read(path: Path) -> list[Line]:
     if not path.exists():
         return []
     lines: list[Line] = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is no file of results: it is not text.") from None
+    for number, text in enumerate(texts, start=1):
         try:
             lines.append(json.loads(text))
         except json.JSONDecodeError as error:

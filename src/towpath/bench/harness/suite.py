@@ -129,7 +129,7 @@ class Suite:
 
     def _parsed(self, arguments: Sequence[str] | None, command: str | None) -> argparse.Namespace:
         names = "\n".join(f"  {shlex.quote(case.name)}" for case in self.cases)
-        parser = _Parser(
+        parser = Parser(
             prog=command,
             description=self.doc,
             epilog=f"cases, as they are written in a shell:\n\n{names}\n\n{self.other_cases}",
@@ -185,7 +185,9 @@ class Suite:
         }
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """A mistake on the command line is one error, as every other."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}. See {self.prog} --help.")
 
