@@ -18,7 +18,7 @@ import pytest
 import towpath
 from towpath.bench import deepspeed_peer, drawing, page, selection, standings, table
 from towpath.bench.environment import Link, Rates, add_options, asked_for
-from towpath.bench.field import LOW_RANK, POWERSGD, QUICK, Entrant, everyone, lossless
+from towpath.bench.field import LOW_RANK, POWERSGD, QUICK, Entrant, everyone, lossless, named
 from towpath.bench.floor import floor_seconds
 from towpath.bench.harness import results, stamp, suite
 from towpath.bench.harness.failure import CaseError, reason
@@ -113,7 +113,7 @@ class TestSelection:
         ours = [name for name in chosen if not Kind.parse(name).foreign]
         assert ours == ["mics", "zero++", "paro-iig", "qgz", "auto", LOW_RANK]
         peers = chosen[len(ours) :]
-        assert peers == ["torch-ddp", "torch-ddp tuned", "torch-ddp bf16", f"torch-ddp powersgd={4}", POWERSGD]
+        assert peers == ["torch-ddp", f"torch-ddp powersgd={4}", POWERSGD, "fsdp2", "hsdp"]  # of each library the best
 
     def test_codecs_leave_room_for_the_lossless(self, seconds: dict[str, float]) -> None:
         lossy = [e.name for e in entrants() if e.ours and not e.lossless]
@@ -124,7 +124,13 @@ class TestSelection:
     def test_the_best_peer_without_our_ring_races_too(self, seconds: dict[str, float]) -> None:
         seconds |= {e.name: 0.01 for e in entrants() if e.helped}
         chosen = selection.finalists(entrants(), seconds)
-        assert [e.name for e in chosen if not e.ours and e.lossless and not e.helped] == ["torch-ddp"]
+        peers = [e.name for e in chosen if not e.ours and e.lossless]
+        assert sorted(peers) == ["fsdp2", "fsdp2 tuned ring", "hsdp", "hsdp tuned ring", "torch-ddp"]
+
+    def test_all_peers_have_a_name_together(self) -> None:
+        found = named(["mics", "peers", "hsdp tuned"], 1)
+        assert found[0] == "mics" and {"fsdp2 tuned", "hsdp tuned"} <= {*found} and "zero3" not in found
+        assert len(found) == len({*found})
 
     def test_who_was_not_screened_is_not_raced(self, seconds: dict[str, float]) -> None:
         del seconds["auto"], seconds[POWERSGD]

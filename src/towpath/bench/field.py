@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import towpath
@@ -38,6 +39,9 @@ _PEERS = (
 # Where a step has several micro-steps: gradients stay whole, and are reduced once.
 _PEERS_OF_SEVERAL = ("fsdp2 sync=last", "fsdp2 tuned sync=last", "fsdp2 tuned sync=last ring")
 
+# Names of groups.
+OURS, PEERS = "ours", "peers"
+
 # Where it is installed.
 _DEEPSPEED = tuple(
     f"deepspeed {how}{which}" for how in ("", "tuned ") for which in ("stage=1", "stage=2", "stage=3", "stage=3 hpz")
@@ -67,6 +71,13 @@ def everyone(micro_steps: int) -> tuple[str, ...]:
     deepspeed = _DEEPSPEED if deepspeed_peer.installed() else ()
     peers = (*_PEERS, *(_PEERS_OF_SEVERAL if micro_steps > 1 else ()), *deepspeed)
     return (*towpath.strategies(), *_MORE_OF_OURS, *peers)
+
+
+def named(names: Sequence[str], micro_steps: int) -> tuple[str, ...]:
+    """`ours` and `peers` are all of them."""
+    groups = {OURS: [n for n in everyone(micro_steps) if not Kind.parse(n).foreign]}
+    groups[PEERS] = [n for n in everyone(micro_steps) if n not in groups[OURS]]
+    return tuple(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
 
 def lossless(name: str, topology: Topology, dtype: str) -> bool:

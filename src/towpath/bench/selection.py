@@ -11,8 +11,7 @@ from towpath.bench.harness.figures import Check
 from towpath.bench.peers import DEEPSPEED, Kind
 
 # The best five of ours: some of each kind, or codecs would leave nobody for the race that lossless peers are in.
-_OUR_LOSSLESS, _OUR_LOSSY = 3, 2
-_LOSSLESS_PEERS, _LOSSY_PEERS = 3, 1
+_OUR_LOSSLESS, _OUR_LOSSY, _LOSSY_PEERS = 3, 2, 1
 
 # At least so many times as fast as the best tuned lossless peer: our best lossless everywhere, our best lossy where
 # communication takes four times as long as the computation, or longer.
@@ -21,24 +20,28 @@ LOW_RANK_TARGET = 0.97
 
 
 def finalists(entrants: Iterable[Entrant], seconds: Mapping[str, float]) -> list[Entrant]:
-    """Of those that were screened: ours before peers, the quicker before the slower. The pair of equal rank is always
-    raced, and the best peer that has no help of ours, and the best of DeepSpeed's, too."""
+    """Of those that were screened: ours before peers, the quicker before the slower. Of each library of peers the best
+    lossless one is raced, as it comes and with our ring where that is quicker: who is last on slow links may be first on others.
+    The pair of equal rank is always raced."""
     screened = sorted((e for e in entrants if e.name in seconds), key=lambda e: seconds[e.name])
-    plain = [e for e in screened if not e.ours and e.lossless and not e.helped]
+    peers = [e for e in screened if not e.ours and e.lossless]
     chosen = {
         *_first(screened, _OUR_LOSSLESS, ours=True, lossless=True),
         *_first(screened, _OUR_LOSSY, ours=True, lossless=False),
-        *_first(screened, _LOSSLESS_PEERS, ours=False, lossless=True),
+        *_best_of_each_library(peers),
+        *_best_of_each_library([e for e in peers if not e.helped]),
         *_first(screened, _LOSSY_PEERS, ours=False, lossless=False),
-        *plain[:1],
         *(e for e in screened if e.name in (LOW_RANK, POWERSGD)),
-        *[e for e in plain if Kind.parse(e.name).name == DEEPSPEED][:1],
     }
     return sorted(chosen, key=lambda e: (not e.ours, seconds[e.name]))
 
 
 def _first(screened: Sequence[Entrant], count: int, *, ours: bool, lossless: bool) -> list[Entrant]:
     return [e for e in screened if e.ours is ours and e.lossless is lossless][:count]
+
+
+def _best_of_each_library(peers: Sequence[Entrant]) -> Iterable[Entrant]:
+    return {Kind.parse(each.name).name: each for each in reversed(peers)}.values()
 
 
 @dataclass(frozen=True, slots=True)

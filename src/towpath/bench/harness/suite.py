@@ -248,7 +248,8 @@ def _file(options: argparse.Namespace, suite: str) -> Path | None:
 def _asked(options: argparse.Namespace) -> dict[str, Any]:
     """What a case was asked for besides its name."""
     contestants = getattr(options, "contestants", None)
-    return {"rounds": options.rounds, **({} if contestants is None else {"contestants": list(contestants)})}
+    named = {} if contestants is None else {"contestants": list(contestants)}
+    return {"rounds": options.rounds, **named, **({"screen": True} if getattr(options, "screen", False) else {})}
 
 
 def _missing(cases: Sequence[Case], file: Path | None, job: Job | None, options: argparse.Namespace) -> list[Case]:

@@ -10,8 +10,9 @@
                                                    on your own cluster
 
 On this machine an environment is a shaped cluster. A regime of 4 asks for cables on which FSDP2's communication alone
-takes four times what the bare module computes; the rate is looked for first. In each environment all contestants are
-screened once; the best five of ours, the best peers and the pair of equal rank then race in turns. The pairs:
+takes four times what the bare module computes; the rate is looked for first. All contestants are screened once, in the
+first of the environments that differ in their links alone; the best five of ours, the best peer of each library and the
+pair of equal rank then race in turns. The pairs:
 
     lossless                 our best lossless strategy against the best
                              lossless peer, which may have our ring in place
@@ -55,7 +56,7 @@ from towpath.bench.environment import (
     regime_recorded,
     several,
 )
-from towpath.bench.field import QUICK, Entrant, everyone
+from towpath.bench.field import QUICK, Entrant, everyone, named
 from towpath.bench.floor import floor_seconds
 from towpath.bench.harness import race
 from towpath.bench.harness.failure import CaseError
@@ -82,8 +83,9 @@ OVERLAPPING, MOST_OVER_THE_FLOOR = ("mics", "paro-iig", "zero++"), 1.15
 QUICK_WIDTH, QUICK_DEPTH = 192, 6
 SCREENING_TURNS = 1
 
-# Of this process: what one environment's trials showed serves the next.
+# Of this process: what one environment's trials and screening showed serves the next. Screenings have the case's name.
 _RATES = Rates()
+_SCREENINGS: dict[tuple[Workload, tuple[str, ...]], tuple[str, Screening]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ class Case:
             derived = _RATES.of(self.link.regime, workload, settings.say, settings.pool)
             inter = derived.rate
         venue = Venue(settings.job, inter)
-        screening = screened(entrants, venue, workload, settings)
+        screened_in, screening = self._screened(entrants, venue, settings)
         raced = list(entrants) if screening is None else finalists(entrants, screening.seconds)
         found, failures = measured(raced, venue, workload, settings)
         raced = [each for each in raced if each.name not in failures]
@@ -121,14 +123,28 @@ class Case:
             "regime": regime,
             "contestants": {each.name: asdict(each) for each in (raced if screening is None else entrants)},
             "screened": {} if screening is None else _told(screening),
+            "screened_in": screened_in,
             "skipped": skipped | failures,
             **found,
         }
 
+    def _screened(
+        self, entrants: Sequence[Entrant], venue: Venue, settings: Settings
+    ) -> tuple[str | None, Screening | None]:
+        """And in which case: the first of those that differ in their links alone. Nobody is where all can race."""
+        options = settings.options
+        if settings.quick or (options.contestants and not options.screen):
+            return None, None
+        names = tuple(each.name for each in entrants)
+        if (self.workload, names) not in _SCREENINGS:
+            found = venue.screen(names, self.workload, SCREENING_TURNS, settings.say)
+            _SCREENINGS[self.workload, names] = self.name, found
+        return _SCREENINGS[self.workload, names]
+
 
 def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant]:
-    named: Sequence[str] | None = options.contestants
-    return check_contestants(named or (QUICK if options.quick else everyone(workload.micro_steps)), workload)
+    usual = QUICK if options.quick else everyone(workload.micro_steps)
+    return check_contestants(named(options.contestants or usual, workload.micro_steps), workload)
 
 
 def check_contestants(names: Sequence[str], workload: Workload) -> list[Entrant]:
@@ -139,13 +155,6 @@ def check_contestants(names: Sequence[str], workload: Workload) -> list[Entrant]
         return [Entrant.of(name, workload.topology, workload.dtype) for name in dict.fromkeys(names)]
     except (ValueError, TowpathError) as error:
         raise ConfigError(str(error)) from None
-
-
-def screened(entrants: Sequence[Entrant], venue: Venue, workload: Workload, settings: Settings) -> Screening | None:
-    """Nobody is screened where all can race."""
-    if settings.quick or settings.options.contestants:
-        return None
-    return venue.screen([each.name for each in entrants], workload, SCREENING_TURNS, settings.say)
 
 
 def measured(
@@ -242,8 +251,9 @@ def strategies_options(parser: argparse.ArgumentParser) -> None:
         "--contestants",
         type=several(str),
         metavar="NAME,…",
-        help="race just these, without screening: 'mics,hsdp tuned'",
+        help="race just these, without screening: 'mics,hsdp tuned'; 'ours' and 'peers' are all of them",
     )
+    parser.add_argument("--screen", action="store_true", help="screen them, too: only the best race")
 
 
 def cases_of(environments: Sequence[Environment]) -> list[Case]:
