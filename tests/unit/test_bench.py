@@ -26,6 +26,7 @@ from towpath.bench.harness.job import node_counters
 from towpath.bench.harness.pool import Pool
 from towpath.bench.harness.race import Race
 from towpath.bench.harness.regime import Trial
+from towpath.bench.harness.suite import Settings
 from towpath.bench.peers import OPTIONS, Kind
 from towpath.bench.selection import OUR_LOSSLESS
 from towpath.bench.steps import Step
@@ -536,3 +537,52 @@ def test_scaling_says_what_a_step_takes_besides_computing_and_what_the_schedule_
     [found, least] = scaling.exposed_checks(usual, optimizer, floors, waits)
     assert (found.found, least.found) == (1.75, 1.5)
     assert not list(scaling.exposed_checks(usual, optimizer, floors, Workload()))
+
+
+class TestScreening:
+    def test_who_is_screened_on_one_rate_is_known_on_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(strategies, "_SCREENINGS", {})
+        screened: list[tuple[str, ...]] = []
+
+        def screen(venue: Venue, names: tuple[str, ...], *_: object) -> Screening:
+            screened.append(names)
+            return Screening({name: Tried(1.0, 1) for name in names}, {})
+
+        monkeypatch.setattr(Venue, "screen", screen)
+        options = argparse.Namespace(contestants=["mics", "hsdp"], screen=True)
+        settings, square = Settings(6, False, str, options), Workload(SQUARE)
+        cases = [strategies.Case(f"at {rate}", square, Link(inter=rate)) for rate in ("100mbit", "200mbit")]
+        found = [case._screened(raced("mics", "hsdp"), Venue(None), settings) for case in cases]
+        assert [where for where, _ in found] == ["at 100mbit", "at 100mbit"]
+        assert screened == [("mics", "hsdp")]
+        cases[0]._screened(raced("mics", "fsdp2"), Venue(None), settings)
+        assert len(screened) == 2  # others take part
+
+    def test_who_is_named_races_without_it(self) -> None:
+        settings = Settings(6, False, str, argparse.Namespace(contestants=["mics"], screen=False))
+        case = strategies.Case("here", Workload(SQUARE), Link())
+        assert case._screened(raced("mics"), Venue(None), settings) == (None, None)
+
+
+class TestReport:
+    @pytest.mark.parametrize("text", ['{"a": 1}', "[1, 2]", "3", '{"case": {"name": "x"}}'])
+    def test_a_line_that_is_no_result_is_one_error_that_names_it(self, tmp_path: Path, text: str) -> None:
+        file = tmp_path / "mine.jsonl"
+        file.write_text(f"{text}\n")
+        with pytest.raises(ConfigError, match=r"mine.jsonl:1 is no result of `towpath bench`"):
+            page.main([str(file), "-o", str(tmp_path / "bench.html")], "towpath bench report")
+
+    def test_a_file_that_is_empty_or_not_text_is_one_error(self, tmp_path: Path) -> None:
+        empty, binary = tmp_path / "empty.jsonl", tmp_path / "binary.jsonl"
+        empty.write_text("")
+        binary.write_bytes(b"\xff\xfe\x00")
+        with pytest.raises(ConfigError, match=r"there are no results in .*empty.jsonl"):
+            page.read([empty])
+        with pytest.raises(ConfigError, match=r"binary.jsonl is no file of results"):
+            page.read([binary])
+        with pytest.raises(ConfigError, match="there is no file"):
+            page.read([tmp_path])
+        with pytest.raises(ConfigError, match=r"that is a folder. Name a file in it"):
+            page.main(["-o", str(tmp_path)], "towpath bench report")
+        with pytest.raises(ConfigError, match=r"unrecognized arguments: --quick.*towpath bench report --help"):
+            page.main(["--quick"], "towpath bench report")

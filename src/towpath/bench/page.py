@@ -1,7 +1,7 @@
 """`towpath bench report`: all results as one HTML page that needs nothing from a network.
 
-    towpath bench report -o bench.html                     of all files of results there are
-    towpath bench report results.jsonl -o bench.html       of these
+    towpath bench report -o bench.html                  of all files of results there are
+    towpath bench report results.jsonl -o bench.html    of these
 
 The last run of each case counts. Whoever loses stays where it is, and what was asked and missed says so.
 """
@@ -18,8 +18,10 @@ from towpath.bench.drawing import Line
 from towpath.bench.harness import results
 from towpath.bench.harness.age import is_old, when
 from towpath.bench.harness.figures import bound
-from towpath.bench.harness.suite import HelpFormatter, Parser
+from towpath.bench.harness.help import HelpFormatter
+from towpath.bench.harness.suite import Parser
 from towpath.errors import ConfigError
+from towpath.output_file import check_output_file
 from towpath.train.observe.plots import svg
 from towpath.train.observe.report import figure_html, table_html, write_page
 
@@ -43,10 +45,7 @@ def main(arguments: Sequence[str], command: str) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("bench.html"), help="default: bench.html")
     options = parser.parse_args(arguments)
     output: Path = options.output
-    if not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}.")
-    if output.is_dir():
-        raise ConfigError(f"--output {output} is a folder: name a file in it, {output / 'bench.html'}.")
+    check_output_file("--output", output)
     write(output, read(options.files))
     print(f"The page: {output}")
 

@@ -21,8 +21,8 @@ LOW_RANK_TARGET = 0.97
 
 def finalists(entrants: Iterable[Entrant], seconds: Mapping[str, float]) -> list[Entrant]:
     """Of those that were screened: ours before peers, the quicker before the slower. Of each library of peers the best
-    lossless one is raced, as it comes and with our ring where that is quicker: who is last on slow links may be first on others.
-    The pair of equal rank is always raced."""
+    lossless one is raced, as it comes and with our ring where that is quicker: who is last on slow links may be first
+    on others. The pair of equal rank is always raced."""
     screened = sorted((e for e in entrants if e.name in seconds), key=lambda e: seconds[e.name])
     peers = [e for e in screened if not e.ours and e.lossless]
     chosen = {

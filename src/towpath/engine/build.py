@@ -43,9 +43,8 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
     for optimizer in optimizers_of(p.parameter for p in places):
         stepped = next((p for p in optimizer.state if id(p) in parameters), None)
         if stepped is not None:
-            name = type(optimizer).__name__
             raise ShardError(
-                f"the optimizer {name} has already stepped {parameters[id(stepped)]}: its states are of whole "
+                f"a {type(optimizer).__name__} has already stepped {parameters[id(stepped)]}: its states are of whole "
                 "parameters. Call shard() before the first step, or make a new optimizer afterwards."
             )
     for place in places:
