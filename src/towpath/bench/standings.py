@@ -35,7 +35,7 @@ OUT_OF_REACH, OF_SEVERAL = "–", " †"
 # What is not as usual is named in a case's name (`environment.py`).
 _USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?")
 _RACED = re.compile(r": .+ against (?P<theirs>.+), times as fast$")
-_PEERS = {"torch-ddp": "DDP", "fsdp2": "FSDP2", "hsdp": "HSDP", "deepspeed": "DeepSpeed"}
+_PEERS = {"torch-ddp": "DDP", "hsdp": "HSDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -171,6 +171,7 @@ def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda 
 
 def headline(lines: Sequence[Line]) -> str:
     """A few sentences: from the race that won us least to the one that won us most."""
+    lines = [line for line in lines if column_of(line) is not None]
 
     def span(what: str, columns: Sequence[str], waits: bool | None = None) -> str:
         return _span(
@@ -202,12 +203,18 @@ def _span(found: Iterable[float]) -> str:
 
 
 def _peers(lines: Iterable[Line]) -> str:
-    """Of which libraries, in the races that a row shows."""
-    names = {
-        name for line in lines if column_of(line) for name, about in line["contestants"].items() if not about["ours"]
-    }
-    known = {_PEERS[kind] for kind in {Kind.parse(name).name for name in names} if kind in _PEERS}
-    return " or ".join(sorted(known)) or "?"
+    """Whose they are, in the races that a row shows; and in how many, where not in all."""
+    raced = [{_library(name) for name, about in line["contestants"].items() if not about["ours"]} for line in lines]
+    told = [
+        name if count == len(raced) else f"{name} (in {count} of {len(raced)} races)"
+        for name in _PEERS.values()
+        if (count := sum(name in each for each in raced))
+    ]
+    return " or ".join(told) or "?"
+
+
+def _library(name: str) -> str | None:
+    return _PEERS.get(Kind.parse(name).name)
 
 
 def _over_lossy_peers(lines: Iterable[Line]) -> Iterable[float]:
@@ -216,5 +223,5 @@ def _over_lossy_peers(lines: Iterable[Line]) -> Iterable[float]:
         kinds, seconds = line["contestants"], line["median_seconds"]
         lossy = [name for name in line["communication_share"] if not kinds[name]["lossless"]]
         ours, theirs = ([seconds[name] for name in lossy if kinds[name]["ours"] is one] for one in (True, False))
-        if column_of(line) and ours and theirs:
+        if ours and theirs:
             yield min(theirs) / min(ours)
