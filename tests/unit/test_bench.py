@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 from collections.abc import Sequence
@@ -351,6 +352,18 @@ class TestCase:
         assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
         for name in line["communication_share"]:
             assert name in text
+
+    def test_a_race_of_lossy_ones_and_of_a_strategy_that_is_no_more_has_its_page(
+        self, line: dict[str, Any], tmp_path: Path
+    ) -> None:
+        text = json.dumps(line)
+        for name in line["communication_share"]:
+            text = text.replace(f'"{name}"', f'"was-{name}"')
+        changed = json.loads(text)
+        for about in changed["contestants"].values():
+            about["lossless"] = False
+        page.write(tmp_path / "bench.html", [changed])
+        assert f"was-{next(iter(line['communication_share']))}" in (tmp_path / "bench.html").read_text(encoding="utf-8")
 
     def test_who_is_neither_quicker_nor_smaller_is_not_on_the_line(self) -> None:
         points = {"small": (1.0, 3.0), "quick": (3.0, 1.0), "beaten": (3.0, 2.0)}

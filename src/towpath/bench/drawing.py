@@ -9,7 +9,7 @@ from typing import Any
 import towpath
 from towpath.bench import standings
 from towpath.bench.environment import UNSHAPED
-from towpath.bench.peers import AUTO, Kind
+from towpath.bench.peers import AUTO
 from towpath.bench.table import marks
 from towpath.lab import Rate
 from towpath.train.observe.plots import axes_of, colour, draw_stacked
@@ -123,13 +123,13 @@ def _logarithmic(axis: Any, set_scale: Any, values: Sequence[float], named: Mapp
 
 def look_of(name: str) -> tuple[str, str]:
     """Mark and colour, the same in every picture: peers are grey squares, who of ours is seldom raced a diamond."""
-    kind = Kind.parse(name).name
+    kind = name.split()[0]  # results may name a strategy that there is no more
     if kind in _PEERS:
         return "s", _PEERS[kind]
     if kind in _OURS:
         return "o", colour(_OURS.index(kind))
     others = [AUTO, *(each for each in towpath.strategies() if each not in _OURS)]
-    return "D", colour(others.index(kind))
+    return "D", colour(others.index(kind) if kind in others else len(others))
 
 
 def draw_standings(figure: Any, lines: Sequence[Line]) -> None:
@@ -197,8 +197,8 @@ def draw_pareto(figure: Any, line: Line) -> None:
         mark, paint = look_of(name)
         axes.plot(*at, mark, color=paint, markersize=6, label=label, **hollow)
     lossless = {name: at for name, at in points.items() if line["contestants"][name]["lossless"]}
-    best = [lossless[name] for name in unbeaten(lossless)]
-    axes.plot(*zip(*best, strict=True), "-", color="#868e96", linewidth=1)
+    if best := [lossless[name] for name in unbeaten(lossless)]:
+        axes.plot(*zip(*best, strict=True), "-", color="#868e96", linewidth=1)
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=2, loc="outside lower center")
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from towpath.bench.environment import UNSHAPED
 from towpath.bench.harness.regime import near
-from towpath.bench.peers import Kind
 from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
 
 Line = dict[str, Any]
@@ -214,7 +213,7 @@ def _peers(lines: Iterable[Line]) -> str:
 
 
 def _library(name: str) -> str | None:
-    return _PEERS.get(Kind.parse(name).name)
+    return _PEERS.get(name.split()[0])
 
 
 def _over_lossy_peers(lines: Iterable[Line]) -> Iterable[float]:
