@@ -395,20 +395,21 @@ class TestCommand:
         assert max(map(len, listed.splitlines())) <= min(columns, 100)
         for name in command.SUITES:
             assert re.search(rf"^  {name} +\S", listed, re.MULTILINE)
-            with pytest.raises(SystemExit) as ended:
-                command.bench(name, ["--help"])
-            assert ended.value.code == 0
-            shown = capsys.readouterr().out
+            shown = self.help_of(name, capsys)
             assert f"towpath bench {name}" in shown and "--quick" in shown and "--json" in shown
             assert max(map(len, shown.splitlines())) <= min(columns, 100)
+
+    def help_of(self, suite: str, capsys: pytest.CaptureFixture[str]) -> str:
+        with pytest.raises(SystemExit) as ended:
+            command.bench(suite, ["--help"])
+        assert ended.value.code == 0
+        return capsys.readouterr().out
 
     @pytest.mark.parametrize("suite", command.SUITES)
     def test_a_case_can_be_copied_from_the_help_into_a_shell(
         self, suite: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with pytest.raises(SystemExit):
-            command.bench(suite, ["--help"])
-        listed = capsys.readouterr().out.partition("\ncases, as they are written in a shell:\n\n")[2]
+        listed = self.help_of(suite, capsys).partition("\ncases, as they are written in a shell:\n\n")[2]
         cases = import_module(f"towpath.bench.suites.{suite}").SUITE.cases
         assert [shlex.split(row) for row in listed.splitlines() if row.startswith("  ")] == [[c.name] for c in cases]
 
@@ -420,9 +421,7 @@ class TestCommand:
     def test_an_unknown_case_hears_of_options_that_the_suite_has(
         self, suite: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        with pytest.raises(SystemExit):
-            command.bench(suite, ["--help"])
-        usage, _, _ = capsys.readouterr().out.partition("\n\n")
+        usage, _, _ = self.help_of(suite, capsys).partition("\n\n")
         with pytest.raises(ConfigError, match="no case nobody; there are ") as refused:
             command.bench(suite, ["nobody"])
         named = set(re.findall(r"--[a-z-]+", str(refused.value)))

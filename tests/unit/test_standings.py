@@ -18,6 +18,7 @@ def race(name: str, found: float, **changed: Any) -> dict[str, Any]:
     wait = float(seconds or 0.0046 * nodes * ranks) if waits else None
     line: dict[str, Any] = {
         "suite": "strategies",
+        "host": {"cores": 2},
         "case": {"name": name, "workload": {"topology": topology, "micro_steps": micro_steps, "wait_seconds": wait}},
         "checks": [
             {"what": "lossless: mics against torch-ddp, times as fast", "found": found, "at_least": 0.97, "met": True},
@@ -126,6 +127,7 @@ def test_the_headline_names_the_race_that_won_least_as_well_as_the_one_that_won_
     raced += [race("4x2-regime4-micro4-waiting", 1.2)]
     raced[0]["contestants"]["fsdp2 tuned"] = {"lossless": True, "ours": False}
     said = standings.headline(raced)
+    assert "one machine of 2 cores" in said
     assert "best lossless peer, DDP or FSDP2 (in 1 of 4 races), as experts tune them" in said  # whoever took part
     assert "**1.10 to 1.50** times as fast without codecs and **2.20 to 3.00** times with them; with blocks" in said
     assert "device of their own, **1.20 to 1.20**" in said

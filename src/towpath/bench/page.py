@@ -33,8 +33,8 @@ _ABOUT = (
     "computes. “At 0.53”: what the race came to, where the column does not say it. “1.15 of 1.18”: with perfect "
     "overlap it would be 1.18. A block computes, or it waits so many seconds in its forward pass, and takes nothing "
     "from the cores. Asked: without codecs 0.97 everywhere, and in the geometric mean of 8 to 1 1.25 with one "
-    "micro-step and 1.15 with four; with codecs 2.2 from a regime of 4 on. Empty: not raced; –: no cable here is so "
-    "fast; *: before the code that was measured changed; †: of blocks that wait for different times."
+    "micro-step and 1.15 with four; with codecs 2.2 from a regime of 4 on. Empty: not raced; –: failed, as the "
+    "tables below say; *: before the code that was measured changed; †: of blocks that wait for different times."
 )
 _LOOK = "Peers are grey squares; what is lossy has a broken line."
 

@@ -29,8 +29,8 @@ TITLES: Mapping[str, str] = {
 }
 # Asked of our best lossless in the mean, by micro-steps of a step.
 MEAN_TARGETS: Mapping[int, float] = {1: 1.25, 4: 1.15}
-# In a cell: tried, and no cable here is so fast; in a mean: of rows whose blocks wait for different times.
-OUT_OF_REACH, OF_SEVERAL = "–", " †"
+# In a cell: the race failed, as where cables are too slow; in a mean: of rows with other waits.
+FAILED, OF_SEVERAL = "–", " †"
 # What is not as usual is named in a case's name (`environment.py`).
 _USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?")
 _RACED = re.compile(r": .+ against (?P<theirs>.+), times as fast$")
@@ -158,7 +158,7 @@ def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda 
     made: list[Sequence[str]] = []
     for setting, row in found.items():
         cells = [
-            f"{row[column]}{mark(row[column].line)}" if column in row else OUT_OF_REACH * ((setting, column) in failed)
+            f"{row[column]}{mark(row[column].line)}" if column in row else FAILED * ((setting, column) in failed)
             for column in COLUMNS
         ]
         # The longest waits first: what the cores take of a step is least there.
@@ -185,8 +185,8 @@ def headline(lines: Sequence[Line]) -> str:
         return f"{lossless} times as fast without codecs and {lossy} times with them"
 
     return (
-        "Raced on shaped clusters of two to four nodes, all on one machine of two cores (CPUs, gloo, a GPT of 17 "
-        "million parameters in bf16), against the best lossless peer, "
+        f"Raced on shaped clusters of two to four nodes, all on one machine of {_cores(lines)} cores (CPUs, gloo, a "
+        "GPT of 17 million parameters in bf16), against the best lossless peer, "
         f"{_peers(lines)}, as experts tune them. Where FSDP2 "
         "would communicate four to eight times as long as it computes, our best was "
         f"{told(('8', '4'), False, '**')}; with blocks that wait, as for a device of their own, "
@@ -199,6 +199,10 @@ def headline(lines: Sequence[Line]) -> str:
 def _span(found: Iterable[float]) -> str:
     each = list(found)
     return f"{min(each):.2f} to {max(each):.2f}" if each else "?"
+
+
+def _cores(lines: Iterable[Line]) -> str:
+    return " or ".join(str(cores) for cores in sorted({line["host"]["cores"] for line in lines})) or "?"
 
 
 def _peers(lines: Iterable[Line]) -> str:
