@@ -19,6 +19,7 @@ import pytest
 
 from towpath.bench import peers
 from towpath.bench.harness import figures, migrate, race, regime, results, stamp, suite, turns
+from towpath.bench.harness import pool as pool_module
 from towpath.bench.harness.contestants import Cluster, ContestantError, Entry, ThisHost
 from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.pool import Pool
@@ -596,6 +597,21 @@ class TestPool:
             assert passing.closed and broken.closed and not other.closed
             pool.keep([self.entry("50mbit", True, "staying")])
             assert other.closed and not staying.closed
+
+    def test_whom_memory_does_not_suffice_for_is_left_out_before_it_is_started(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Each takes 3 GiB, of 8.
+        left = iter([8, 8, 5, 5, 5, 2, 2, 2])
+        monkeypatch.setattr(pool_module, "available_bytes", lambda: next(left) * 2**30)
+        failures: dict[str, str] = {}
+        entries = {name: self.entry("10mbit", name=name) for name in ("one", "two", "three")}
+        with Pool() as pool, pool.started(entries, lambda text: None, failures) as made:
+            assert list(made) == ["one", "two"]
+        assert failures == {
+            "three": "memory is short: one contestant took 3.0 GiB, and 2.0 GiB are left. Race fewer at once: name "
+            "them with --contestants."
+        }
 
     def test_an_exception_leaves_nobody(self) -> None:
         with Pool() as pool:

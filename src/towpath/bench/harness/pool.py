@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from towpath.bench.harness.contestants import Cluster, Contestant, Entry
 from towpath.bench.harness.failure import CaseError, reason
+from towpath.bench.harness.host_memory import available_bytes
 from towpath.bench.harness.job import InJob
 from towpath.lab import Rate, window_bytes
 
@@ -17,6 +18,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._staying: dict[Entry, Contestant | InJob] = {}
+        self._largest_bytes = 0  # of what one took that was started here
 
     def __enter__(self) -> Pool:
         return self
@@ -37,9 +39,11 @@ class Pool:
         try:
             for number, (name, entry) in enumerate(entries.items(), start=1):
                 try:
+                    before = available_bytes()
                     made[name] = self._reshaped(entry) or self._new(name, entry, f"{number} of {len(entries)}", say)
                     for _ in range(entry.warm_turns):
                         made[name].ask("turn")
+                    self._largest_bytes = max(self._largest_bytes, before - available_bytes())
                 except CaseError as error:
                     if failures is None:
                         raise
@@ -61,8 +65,19 @@ class Pool:
             self._staying.pop(entry).close()
 
     def _new(self, name: str, entry: Entry, which: str, say: Callable[[str], None]) -> Contestant | InJob:
+        if isinstance(entry.place, Cluster):  # the ranks of a job might not find the same
+            self._check_memory()
         say(f"starting {name} ({which})")
         return entry.place.start(name, entry)
+
+    def _check_memory(self) -> None:
+        """Rather than have the kernel kill whom it likes."""
+        left = available_bytes()
+        if left < self._largest_bytes:
+            raise CaseError(
+                f"memory is short: one contestant took {self._largest_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} "
+                "GiB are left. Race fewer at once: name them with --contestants."
+            )
 
     def _reshaped(self, entry: Entry) -> Contestant | None:
         """The one that stays, its links given the rates of `entry`; None where there is none. A connection keeps the
