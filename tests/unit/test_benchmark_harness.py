@@ -609,8 +609,8 @@ class TestPool:
         with Pool() as pool, pool.started(entries, lambda text: None, failures) as made:
             assert list(made) == ["one", "two"]
         assert failures == {
-            "three": "memory is short: one contestant took 3.0 GiB, and 2.0 GiB are left. Race fewer at once: name "
-            "them with --contestants."
+            "three": "memory is short: one contestant took 3.0 GiB, and 2.0 GiB are left. Race fewer "
+            "contestants at once."
         }
 
     def test_an_exception_leaves_nobody(self) -> None:

@@ -76,7 +76,7 @@ class Pool:
         if left < self._largest_bytes:
             raise CaseError(
                 f"memory is short: one contestant took {self._largest_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} "
-                "GiB are left. Race fewer at once: name them with --contestants."
+                "GiB are left. Race fewer contestants at once."
             )
 
     def _reshaped(self, entry: Entry) -> Contestant | None:
