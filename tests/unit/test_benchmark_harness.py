@@ -598,7 +598,7 @@ class TestPool:
             pool.keep([self.entry("50mbit", True, "staying")])
             assert other.closed and not staying.closed
 
-    def test_whom_memory_does_not_suffice_for_is_left_out_before_it_is_started(
+    def test_a_contestant_is_left_out_before_it_starts_when_memory_is_short(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         # Each takes 3 GiB, of 8.

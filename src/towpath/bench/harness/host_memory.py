@@ -9,7 +9,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """Before processes are killed for want of it; where that cannot be known, as on a host that is no Linux, no end."""
+    """What new processes can still take; `sys.maxsize` where that cannot be known, as on a host that is no Linux."""
     if not _MEMINFO.exists():
         return sys.maxsize
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())

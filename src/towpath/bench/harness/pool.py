@@ -18,7 +18,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._staying: dict[Entry, Contestant | InJob] = {}
-        self._largest_bytes = 0  # of what one took that was started here
+        self._largest_bytes = 0  # the most memory that a contestant took when it started
 
     def __enter__(self) -> Pool:
         return self
@@ -71,7 +71,7 @@ class Pool:
         return entry.place.start(name, entry)
 
     def _check_memory(self) -> None:
-        """Rather than have the kernel kill whom it likes."""
+        """Fail before the start, with a reason: out of memory, the kernel would kill any one of those that run."""
         left = available_bytes()
         if left < self._largest_bytes:
             raise CaseError(
