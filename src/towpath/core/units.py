@@ -17,6 +17,8 @@ SLICE_ALIGNMENT = 32
 
 # Elements. In messages of smaller units, starting one takes about as long as the bytes it carries.
 SMALL_UNIT = 1 << 20
+# How many units small ones are made into at least: while one of them computes, others travel.
+FEWEST_UNITS = 3
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -89,11 +91,10 @@ class UnitSpec:
 
 
 def together(elements: Sequence[int]) -> list[list[int]]:
-    """Which neighbouring units become one, so that their messages travel together: as many as stay small.
-
-    They fit into the memory that the largest unit needs anyway.
+    """Which neighbouring units become one, so that their messages travel together: as many as stay small, and are no
+    more than the largest unit or a third of all.
     """
-    room = min(max(elements, default=0), SMALL_UNIT)
+    room = min(max(*elements, sum(elements) // FEWEST_UNITS, 0), SMALL_UNIT)
     batches: list[list[int]] = []
     filled = room
     for i, count in enumerate(elements):

@@ -44,7 +44,7 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
         stepped = next((p for p in optimizer.state if id(p) in parameters), None)
         if stepped is not None:
             raise ShardError(
-                f"a {type(optimizer).__name__} has already stepped {parameters[id(stepped)]}: its states are of whole "
+                f"{type(optimizer).__name__} has already stepped {parameters[id(stepped)]}: its states are of whole "
                 "parameters. Call shard() before the first step, or make a new optimizer afterwards."
             )
     for place in places:

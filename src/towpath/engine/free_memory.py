@@ -35,7 +35,12 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
 def _free(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    if device.type != "cpu" or not _MEMINFO.exists():
+    return available_bytes() if device.type == "cpu" else None
+
+
+def available_bytes() -> int | None:
+    """What processes on this host can still take; None where it does not tell, as one that is no Linux."""
+    if not _MEMINFO.exists():
         return None
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())
     return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)

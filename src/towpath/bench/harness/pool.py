@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from towpath.bench.harness.contestants import Cluster, Contestant, Entry
 from towpath.bench.harness.failure import CaseError, reason
-from towpath.bench.harness.host_memory import available_bytes
 from towpath.bench.harness.job import InJob
+from towpath.engine.free_memory import available_bytes
 from towpath.lab import Rate, window_bytes
 
 
@@ -39,11 +39,11 @@ class Pool:
         try:
             for number, (name, entry) in enumerate(entries.items(), start=1):
                 try:
-                    before = available_bytes()
+                    before = available_bytes() or 0
                     made[name] = self._reshaped(entry) or self._new(name, entry, f"{number} of {len(entries)}", say)
                     for _ in range(entry.warm_turns):
                         made[name].ask("turn")
-                    self._largest_bytes = max(self._largest_bytes, before - available_bytes())
+                    self._largest_bytes = max(self._largest_bytes, before - (available_bytes() or 0))
                 except CaseError as error:
                     if failures is None:
                         raise
@@ -73,7 +73,7 @@ class Pool:
     def _check_memory(self) -> None:
         """Fail before the start, with a reason: out of memory, the kernel would kill any one of those that run."""
         left = available_bytes()
-        if left < self._largest_bytes:
+        if left is not None and left < self._largest_bytes:
             raise CaseError(
                 f"memory is short: one contestant took {self._largest_bytes / 2**30:.1f} GiB, and {left / 2**30:.1f} "
                 "GiB are left. Race fewer contestants at once."
