@@ -28,7 +28,9 @@ def encode(codec: Codec, x: torch.Tensor, out: torch.Tensor, seed: int = 0) -> N
         return
     values = rotated(x.float()) if codec.hadamard else x.float()
     blocks = _in_blocks(codec, values)
-    scales = (blocks.abs().amax(1) / largest).clamp_min(_SMALLEST_NORMAL)
+    # By a tensor: on a GPU torch multiplies by the inverse of a plain number instead, which may be off by a last bit.
+    top = torch.full((), largest, device=x.device)
+    scales = (blocks.abs().amax(1) / top).clamp_min(_SMALLEST_NORMAL)
     finite = scales.isfinite()
     scales = scales.where(finite, torch.nan)
     quotients = (blocks / scales[:, None]).where(finite[:, None], 0.0).flatten()[:n]
