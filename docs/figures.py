@@ -52,8 +52,8 @@ def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
     if suite == QUALITY:
         head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
     elif suite == HEADLINE:
-        raced = [line for line in _last_lines(_STRATEGIES, folder) if not is_old(line, _STRATEGIES, root)]
-        return textwrap.fill(standings.headline(raced), 119) + "\n"
+        said = standings.headline(_last_lines(_STRATEGIES, folder), lambda line: is_old(line, _STRATEGIES, root))
+        return textwrap.fill(said, 119) + "\n"
     elif suite in STANDINGS:
         head, body = standings.HEADINGS, standings_rows(STANDINGS[suite], folder, root)
     else:

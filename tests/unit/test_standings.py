@@ -140,3 +140,10 @@ def test_the_headline_sets_a_lossy_peer_beside_what_is_lossy() -> None:
     line["communication_share"]["torch-ddp powersgd=4"] = 0.1
     line["median_seconds"] |= {"torch-ddp powersgd=4": 2.5, "zero++": 2.0}
     assert standings.headline([line]).endswith("our best with codecs was 1.25 to 1.25 times as fast.")
+
+
+def test_the_headline_tells_how_many_races_are_of_before_the_code_changed() -> None:
+    old, new = race("2x2-regime4-micro1", 1.1), race("2x2-regime8-micro1", 1.5)
+    said = standings.headline([old, new], lambda line: line is old)
+    assert said.endswith("Of these 2 races 1 were run before the code changed; the tables mark them.")
+    assert "before the code" not in standings.headline([old, new])

@@ -168,9 +168,12 @@ def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda 
     return made
 
 
-def headline(lines: Sequence[Line]) -> str:
-    """A few sentences: from the race that won us least to the one that won us most."""
+def headline(lines: Sequence[Line], is_old: Callable[[Line], bool] = lambda line: False) -> str:
+    """A few sentences: from the race that won us least to the one that won us most. `is_old`: whether the code has
+    changed since that race."""
     lines = [line for line in lines if column_of(line) is not None]
+    old = sum(map(is_old, lines))
+    aged = f" Of these {len(lines)} races {old} were run before the code changed; the tables mark them." if old else ""
 
     def span(what: str, columns: Sequence[str], waits: bool | None = None) -> str:
         return _span(
@@ -192,7 +195,7 @@ def headline(lines: Sequence[Line]) -> str:
         f"{told(('8', '4'), False, '**')}; with blocks that wait, as for a device of their own, "
         f"{told(('8', '4'), True, '**')}. Where it communicates as long as it computes, "
         f"{told(('1',))}. Against PyTorch's own lossy peer, DDP with PowerSGD, "
-        f"our best with codecs was {_span(_over_lossy_peers(lines))} times as fast."
+        f"our best with codecs was {_span(_over_lossy_peers(lines))} times as fast.{aged}"
     )
 
 
