@@ -218,6 +218,8 @@ class TestEnvironments:
         assert waiting.name == "2x2-unshaped-micro1-waiting" and waiting.workload.wait_seconds
         [waiting] = asked_for(options_of("--wait", "0.5"), [SQUARE], [Link()], (1,))
         assert waiting.name == "2x2-unshaped-micro1-waiting0.5" and waiting.workload.wait_seconds == 0.5
+        [in_step] = asked_for(options_of("--in-step"), [SQUARE], [Link()], (4,))
+        assert in_step.name == "2x2-unshaped-micro4-in-step" and in_step.workload.in_step
 
     def test_a_job_has_its_own_shape_and_links_and_none_can_be_asked_for(self) -> None:
         job = SimpleNamespace(topology=Topology(3, 8))

@@ -14,12 +14,21 @@ def race(name: str, found: float, **changed: Any) -> dict[str, Any]:
     """Of `mics` and a lossy `zero++` against `torch-ddp`: as lines of results are."""
     nodes, ranks = int(name[0]), int(name[2])
     topology, micro_steps = {"nodes": nodes, "ranks_per_node": ranks}, int(name.partition("-micro")[2][0])
-    _, waits, seconds = name.partition("-waiting")
+    usual, in_step, _ = name.partition("-in-step")
+    _, waits, seconds = usual.partition("-waiting")
     wait = float(seconds or 0.0046 * nodes * ranks) if waits else None
     line: dict[str, Any] = {
         "suite": "strategies",
         "host": {"cores": 2},
-        "case": {"name": name, "workload": {"topology": topology, "micro_steps": micro_steps, "wait_seconds": wait}},
+        "case": {
+            "name": name,
+            "workload": {
+                "topology": topology,
+                "micro_steps": micro_steps,
+                "wait_seconds": wait,
+                **({"in_step": True} if in_step else {}),
+            },
+        },
         "checks": [
             {"what": "lossless: mics against torch-ddp, times as fast", "found": found, "at_least": 0.97, "met": True},
             {"what": "lossy against lossless: zero++ against torch-ddp, times as fast", "found": 2 * found},
@@ -86,13 +95,15 @@ def test_the_mean_is_geometric_and_stands_only_where_all_its_regimes_were_raced(
 
 def test_clusters_micro_steps_and_waits_have_rows_of_their_own_in_order() -> None:
     names = ["4x2-regime4-micro1", "2x2-regime4-micro4", "2x2-regime4-micro1-waiting0.05", "2x2-regime4-micro1"]
-    found = cells([race(name, 1.1) for name in [*names, "2x2-regime2-micro1-waiting"]])
+    names += ["2x2-regime2-micro1-waiting", "2x2-regime4-micro4-in-step"]
+    found = cells([race(name, 1.1) for name in names])
     told = [(row["nodes × ranks"], row["micro-steps"], row["a block"]) for row in found]
     assert told == [
         ("2 × 2", "1", "computes"),
         ("2 × 2", "1", "waits 0.018 s"),
         ("2 × 2", "1", "waits 0.05 s"),
         ("2 × 2", "4", "computes"),
+        ("2 × 2", "4", "computes, in step"),
         ("4 × 2", "1", "computes"),
     ]
 

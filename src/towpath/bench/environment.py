@@ -65,7 +65,8 @@ class Environment:
         usually = w.wait_seconds in (None, _wait_seconds(w.topology))
         waits = "" if w.wait_seconds is None else "-waiting" if usually else f"-waiting{w.wait_seconds:g}"
         shape = f"{w.topology.nodes}x{w.topology.ranks_per_node}"
-        return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, *sizes])
+        in_step = "-in-step" if w.in_step else ""
+        return "".join([f"{shape}-{self.link}-micro{w.micro_steps}", dtype, waits, in_step, *sizes])
 
     def quick(self) -> Environment:
         return replace(self, workload=self.workload.quick())
@@ -142,6 +143,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=positive(float),
         metavar="SECONDS",
         help=f"so long in the forward pass of each; --waiting alone: {_WAIT_SECONDS_OF_A_RANK:g} for each rank",
+    )
+    parser.add_argument(
+        "--in-step",
+        action="store_true",
+        help="all ranks begin each micro-step together: those that share cores else drift apart",
     )
 
 
@@ -226,5 +232,6 @@ def _workload(topology: Topology, micro_steps: int, options: argparse.Namespace)
     if options.waiting or options.wait is not None:
         given |= {"batch": given["batch"] or _WAITING_BATCH, "length": given["length"] or _WAITING_LENGTH}
         given["wait_seconds"] = _wait_seconds(topology) if options.wait is None else options.wait
+    given["in_step"] = options.in_step
     chosen = {name: value for name, value in given.items() if value is not None}
     return Workload(topology, micro_steps, options.dtype, **chosen)

@@ -32,37 +32,40 @@ MEAN_TARGETS: Mapping[int, float] = {1: 1.25, 4: 1.15}
 # In a cell: the race failed, as where cables are too slow; in a mean: of rows with other waits.
 FAILED, OF_SEVERAL = "–", " †"
 # What is not as usual is named in a case's name (`environment.py`).
-_USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?")
+_USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?(-in-step)?")
 _RACED = re.compile(r": .+ against (?P<theirs>.+), times as fast$")
 _PEERS = {"torch-ddp": "DDP", "hsdp": "HSDP", "fsdp2": "FSDP2", "deepspeed": "DeepSpeed"}
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Setting:
-    """What a row's races share. `wait_seconds`: of a block's forward pass; 0 where it computes."""
+    """What a row's races share. `wait_seconds`: of a block's forward pass; 0 where it computes. `in_step`: ranks began
+    each micro-step together."""
 
     nodes: int
     ranks: int
     micro_steps: int
     wait_seconds: float = 0.0
+    in_step: bool = False
 
     @staticmethod
     def of(line: Line) -> Setting:
         workload = line["case"]["workload"]
         topology, waits = workload["topology"], float(f"{workload['wait_seconds'] or 0.0:.2g}")
-        return Setting(topology["nodes"], topology["ranks_per_node"], workload["micro_steps"], waits)
+        in_step = workload.get("in_step", False)  # of older races nobody asked it
+        return Setting(topology["nodes"], topology["ranks_per_node"], workload["micro_steps"], waits, in_step)
 
     @property
     def waits(self) -> bool:
         return self.wait_seconds > 0
 
     def same_but_for_waits(self, other: Setting) -> bool:
-        mine, theirs = [(s.nodes, s.ranks, s.micro_steps, s.waits) for s in (self, other)]
+        mine, theirs = [(s.nodes, s.ranks, s.micro_steps, s.waits, s.in_step) for s in (self, other)]
         return mine == theirs and self != other
 
     def cells(self) -> tuple[str, str, str]:
         block = f"waits {self.wait_seconds:g} s" if self.waits else "computes"
-        return f"{self.nodes} × {self.ranks}", str(self.micro_steps), block
+        return f"{self.nodes} × {self.ranks}", str(self.micro_steps), block + ", in step" * self.in_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +174,7 @@ def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda 
 def headline(lines: Sequence[Line], is_old: Callable[[Line], bool] = lambda line: False) -> str:
     """A few sentences: from the race that won us least to the one that won us most. `is_old`: whether the code has
     changed since that race."""
-    lines = [line for line in lines if column_of(line) is not None]
+    lines = [line for line in lines if column_of(line) is not None and not Setting.of(line).in_step]
     old = sum(map(is_old, lines))
     aged = f" Of these {len(lines)} races {old} were run before the code changed; the tables mark them." if old else ""
 

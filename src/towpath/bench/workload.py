@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
@@ -26,6 +27,8 @@ class Workload:
 
     `wait_seconds`: so long each block waits instead of computing, and twice as long before its gradients, as for a
     device that takes nothing from the cores that the network's work and the codecs need.
+    `in_step`: before each micro-step all ranks wait for each other. Ranks that share processors, and exchange nothing
+    in a micro-step, else drift apart: what the first of them sends then waits for the last.
     `adapters`: the rank of PEFT's LoRA beside each block's matrices; they alone train. 0: all trains.
     """
 
@@ -37,6 +40,7 @@ class Workload:
     width: int = WIDTH
     depth: int = DEPTH
     wait_seconds: float | None = None
+    in_step: bool = False
     adapters: int = 0
 
     def quick(self) -> Workload:
@@ -68,6 +72,8 @@ class Workload:
     def data(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         device = device_of_job()
         for inputs, targets in gpt.batches(rank, self.batch, self.length):
+            if self.in_step:
+                dist.barrier()
             yield inputs.to(device), targets.to(device)
 
     @property
