@@ -26,7 +26,7 @@ def race(name: str, found: float, **changed: Any) -> dict[str, Any]:
                 "topology": topology,
                 "micro_steps": micro_steps,
                 "wait_seconds": wait,
-                **({"in_step": True} if in_step else {}),
+                "in_step": bool(in_step),
             },
         },
         "checks": [
@@ -158,3 +158,8 @@ def test_the_headline_tells_how_many_races_are_of_before_the_code_changed() -> N
     said = standings.headline([old, new], lambda line: line is old)
     assert said.endswith("Of these 2 races 1 were run before the code changed; the tables mark them.")
     assert "before the code" not in standings.headline([old, new])
+
+
+def test_the_headline_is_of_ranks_as_they_come() -> None:
+    usual = [race("2x2-regime4-micro4", 1.1)]
+    assert standings.headline([*usual, race("2x2-regime4-micro4-in-step", 1.9)]) == standings.headline(usual)

@@ -60,7 +60,8 @@ def _work_of(line: Line) -> str:
     size = f"width {workload['width']}, {workload['depth']} blocks"
     # Strong scaling: a rank waits in proportion to its share of the work, which its case names.
     waits = ", which wait" if line.get("kind") == "strong" else f" that wait {workload['wait_seconds'] or 0:.2g} s"
-    return f"{steps}, {workload['dtype']}, {size}{waits if workload['wait_seconds'] is not None else ''}"
+    in_step = ", ranks in step" if workload.get("in_step") else ""
+    return f"{steps}, {workload['dtype']}, {size}{waits if workload['wait_seconds'] is not None else ''}{in_step}"
 
 
 def curves_by_rate(lines: Sequence[Line]) -> tuple[list[Curve], float | None]:
@@ -143,9 +144,11 @@ def draw_standings(figure: Any, lines: Sequence[Line]) -> None:
             clusters += [shape] if shape not in clusters else []
             points = [(one.line["regime"]["found in the race"], one.found) for one in row.values()]
             paint = colour(clusters.index(shape))
-            mark, filled = ("o" if setting.micro_steps == 1 else "^"), "none" if setting.waits else paint
+            mark = "v" if setting.in_step else "o" if setting.micro_steps == 1 else "^"
+            filled = "none" if setting.waits else paint
             steps = "1 micro-step" if setting.micro_steps == 1 else f"{setting.micro_steps} micro-steps"
             label = f"{setting.nodes} × {setting.ranks}, {steps}{', blocks wait' * setting.waits}"
+            label += ", in step" * setting.in_step
             drawn = axes.plot(
                 *zip(*sorted(points), strict=True), mark, color=paint, markerfacecolor=filled, markersize=5
             )

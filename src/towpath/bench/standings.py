@@ -173,7 +173,7 @@ def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda 
 
 def headline(lines: Sequence[Line], is_old: Callable[[Line], bool] = lambda line: False) -> str:
     """A few sentences: from the race that won us least to the one that won us most. `is_old`: whether the code has
-    changed since that race."""
+    changed since that race. Races of ranks in step are left out: others are of ranks as they come."""
     lines = [line for line in lines if column_of(line) is not None and not Setting.of(line).in_step]
     old = sum(map(is_old, lines))
     aged = f" Of these {len(lines)} races {old} were run before the code changed; the tables mark them." if old else ""

@@ -71,7 +71,8 @@ class Pool:
         return entry.place.start(name, entry)
 
     def _check_memory(self) -> None:
-        """Fail before the start, with a reason: out of memory, the kernel would kill any one of those that run."""
+        """Fail before the start, with a reason: out of memory, the kernel would kill any one of those that run. Not on
+        a host that does not tell what it has left."""
         left = available_bytes()
         if left is not None and left < self._largest_bytes:
             raise CaseError(
