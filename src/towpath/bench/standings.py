@@ -2,6 +2,8 @@
 
 A row for each cluster, number of micro-steps and kind of blocks; a column for each regime. Beside the ratio stands what
 it would be if our best took what the simulator gives for perfect overlap: where that is near, nothing is left to win.
+Beside the mean stands what messages alone would make it: the same, against a peer that takes its computation and then its
+messages, one after the other, and no time for anything else.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 from towpath.bench.environment import UNSHAPED
 from towpath.bench.harness.regime import near
 from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
+from towpath.lab import Rate
 
 Line = dict[str, Any]
 
@@ -22,15 +25,16 @@ Line = dict[str, Any]
 REGIMES, OF_THE_MEAN = (8.0, 4.0, 2.0, 1.0, 0.5), (8.0, 4.0, 2.0, 1.0)
 COLUMNS = (*(f"{regime:g}" for regime in REGIMES), UNSHAPED)
 MEAN = "mean of 8 to 1"
-HEADINGS = ("nodes × ranks", "micro-steps", "a block", *COLUMNS, MEAN)
+BY_MESSAGES = "mean by messages alone"
+HEADINGS = ("nodes × ranks", "micro-steps", "a block", *COLUMNS, MEAN, BY_MESSAGES)
 TITLES: Mapping[str, str] = {
     OUR_LOSSLESS: "Our best lossless strategy, times as fast as the best lossless peer",
     OUR_LOSSY: "Our best strategy with codecs, times as fast as the best lossless peer",
 }
 # Asked of our best lossless in the mean, by micro-steps of a step.
 MEAN_TARGETS: Mapping[int, float] = {1: 1.25, 4: 1.15}
-# In a cell: the race failed, as where cables are too slow; in a mean: of rows with other waits.
-FAILED, OF_SEVERAL = "–", " †"
+# In a cell: the race failed, as where cables are too slow; in a mean: of rows with other waits; missed, and out of reach.
+FAILED, OF_SEVERAL, FORBIDDEN = "–", " †", " ‡"
 # What is not as usual is named in a case's name (`environment.py`).
 _USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?(-in-step)?")
 _RACED = re.compile(r": .+ against (?P<theirs>.+), times as fast$")
@@ -71,10 +75,12 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """Times as fast as the best lossless peer; `most`: with perfect overlap, where the race says what that takes.
+    `by_messages`: with that, as fast as a peer without any overlap, whose messages take what the cables need for them.
     `regime`: of the race, where its column does not say it."""
 
     found: float
     most: float | None
+    by_messages: float | None
     missed: bool
     line: Line
     regime: float | None = None
@@ -108,8 +114,11 @@ def standing_of(line: Line, what: str) -> Standing | None:
     for check in line["checks"]:
         if check["what"].startswith(f"{what}: ") and (raced := _RACED.search(check["what"])):
             least = _least_seconds(line, lossless=what == OUR_LOSSLESS)
-            most = None if least is None else line["median_seconds"][raced["theirs"]] / least
-            return Standing(check["found"], most, check.get("met") is False, line, _regime_to_tell(line))
+            theirs, in_turn = line["median_seconds"][raced["theirs"]], _seconds_without_overlap(line, raced["theirs"])
+            most = None if least is None else theirs / least
+            by_messages = None if least is None or in_turn is None else in_turn / least
+            missed, regime = check.get("met") is False, _regime_to_tell(line)
+            return Standing(check["found"], most, by_messages, missed, line, regime)
     return None
 
 
@@ -128,25 +137,43 @@ def _least_seconds(line: Line, lossless: bool) -> float | None:
     return min((floors[name] + optimizer[name] for name in ours), default=None)
 
 
-def mean_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callable[[Line], str]) -> str:
-    """The geometric one. What a row has not, it takes of `others`, the first that has it; none, where that would be
-    most of it, or nobody has it."""
+def _seconds_without_overlap(line: Line, name: str) -> float | None:
+    """A step of `name` that computes, then sends what it sends over cables that are in use all the time, then steps its
+    optimizer. None where cables have no rate, or the race does not say enough."""
+    rate, sent, computing = line.get("inter"), line.get("bytes_between_nodes", {}), line["median_seconds"].get("compute")
+    if rate is None or name not in sent or computing is None:
+        return None
+    workload = line["case"]["workload"]
+    through_a_cable = sent[name] / workload["topology"]["nodes"]  # in each direction: nodes send alike
+    sending = through_a_cable / Rate.parse(rate).bytes_per_second
+    return computing * workload["micro_steps"] + sending + line.get("optimizer_seconds", {}).get(name, 0.0)
+
+
+def means_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callable[[Line], str]) -> tuple[str, str]:
+    """The geometric ones, as found and by messages alone. What a row has not, it takes of `others`, the first that has
+    it; none, where that would be most of it, or nobody has it."""
     columns = [f"{regime:g}" for regime in OF_THE_MEAN]
     own = [column for column in columns if column in row]
     each = [next((r[column] for r in (row, *others) if column in r), None) for column in columns]
     known = [one for one in each if one is not None]
     if len(known) < len(columns) or 2 * len(own) < len(columns):
-        return ""
-    most = [one.most for one in known if one.most is not None]
+        return "", ""
     found = geometric_mean([one.found for one in known])
-    shown = _shown(found, geometric_mean(most) if len(most) == len(known) else None)
-    missed = asked is not None and found < asked
+    most, by_messages = (_mean_of_all(each) for each in zip(*((one.most, one.by_messages) for one in known), strict=True))
+    several, age = OF_SEVERAL * (len(own) < len(columns)), max(mark(standing.line) for standing in known)
+    missed = ""
+    if asked is not None and found < asked:
+        out_of_reach = any(bound is not None and bound < asked for bound in (most, by_messages))
+        missed = ", missed" + FORBIDDEN * out_of_reach
     return (
-        shown
-        + OF_SEVERAL * (len(own) < len(columns))
-        + ", missed" * missed
-        + max(mark(standing.line) for standing in known)
+        _shown(found, most) + several + missed + age,
+        "" if by_messages is None else f"{by_messages:.3f}{several}{age}",
     )
+
+
+def _mean_of_all(each: Sequence[float | None]) -> float | None:
+    known = [one for one in each if one is not None]
+    return geometric_mean(known) if len(known) == len(each) else None
 
 
 def _shown(found: float, most: float | None) -> str:
@@ -167,7 +194,7 @@ def rows(lines: Iterable[Line], what: str, mark: Callable[[Line], str] = lambda 
         # The longest waits first: what the cores take of a step is least there.
         others = [found[other] for other in sorted(found, reverse=True) if setting.same_but_for_waits(other)]
         asked = MEAN_TARGETS.get(setting.micro_steps) if what == OUR_LOSSLESS else None
-        made.append((*setting.cells(), *cells, mean_of(row, others, asked, mark)))
+        made.append((*setting.cells(), *cells, *means_of(row, others, asked, mark)))
     return made
 
 
