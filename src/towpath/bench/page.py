@@ -32,7 +32,7 @@ _ABOUT = (
     "Columns are regimes: in a regime of 4, FSDP2's communication alone takes four times what the bare module "
     "computes. “At 0.53”: what the race came to, where the column does not say it. “1.15 of 1.18”: with perfect "
     "overlap of ours it would be 1.18. “Mean by messages alone”: with that, beside a peer that computes, and then "
-    "sends what the best one sends over cables in use all the time, and does nothing else. A block computes, or it "
+    "sends as few bytes as any, over cables in use all the time, and does nothing else. A block computes, or it "
     "waits so many seconds in its forward pass, and takes nothing from the cores. Asked: without codecs 0.97 "
     "everywhere, and in the geometric mean of 8 to 1 1.25 with one micro-step and 1.15 with four; with codecs 2.2 from "
     "a regime of 4 on. Empty: not raced; –: failed, as the tables below say; *: before the code that was measured "

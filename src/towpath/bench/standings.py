@@ -2,8 +2,8 @@
 
 A row for each cluster, number of micro-steps and kind of blocks; a column for each regime. Beside the ratio stands what
 it would be if our best took what the simulator gives for perfect overlap: where that is near, nothing is left to win.
-Beside the mean stands what messages alone would make it: the same, against a peer that takes its computation and then its
-messages, one after the other, and no time for anything else.
+Beside the mean stands what messages alone would make it: the same, beside a peer that computes, and then sends as few
+bytes as any peer, and takes no time for anything else.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Setting:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """Times as fast as the best lossless peer; `most`: with perfect overlap, where the race says what that takes.
-    `by_messages`: with that, as fast as a peer without any overlap, whose messages take what the cables need for them.
+    `by_messages`: with that, beside a peer without any overlap, whose messages take what the cables need for them.
     `regime`: of the race, where its column does not say it."""
 
     found: float
@@ -114,7 +114,7 @@ def standing_of(line: Line, what: str) -> Standing | None:
     for check in line["checks"]:
         if check["what"].startswith(f"{what}: ") and (raced := _RACED.search(check["what"])):
             least = _least_seconds(line, lossless=what == OUR_LOSSLESS)
-            theirs, in_turn = line["median_seconds"][raced["theirs"]], _seconds_without_overlap(line, raced["theirs"])
+            theirs, in_turn = line["median_seconds"][raced["theirs"]], _seconds_without_overlap(line)
             most = None if least is None else theirs / least
             by_messages = None if least is None or in_turn is None else in_turn / least
             missed, regime = check.get("met") is False, _regime_to_tell(line)
@@ -137,16 +137,24 @@ def _least_seconds(line: Line, lossless: bool) -> float | None:
     return min((floors[name] + optimizer[name] for name in ours), default=None)
 
 
-def _seconds_without_overlap(line: Line, name: str) -> float | None:
-    """A step of `name` that computes, then sends what it sends over cables that are in use all the time, then steps its
-    optimizer. None where cables have no rate, or the race does not say enough."""
-    rate, sent, computing = line.get("inter"), line.get("bytes_between_nodes", {}), line["median_seconds"].get("compute")
-    if rate is None or name not in sent or computing is None:
+def _seconds_without_overlap(line: Line) -> float | None:
+    """A step of a peer that computes, then sends what the lossless peer with the fewest bytes sends, over cables that
+    are in use all the time, then steps its optimizer. None where cables have no rate, or the race does not say enough.
+    """
+    rate, computing = line.get("inter"), line["median_seconds"].get("compute")
+    kinds = line["contestants"]
+    sent = {
+        name: count
+        for name, count in line.get("bytes_between_nodes", {}).items()
+        if name in kinds and kinds[name]["lossless"] and not kinds[name]["ours"]
+    }
+    if rate is None or computing is None or not sent:
         return None
     workload = line["case"]["workload"]
-    through_a_cable = sent[name] / workload["topology"]["nodes"]  # in each direction: nodes send alike
+    fewest = min(sent, key=sent.__getitem__)
+    through_a_cable = sent[fewest] / workload["topology"]["nodes"]  # in each direction: nodes send alike
     sending = through_a_cable / Rate.parse(rate).bytes_per_second
-    return computing * workload["micro_steps"] + sending + line.get("optimizer_seconds", {}).get(name, 0.0)
+    return computing * workload["micro_steps"] + sending + line.get("optimizer_seconds", {}).get(fewest, 0.0)
 
 
 def means_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callable[[Line], str]) -> tuple[str, str]:
