@@ -135,7 +135,7 @@ def test_a_mark_stands_beside_the_figure_of_its_race() -> None:
 
 
 def test_a_mean_that_a_bound_forbids_is_told_from_one_that_is_only_missed() -> None:
-    """Asked with four micro-steps are 1.15; with perfect overlap it is 1.20, and 3.4 s of messages alone make it 1.13."""
+    """Asked with four micro-steps is 1.15; with perfect overlap it is 1.20, and by 3.4 s of messages alone 1.13."""
     cabled = {"inter": "100mbit", "bytes_between_nodes": {"torch-ddp": 85e6}}
     raced = [race(f"2x2-regime{regime}-micro4", 1.1, **cabled) for regime in (8, 4, 2, 1)]
     assert cells(raced)[0][standings.MEAN] == "1.10 of 1.20, missed"  # nobody knows what a step computes

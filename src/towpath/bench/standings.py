@@ -33,7 +33,8 @@ TITLES: Mapping[str, str] = {
 }
 # Asked of our best lossless in the mean, by micro-steps of a step.
 MEAN_TARGETS: Mapping[int, float] = {1: 1.25, 4: 1.15}
-# In a cell: the race failed, as where cables are too slow; in a mean: of rows with other waits; missed, and out of reach.
+# In a cell: the race failed, as where cables are too slow. In a mean: of rows with other waits; a bound forbids what is
+# asked.
 FAILED, OF_SEVERAL, FORBIDDEN = "–", " †", " ‡"
 # What is not as usual is named in a case's name (`environment.py`).
 _USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?(-in-step)?")
@@ -113,10 +114,11 @@ def standing_of(line: Line, what: str) -> Standing | None:
     """None where nobody of that kind took part."""
     for check in line["checks"]:
         if check["what"].startswith(f"{what}: ") and (raced := _RACED.search(check["what"])):
-            least = _least_seconds(line, lossless=what == OUR_LOSSLESS)
-            theirs, in_turn = line["median_seconds"][raced["theirs"]], _seconds_without_overlap(line)
-            most = None if least is None else theirs / least
-            by_messages = None if least is None or in_turn is None else in_turn / least
+            most = by_messages = None
+            if (least := _least_seconds(line, lossless=what == OUR_LOSSLESS)) is not None:
+                most = line["median_seconds"][raced["theirs"]] / least
+                in_turn = _seconds_without_overlap(line)
+                by_messages = None if in_turn is None else in_turn / least
             missed, regime = check.get("met") is False, _regime_to_tell(line)
             return Standing(check["found"], most, by_messages, missed, line, regime)
     return None
@@ -167,7 +169,8 @@ def means_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callabl
     if len(known) < len(columns) or 2 * len(own) < len(columns):
         return "", ""
     found = geometric_mean([one.found for one in known])
-    most, by_messages = (_mean_of_all(each) for each in zip(*((one.most, one.by_messages) for one in known), strict=True))
+    most = _mean_of_all([one.most for one in known])
+    by_messages = _mean_of_all([one.by_messages for one in known])
     several, age = OF_SEVERAL * (len(own) < len(columns)), max(mark(standing.line) for standing in known)
     missed = ""
     if asked is not None and found < asked:
