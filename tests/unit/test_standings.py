@@ -41,7 +41,7 @@ def race(name: str, found: float, **changed: Any) -> dict[str, Any]:
         },
         "median_seconds": {"mics": 3.6 / found, "zero++": 1.8 / found, "torch-ddp": 3.6},
         "floor_seconds": {"mics": 2.7, "zero++": 1.0},
-        "optimizer_seconds": {"mics": 0.3, "zero++": 0.2},
+        "optimizer_seconds": {"mics": 0.3, "zero++": 0.2, "torch-ddp": 0.2},
     }
     return line | changed
 
@@ -134,9 +134,10 @@ def test_a_mark_stands_beside_the_figure_of_its_race() -> None:
     assert row[-1] == ""  # of such a race nobody knows what its cables carried
 
 
-def test_a_mean_that_a_bound_forbids_is_told_from_one_that_is_only_missed() -> None:
-    """Asked with four micro-steps is 1.15; with perfect overlap it is 1.20, and by 3.4 s of messages alone 1.13."""
-    cabled = {"inter": "100mbit", "bytes_between_nodes": {"torch-ddp": 85e6}}
+def test_a_mean_whose_limit_is_less_than_what_is_asked_is_told_from_one_that_is_only_missed() -> None:
+    """Asked with four micro-steps is 1.15; with perfect overlap it is 1.20, and by messages of 3.2 s, and the optimizer
+    of 0.2 s, beside 3.0 s of ours 1.13."""
+    cabled = {"inter": "100mbit", "bytes_between_nodes": {"torch-ddp": 80e6}}
     raced = [race(f"2x2-regime{regime}-micro4", 1.1, **cabled) for regime in (8, 4, 2, 1)]
     assert cells(raced)[0][standings.MEAN] == "1.10 of 1.20, missed"  # nobody knows what a step computes
     for line in raced:
@@ -152,7 +153,6 @@ def test_beside_the_mean_stands_what_it_would_be_with_a_peer_that_computes_and_t
     for line in raced:
         line["contestants"]["hsdp"] = {"lossless": True, "ours": False}
         line["median_seconds"]["compute"] = 0.8
-        line["optimizer_seconds"]["torch-ddp"] = 0.2
     [row] = cells(raced)
     assert row[standings.MEAN] == "1.20 of 1.20" and row[standings.BY_MESSAGES] == "2.467"
     del raced[2]["inter"]  # cables that nobody shaped

@@ -36,7 +36,7 @@ _ABOUT = (
     "waits so many seconds in its forward pass, and takes nothing from the cores. Asked: without codecs 0.97 "
     "everywhere, and in the geometric mean of 8 to 1 1.25 with one micro-step and 1.15 with four; with codecs 2.2 from "
     "a regime of 4 on. Empty: not raced; –: failed, as the tables below say; *: before the code that was measured "
-    "changed; †: of blocks that wait for different times; ‡: what is asked is more than one of the two bounds."
+    "changed; †: of blocks that wait for different times; ‡: asked is more than one of these two would give."
 )
 _LOOK = "Peers are grey squares; what is lossy has a broken line."
 

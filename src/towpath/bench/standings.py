@@ -33,9 +33,9 @@ TITLES: Mapping[str, str] = {
 }
 # Asked of our best lossless in the mean, by micro-steps of a step.
 MEAN_TARGETS: Mapping[int, float] = {1: 1.25, 4: 1.15}
-# In a cell: the race failed, as where cables are too slow. In a mean: of rows with other waits; a bound forbids what is
-# asked.
-FAILED, OF_SEVERAL, FORBIDDEN = "–", " †", " ‡"
+# In a cell: the race failed, as where cables are too slow. In a mean: of rows with other waits; asked was more than one
+# of the two limits that stand beside it.
+FAILED, OF_SEVERAL, ABOVE_A_LIMIT = "–", " †", " ‡"
 # What is not as usual is named in a case's name (`environment.py`).
 _USUAL = re.compile(r"\d+x\d+-(regime)?(?P<column>[\w.]+)-micro\d+(-waiting[\d.]*)?(-in-step)?")
 _RACED = re.compile(r": .+ against (?P<theirs>.+), times as fast$")
@@ -154,9 +154,12 @@ def _seconds_without_overlap(line: Line) -> float | None:
         return None
     workload = line["case"]["workload"]
     fewest = min(sent, key=sent.__getitem__)
+    optimizer = line.get("optimizer_seconds", {}).get(fewest)
+    if optimizer is None:
+        return None
     through_a_cable = sent[fewest] / workload["topology"]["nodes"]  # in each direction: nodes send alike
     sending = through_a_cable / Rate.parse(rate).bytes_per_second
-    return computing * workload["micro_steps"] + sending + line.get("optimizer_seconds", {}).get(fewest, 0.0)
+    return computing * workload["micro_steps"] + sending + optimizer
 
 
 def means_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callable[[Line], str]) -> tuple[str, str]:
@@ -174,8 +177,8 @@ def means_of(row: Row, others: Sequence[Row], asked: float | None, mark: Callabl
     several, age = OF_SEVERAL * (len(own) < len(columns)), max(mark(standing.line) for standing in known)
     missed = ""
     if asked is not None and found < asked:
-        out_of_reach = any(bound is not None and bound < asked for bound in (most, by_messages))
-        missed = ", missed" + FORBIDDEN * out_of_reach
+        limited = any(limit is not None and limit < asked for limit in (most, by_messages))
+        missed = ", missed" + ABOVE_A_LIMIT * limited
     return (
         _shown(found, most) + several + missed + age,
         "" if by_messages is None else f"{by_messages:.3f}{several}{age}",
