@@ -30,6 +30,7 @@ from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
+from towpath.engine.usage import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
 from towpath.planner.workload import Workload
@@ -57,6 +58,7 @@ def shard(
     values: Values | None = None,
     workload: Workload | None = None,
     offload: str | None = None,
+    check_every: int = CHECK_EVERY,
 ) -> Model:
     """Shard `model` in place by `strategy` (a preset's name, a Strategy, or "auto") and return it.
 
@@ -76,7 +78,11 @@ def shard(
     rank, all ranks raise; the model, by then without values, must be built anew.
     `offload="optimizer"`: parameters, as the optimizer sees them, their `.grad` and the optimizer's states lie in the
     host's memory, and the optimizer steps there; what computes stays on the model's device.
+    `check_every`: with every so many-th optimizer step, ranks that hold copies of the same parameters (`ddp`, `mics`)
+    compare a checksum of them, and raise an error that names the unit where they differ. 0 turns this off.
     """
+    if type(check_every) is not int or check_every < 0:
+        raise ShardError(f"check_every: expected a number of optimizer steps, or 0 for never; got {check_every!r}.")
     check_process_group()
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
@@ -88,7 +94,8 @@ def shard(
         assert topology is not None
         strategy = _planned(model, workload, topology, units, precision, groups, offload)
         workload = None
-    resolved, layouts = _agreed(model, _Asked(strategy, topology, workload, units, precision, values, offload), groups)
+    asked = _Asked(strategy, topology, workload, units, precision, values, offload, check_every)
+    resolved, layouts = _agreed(model, asked, groups)
     specs = [unit.spec for unit in layouts]
     free = least_free_bytes(layouts, groups) if is_open(resolved, specs) else None
     decision = decided(resolved, specs, precision, free)
@@ -96,6 +103,7 @@ def shard(
         _LOG.info(decision.why)
     engine = build(model, BuildOptions(decision.strategy, precision, values), layouts, groups)
     engine.free_bytes = free
+    engine.check_values_every(check_every)
     attach(model, engine)
     become_sharded(model, engine)
     return model
@@ -112,6 +120,7 @@ class _Asked:
     precision: Precision
     values: Values | None
     offload: str | None
+    check_every: int
 
 
 def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
@@ -124,6 +133,7 @@ def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, 
     lines = [f"strategy {strategy.to_toml()}", f"{asked.precision}", _told(asked.values), *describe(layouts)]
     # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
     lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
+    lines += [f"values compared every {asked.check_every} steps"]
     lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
     lines += [f"process groups that were made so far: {groups.describe_made()}"]
     agree(groups, lines, None)

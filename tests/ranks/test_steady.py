@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -21,6 +22,7 @@ import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import seldom, strategy_of
+from towpath.core.journal import FOLD
 
 Worlds = Callable[[int], World]
 
@@ -142,6 +144,56 @@ def _engine_allocations() -> Iterator[list[str]]:
     finally:
         for (owner, name), original in originals.items():
             setattr(owner, name, original)
+
+
+# --- inference --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_any_number_of_forward_passes_without_a_graph_leaves_nothing_behind(world: Worlds, training: bool) -> None:
+    world(2).run(_infer, training)
+
+
+def _infer(training: bool) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = towpath.shard(nn.Sequential(blocks, nn.Linear(4, 2)), "zero3", topology=towpath.Topology(2, 1))
+    model.train(training)
+    x = torch.ones(1, 4)
+    model(x).sum().backward()
+    last_step = towpath.stats(model).last_step
+    held: list[dict[str, int]] = []
+    for count in (500, 4_500):
+        with torch.no_grad():
+            for _ in range(count):
+                model(x)
+        held.append(_held_by(model.towpath_engine))
+    # The journal folds its oldest entries now and then: what it keeps goes up and down below a bound.
+    kept = [each.pop("_Kept") for each in held]
+    assert max(kept) < 2 * FOLD + 10, kept
+    assert held[0] == held[1], {k: (held[0].get(k), v) for k, v in held[1].items() if held[0].get(k) != v}
+    model(x).sum().backward()
+    assert towpath.stats(model).last_step == last_step
+
+
+def _held_by(root: object) -> dict[str, int]:
+    """How many items the containers that our own objects hold have together, by the class of the object."""
+    counts: dict[str, int] = {}
+    seen: set[int] = set()
+    pending: list[tuple[object, str]] = [(root, "")]
+    while pending:
+        thing, owner = pending.pop()
+        if id(thing) in seen or isinstance(thing, (type, nn.Module, Tensor)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, (list, tuple, set, frozenset, dict, deque)):
+            counts[owner] = counts.get(owner, 0) + len(thing)
+        elif not type(thing).__module__.startswith("towpath"):
+            continue
+        else:
+            owner = type(thing).__qualname__
+        pending += [(referent, owner) for referent in gc.get_referents(thing)]
+    return counts
 
 
 # --- peak memory -----------------------------------------------------------------------------------------------------

@@ -1,11 +1,28 @@
-"""How often a rank that stands still looks whether its peers stand elsewhere."""
+"""When a rank counts as waiting, and how often it then looks whether its peers wait for something else."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
-from towpath.engine.activity import Peers
+from towpath.core.payload import Range
+from towpath.core.queues import QUEUES, WAYS
+from towpath.core.routes import Group as Ranks
+from towpath.core.routes import Op
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.core.transitions import Move
+from towpath.core.wire import Wire
+from towpath.engine.activity import Activity, Peers
+from towpath.engine.cuda_stream import CudaStream
+from towpath.engine.queue import ThreadStream, make_stream
+from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
+
+
+def _gather(unit: str) -> Transfer:
+    move = Move(Op.ALL_GATHER, 2, (Ranks((0, 1), (0, 1)),))
+    return Transfer(Kind.GATHER, Range(unit, "float32", 8, "float32"), move, Wire("flat"), Topology(2, 1))
 
 
 @pytest.mark.parametrize("patience", [0.5, 1.0, 4.0, 5.0, 8.0, 60.0, 1800.0, 1801.0])
@@ -17,3 +34,76 @@ def test_a_rank_that_stands_still_looks_again_and_again_before_its_patience_ends
     assert peers.pause_seconds >= min(1.0, patience / 16)
     assert peers.pause_seconds <= 1.0
     assert peers.warn_seconds <= patience / 2
+
+
+class End:
+    """Of what a device was given to do."""
+
+    def __init__(self) -> None:
+        self.has_come = False
+
+    def query(self) -> bool:
+        return self.has_come
+
+
+def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None:
+    activity, (first, second) = Activity(), (End(), End())
+    activity.enqueued(first, [_gather("a")])
+    activity.enqueued(second, [_gather("b")])
+    assert activity.waits and "waits for gather of unit 'a', on the device" in activity.describe()
+    before = activity.progress
+    first.has_come = True
+    assert activity.waits and activity.on_device() == "gather of unit 'b'"
+    assert activity.progress > before  # the device went on, if the host did not
+    second.has_come = True
+    assert not activity.waits and "in no transfer" in activity.describe()
+
+
+def test_what_is_kept_of_a_device_that_never_finishes_is_bounded() -> None:
+    activity = Activity()
+    for _ in range(5_000):
+        activity.enqueued(End(), [_gather("a")])
+    assert len(activity._enqueued) <= 256 and activity.waits
+
+
+def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that whoever waits for the comparison can be told, meanwhile, that its peers will never come."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: object())
+    device = torch.device("cuda")
+    kinds = {kind: type(make_stream(QUEUES[kind], device, WAYS[QUEUES[kind]])) for kind in Kind}
+    assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == {Kind.USAGE}
+    assert {stream for kind, stream in kinds.items() if kind is not Kind.USAGE} == {CudaStream}
+
+
+def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    class Backend:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def _group_start(self) -> None:
+            calls.append("together")
+
+        def _group_end(self) -> None:
+            calls.append("at once")
+
+        def abort(self) -> None:
+            calls.append(self.name)
+
+    class Group:
+        def __init__(self, name: str, on_device: bool) -> None:
+            self.name, self.on_device = name, on_device
+
+        def _get_backend(self, device: torch.device) -> Backend:
+            assert device.type == "cuda"
+            if not self.on_device:
+                raise RuntimeError("No backend type associated with device type cuda")
+            return Backend(self.name)
+
+    groups = Groups()
+    monkeypatch.setattr(groups, "_parent", Group("parent", True))
+    made = {((0, 1), "gather"): Group("gather", True), ((0, 1), "control"): Group("control", False)}
+    monkeypatch.setattr(groups, "_made", made)
+    groups.abort()
+    assert calls == ["together", "parent", "gather", "at once"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towpath
-from towpath.core.journal import Journal, Page, difference, journal_bytes, scopes
+from towpath.core.journal import FOLD, Call, Journal, Page, Scope, difference, has_not_made, journal_bytes, scopes
 from towpath.core.strategy import Kind
 from towpath.errors import StepError
 
@@ -22,6 +24,10 @@ def _journals(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]])
         for kind, unit in entries:
             journal.note(kind, unit)
     return journals
+
+
+def _scope(kind: Kind | Call, strategy: str = "zero3") -> Scope:
+    return next(scope for scope in scopes(towpath.strategy(strategy, SHAPE)) if kind in scope.kinds)
 
 
 def _combined(journals: list[Journal]) -> bytes:
@@ -66,15 +72,15 @@ def test_replicas_are_compared_apart() -> None:
 
 
 def test_what_the_comparison_costs_is_a_few_bytes_a_replica() -> None:
-    assert journal_bytes(towpath.strategy("ddp", SHAPE)) == 0
-    assert journal_bytes(towpath.strategy("zero3", SHAPE)) == 3 * 16  # P, G and OS: one replica each
-    assert journal_bytes(towpath.strategy("mics", SHAPE)) == 3 * 2 * 16  # a replica a node
+    assert journal_bytes(towpath.strategy("ddp", SHAPE)) == 2 * 16  # the program, and the values that all ranks hold
+    assert journal_bytes(towpath.strategy("zero3", SHAPE)) == (1 + 3) * 16  # P, G and OS: one replica each
+    assert journal_bytes(towpath.strategy("mics", SHAPE)) == (1 + 2 + 3 * 2) * 16  # two slices; a replica a node
     usage = [t for t in towpath.schedule(towpath.strategy("mics", SHAPE), [100, 100]).transfers if t.kind is Kind.USAGE]
-    assert [t.elements for t in usage] == [2 + 96]
+    assert [t.elements for t in usage] == [2 + 9 * 16]
 
 
 def test_pages_that_are_still_written_differ_only_where_no_more_can_come() -> None:
-    scope = scopes(towpath.strategy("zero3", SHAPE))[0]
+    scope = _scope(Kind.GATHER)
 
     def page(units: str, ended: bool = False, step: int = 4) -> tuple[int, Page]:
         journal = Journal(towpath.strategy("zero3", SHAPE), 0)
@@ -97,3 +103,64 @@ def test_pages_that_are_still_written_differ_only_where_no_more_can_come() -> No
         "transfer 3 of the step was, on rank 0: nothing more, on rank 0: gather of unit 'c'"
     )
     assert difference(scope, page("abc"), page("ab", ended=True)) is not None
+
+
+@pytest.mark.parametrize("count", [FOLD, 2 * FOLD, 2 * FOLD + 1, 7 * FOLD + 3])
+@pytest.mark.parametrize("changed", [0, FOLD - 1, FOLD, -1])
+def test_a_difference_is_found_however_long_ago_it_was_made(count: int, changed: int) -> None:
+    units = [str(number) for number in range(count)]
+    others = list(units)
+    others[changed % count if changed < count else 0] = "another"
+    by_rank = [[(Kind.GATHER, unit) for unit in each] for each in (units, units, others, units)]
+    journals = _journals(towpath.strategy("zero3", SHAPE), by_rank)
+    combined, pages = _combined(journals), [journal.page() for journal in journals]
+    assert all(len(page.entries) < 2 * FOLD for page in pages)
+    for journal in journals:
+        with pytest.raises(StepError, match=r"the ranks ran different units.*rank 2"):
+            journal.check(combined, lambda _: pages)
+
+
+@pytest.mark.parametrize("lead", [1, FOLD - 1, FOLD])
+def test_ranks_of_which_one_is_far_ahead_are_compared_as_far_as_both_have_come(lead: int) -> None:
+    scope = _scope(Kind.GATHER)
+
+    def page(units: range, first: str = "") -> Page:
+        journal = Journal(towpath.strategy("zero3", SHAPE), 0)
+        for number in units:
+            journal.note(Kind.GATHER, first if first and not number else str(number))
+        return journal.page()
+
+    behind, ahead = page(range(3 * FOLD)), page(range(3 * FOLD + lead))
+    assert difference(scope, (0, behind), (1, ahead)) is None
+    found = difference(scope, (0, behind), (1, page(range(3 * FOLD + lead), first="another")))
+    assert found is not None and found.folded and found.number <= 3 * FOLD + lead
+
+
+def test_the_message_says_which_hyperparameter_differs() -> None:
+    journals = [Journal(towpath.strategy("ddp", SHAPE), rank) for rank in range(SHAPE.world)]
+    for rank, journal in enumerate(journals):
+        details = ((("lr", 0.1), ("eps", 1e-8)), (("lr", 0.1 if rank != 3 else 0.2), ("eps", 1e-8)))
+        journal.note(Call.PROGRAM, "AdamW.step()", details)
+    combined, pages = _combined(journals), [journal.page() for journal in journals]
+    for journal in journals:
+        with pytest.raises(
+            StepError,
+            match=rf"rank {journal.rank}: the ranks ran different programs: call 1 of the step was, on rank 0: "
+            r"AdamW.step\(\) with lr=0.1 in group 1, on rank 3: AdamW.step\(\) with lr=0.2 in group 1",
+        ):
+            journal.check(combined, lambda _: pages)
+
+
+def test_a_rank_in_a_shared_call_waits_only_for_those_that_have_not_made_it() -> None:
+    scope = _scope(Call.SHARED)
+
+    def page(calls: str, inside: str = "") -> Page:
+        journal = Journal(towpath.strategy("zero3", SHAPE), 0)
+        for call in calls:
+            journal.note(Call.SHARED, call)
+        return replace(journal.page(), inside=inside)
+
+    assert has_not_made(page("ab", "b"), page("a"), scope)
+    assert not has_not_made(page("ab", "b"), page("ab", "b"), scope)
+    assert not has_not_made(page("ab", "b"), page("abc"), scope)
+    assert not has_not_made(page("ab"), page("a"), scope)  # it is through

@@ -122,3 +122,17 @@ def test_ways_have_tags_of_their_own() -> None:
     buffers = WireBuffers(torch.device("cpu"))
     tags = {Workspace(buffers, way, ways=2).tag(tag) for tag in range(8) for way in range(2)}
     assert len(tags) == 16
+
+
+def test_what_waits_for_a_device_does_not_grow_with_the_transfers() -> None:
+    """As in inference, where no boundary comes, and spans become known while others are noted."""
+    device = Device()
+    counted = record(device)
+    for number in range(20_000):
+        device.end = number + 1.0
+        with counted.running([gather("a")], 0):
+            device.end = number + 2.0
+        device.now = device.end - 10  # it is ten transfers behind
+    assert len(counted._unknown) <= 2 * 1000
+    [total] = counted.totals()
+    assert total.calls == 20_000

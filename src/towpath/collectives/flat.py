@@ -12,10 +12,12 @@ from towpath.collectives.collective import Collective, Members
 from towpath.collectives.workspace import Workspace
 
 
-def all_gather_single(region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """By the name that this PyTorch has for it: the older one warns from 2.13 on."""
+def all_gather_single(
+    region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Gather by the name that this PyTorch has for it: the older one warns from 2.13 on."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    getattr(dist, name)(region, shard, group=group)
+    return getattr(dist, name)(region, shard, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -1,23 +1,30 @@
-"""Which transfers a rank has submitted since the last boundary, and how ranks find out that theirs differ.
+"""What a rank has done since the last boundary that its peers must do identically, and how ranks find a difference.
 
 Collectives match by their order alone: where one rank gathers an expert and another rank another one of the same size,
-each computes with a mixture of both, and nothing fails. So at every boundary the ranks compare, within each group whose
-members must submit the same transfers, a digest of what they have submitted. It travels with the usage of parameters,
-which all ranks combine by maximum anyway: every group has a slot of its own, with the digest and its complement. Where
-all members agree, each byte and its complement are 255 together; where two differ, they are more.
+each computes with a mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate
+drifts away from its peers just as silently. So at every boundary the ranks compare, within each group whose members
+must agree, a digest of what they have noted here. It travels with the usage of parameters, which all ranks combine by
+maximum anyway: every group has a slot of its own, with the digest and its complement. Where all members agree, each
+byte and its complement are 255 together; where two differ, they are more.
 
-    gathers              compared within a replica of the parameters (replicas may run different units), trainable and
-                         frozen ones together
+    the program          optimizer steps with their hyperparameters, micro-steps, zeroed gradients: every rank
+    copies of values     a checksum of the parameters, now and then: the ranks that hold the same optimizer slice
+    gathers              within a replica of the parameters (replicas may run different units), trainable and frozen
+                         ones together
     reductions           within a replica of the gradients
-    syncs, publishes,    within a replica of the optimizer states
-    and what an optimizer needs that steps whole matrices
+    syncs, publishes,    within a replica of the optimizer states; with them, what an optimizer needs that steps whole
+    shared calls         matrices, and norms and full tensors, which are collectives of these ranks
+
+A rank may run any number of forward passes between two boundaries, so only the last entries are kept; those before
+them are folded into a digest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -30,14 +37,28 @@ _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES
 _COMPLEMENT = bytes(255 - byte for byte in range(256))
 
+# How many entries of a scope are folded at a time. Fixed, so that ranks whose lists differ in length fold at the same
+# entries, and their digests can be compared. Between once and twice as many are kept: no rank is further ahead of its
+# peers, who take part in its transfers.
+FOLD = 512
+
+
+class Call(StrEnum):
+    """What the user's program does, beside transfers, that ranks must do identically."""
+
+    PROGRAM = "program"  # an optimizer's step, or what a boundary closes
+    VALUES = "values"  # a checksum of one bucket's parameters
+    SHARED = "shared call"  # a norm or a full tensor: a collective of one replica of the optimizer states
+
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Kinds of transfer that the ranks of one group submit alike. `group_of[rank]`: the group's number."""
+    """Entries that the ranks of one group make identically. `group_of[rank]`: the group's number."""
 
-    kinds: frozenset[Kind]
+    kinds: frozenset[Kind | Call]
     group_of: tuple[int, ...]
     first_slot: int
+    number: int  # of this scope among the strategy's
 
     @property
     def groups(self) -> int:
@@ -49,66 +70,183 @@ class Scope:
 
 @lru_cache(maxsize=256)
 def scopes(strategy: Strategy) -> tuple[Scope, ...]:
-    """What the ranks of `strategy` compare: nothing where a replica is one rank."""
-    placement, found, slot = strategy.placement, list[Scope](), 0
+    """Return what the ranks of `strategy` compare; nothing where a group would be one rank.
+
+    The program comes first: where ranks ran different programs, other differences follow from that.
+    """
+    placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
+    optimizer = strategy.moves.optimizer
+    compared: list[tuple[tuple[int, ...], bool, tuple[Kind | Call, ...]]] = [
+        ((0,) * world, world > 1, (Call.PROGRAM,)),
+        (optimizer.slots, optimizer.count < world, (Call.VALUES,)),
+    ]
     for extent, kinds in (
         (strategy.gathered_over, (Kind.GATHER, Kind.BACKWARD_GATHER)),
         (placement.grads, (Kind.REDUCE,)),
-        (placement.optimizer, (Kind.SYNC, Kind.PUBLISH, Kind.MATRIX_GRADIENTS, Kind.MATRIX_UPDATES)),
+        (placement.optimizer, (Kind.SYNC, Kind.PUBLISH, Kind.MATRIX_GRADIENTS, Kind.MATRIX_UPDATES, Call.SHARED)),
     ):
-        if extent.size > 1:
-            found.append(Scope(frozenset(kinds), replicas(extent, strategy.topology), slot))
+        compared.append((replicas(extent, strategy.topology), extent.size > 1, kinds))
+    for group_of, together, kinds in compared:
+        if together:
+            found.append(Scope(frozenset(kinds), group_of, slot, len(found)))
             slot += found[-1].groups
     return tuple(found)
 
 
 def journal_bytes(strategy: Strategy) -> int:
-    """What the comparison adds to the usage of parameters."""
+    """Return the bytes that the comparison adds to the usage of parameters."""
     return _SLOT_BYTES * sum(scope.groups for scope in scopes(strategy))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A transfer that was submitted, of all buckets of a unit together."""
+    """One thing that was done. `what`: the unit of a transfer, of all its buckets together; or a call, in words.
 
-    kind: Kind
-    unit: str
+    `details`: named values that must be equal as well, in groups (an optimizer's parameter groups, say).
+    """
+
+    kind: Kind | Call
+    what: str
+    details: tuple[tuple[tuple[str, Any], ...], ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.kind.value} of unit {self.unit or 'root'!r}"
+        return self.what if isinstance(self.kind, Call) else f"{self.kind.value} of unit {self.what or 'root'!r}"
+
+    def to_json(self) -> list[Any]:
+        return [self.kind.value, self.what, self.details]
+
+    @staticmethod
+    def from_json(fields: Sequence[Any]) -> Entry:
+        kind, what, details = fields
+        return Entry(_KINDS[kind], what, _tuples(details))
+
+
+_KINDS: Mapping[str, Kind | Call] = {each.value: each for each in (*Kind, *Call)}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, (list, tuple)) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Lines:
+    """One scope's entries, in their order: the first `folded` as a digest, and the rest."""
+
+    folded: int = 0
+    digest: str = ""
+    entries: tuple[Entry, ...] = ()
+
+    def folded_to(self, count: int) -> Lines | None:
+        """Return the same with the first `count` entries folded; None if there are not so many yet."""
+        lines = self
+        while lines.folded < count:
+            if len(lines.entries) < FOLD:
+                return None
+            digest = _digest(lines.digest, lines.entries[:FOLD])
+            lines = Lines(lines.folded + FOLD, digest.hex(), lines.entries[FOLD:])
+        return lines
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first entry in which two ranks differ; None for a rank that has no more of them."""
+    """The first entry in which two ranks differ; None for a rank that has no more of them.
+
+    `folded`: they differ among the first `number` entries, which are not kept any more.
+    """
 
     number: int
     ranks: tuple[int, int]
     entries: tuple[Entry | None, Entry | None]
+    folded: bool = False
+
+    @property
+    def kinds(self) -> set[Kind | Call]:
+        return {entry.kind for entry in self.entries if entry is not None}
 
     def __str__(self) -> str:
-        entries = (
-            f"rank {rank}: {entry or 'nothing more'}" for rank, entry in zip(self.ranks, self.entries, strict=True)
-        )
-        return f"transfer {self.number + 1} of the step was, on {', on '.join(entries)}"
+        if self.folded:
+            return f"rank {self.ranks[0]} and rank {self.ranks[1]} differ among the first {self.number} of the step"
+        described = [str(entry or "nothing more") for entry in self.entries]
+        detail = _first_detail(*self.entries)
+        if detail is not None:
+            described = [f"{what} with {said}" for what, said in zip(described, detail, strict=True)]
+        where = (f"rank {rank}: {what}" for rank, what in zip(self.ranks, described, strict=True))
+        subject = "call" if any(isinstance(kind, Call) for kind in self.kinds) else "transfer"
+        return f"{subject} {self.number + 1} of the step was, on {', on '.join(where)}"
+
+
+def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | None:
+    """Return the first detail in which two entries of the same call differ, as each of them has it."""
+    if one is None or other is None or one.what != other.what:
+        return None
+    nothing: tuple[tuple[str, Any], ...] = ()
+    for number, (mine, theirs) in enumerate(zip_longest(one.details, other.details, fillvalue=nothing)):
+        here, there = dict(mine), dict(theirs)
+        for name in (*here, *(n for n in there if n not in here)):
+            if here.get(name) != there.get(name) or (name in here) != (name in there):
+                group = f" in group {number}" if len(one.details) > 1 or len(other.details) > 1 else ""
+                return tuple(f"{name}={each.get(name, 'unset')}{group}" for each in (here, there))  # pyright: ignore
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What one rank has submitted in the running step of a model. `ended`: it has come to the boundary."""
+    """What one rank has noted in the running step of a model, by scope. `ended`: it has come to the boundary.
+
+    `inside`: the shared call that the rank is in, if any: until it returns nothing else follows.
+    """
 
     model: int
     step: int
     ended: bool
-    entries: tuple[Entry, ...]
+    lines: tuple[Lines, ...]
+    inside: str = ""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries of all scopes that are kept."""
+        return tuple(entry for lines in self.lines for entry in lines.entries)
 
     def to_json(self) -> list[Any]:
-        return [self.model, self.step, self.ended, [[e.kind.value, e.unit] for e in self.entries]]
+        lines = [[each.folded, each.digest, [e.to_json() for e in each.entries]] for each in self.lines]
+        return [self.model, self.step, self.ended, lines, self.inside]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> Page:
-        model, step, ended, entries = fields
-        return Page(model, step, ended, tuple(Entry(Kind(kind), unit) for kind, unit in entries))
+        model, step, ended, lines, inside = fields
+        parsed = (Lines(folded, digest, tuple(map(Entry.from_json, entries))) for folded, digest, entries in lines)
+        return Page(model, step, ended, tuple(parsed), inside)
+
+
+def has_not_made(page: Page, other: Page, scope: Scope) -> bool:
+    """Return whether the other rank has yet to make the call of this scope that `page`'s rank is in."""
+    here, there = page.lines[scope.number], other.lines[scope.number]
+    is_in_it = bool(page.inside and here.entries) and here.entries[-1].what == page.inside
+    return is_in_it and there.folded + len(there.entries) < here.folded + len(here.entries)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """One scope's lines while they are written."""
+
+    folded: int = 0
+    digest: str = ""
+    entries: list[Entry] = field(default_factory=list[Entry])
+
+    def note(self, entry: Entry) -> None:
+        self.entries.append(entry)
+        if len(self.entries) == 2 * FOLD:
+            self.digest = _digest(self.digest, self.entries[:FOLD]).hex()
+            self.folded += FOLD
+            self.entries = self.entries[FOLD:]
+
+    def lines(self) -> Lines:
+        return Lines(self.folded, self.digest, tuple(self.entries))
+
+
+def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
+    texts = (f"{e.kind.value} {e.what} {e.details}" if e.details else f"{e.kind.value} {e.what}" for e in entries)
+    return hashlib.blake2b("\n".join((before, *texts)).encode(), digest_size=nbytes).digest()
 
 
 class Journal:
@@ -118,35 +256,36 @@ class Journal:
         self.rank, self.model = rank, model
         self.scopes = scopes(strategy)
         self._bytes = journal_bytes(strategy)
+        self._scope_of = {kind: scope.number for scope in self.scopes for kind in scope.kinds}
         self._step, self._ended = 0, False
-        self._entries: list[Entry] = []  # since the last boundary
+        self._kept = [_Kept() for _ in self.scopes]  # since the last boundary
 
-    def note(self, kind: Kind, unit: str) -> None:
+    def compares(self, kind: Kind | Call) -> bool:
+        """Return whether entries of this kind are compared with any other rank's."""
+        return kind in self._scope_of
+
+    def note(self, kind: Kind | Call, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()) -> None:
         if kind is Kind.USAGE:
             self._ended = True
-        else:
-            self._entries.append(Entry(kind, unit))
+        elif kind in self._scope_of:
+            self._kept[self._scope_of[kind]].note(Entry(kind, what, details))
 
     def turn(self) -> None:
-        """To a new page."""
-        self._step, self._ended, self._entries = self._step + 1, False, []
+        """Begin a new page."""
+        self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
 
     def page(self) -> Page:
-        """Also for another thread, at any time."""
-        return Page(self.model, self._step, self._ended, tuple(self._entries))
+        """Return what was noted so far. Any thread may ask, at any time."""
+        return Page(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
 
     def encoded(self) -> bytes:
-        """This rank's digests in the slots of its groups; zeros, which a maximum ignores, in those of others."""
+        """Return this rank's digests in the slots of its groups, and zeros, which a maximum ignores, in the others'."""
         slots = bytearray(self._bytes)
-        for scope in self.scopes:
-            digest = self._digest(scope)
+        for scope, kept in zip(self.scopes, self._kept, strict=True):
+            digest = _digest(kept.digest, kept.entries, _DIGEST_BYTES)
             start = _SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
             slots[start : start + _SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
-
-    def _digest(self, scope: Scope) -> bytes:
-        text = "\n".join(f"{e.kind.value} {e.unit}" for e in self._entries if e.kind in scope.kinds)
-        return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest()
 
     def check(self, combined: bytes, of_all_ranks: Callable[[Page], list[Page]]) -> None:
         """Turn the page, or raise: on every rank, for `combined` is the same on all of them.
@@ -175,26 +314,47 @@ class Journal:
 
 
 def difference(scope: Scope, one: tuple[int, Page], other: tuple[int, Page], ended: bool = False) -> Difference | None:
-    """The first difference between two ranks' pages, if there is one already: pages may still be written.
+    """Return the first difference between two ranks' pages, if there is one already: pages may still be written.
 
     `ended`: these are not.
     """
     (rank, page), (peer, theirs) = one, other
     if (page.model, page.step) != (theirs.model, theirs.step):
         return None
-    for number, pair in enumerate(_in_pairs(scope, page, theirs)):
+    here, there = page.lines[scope.number], theirs.lines[scope.number]
+    folded = max(here.folded, there.folded)
+    first, second = here.folded_to(folded), there.folded_to(folded)
+    if first is None or second is None:
+        return None if not ended else Difference(folded, (rank, peer), (None, None), folded=True)
+    if first.digest != second.digest:
+        return Difference(folded, (rank, peer), (None, None), folded=True)
+    for number, pair in enumerate(zip_longest(first.entries, second.entries), folded):
         missing = [p for p, entry in zip((page, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
             return Difference(number, (rank, peer), pair)
     return None
 
 
-def _in_pairs(scope: Scope, page: Page, theirs: Page) -> Iterator[tuple[Entry | None, Entry | None]]:
-    mine, others = ([e for e in p.entries if e.kind in scope.kinds] for p in (page, theirs))
-    return zip_longest(mine, others)
-
-
 def told_to(rank: int, found: Difference) -> str:
+    """Return the error's text for a difference, as `rank` raises it."""
+    if Call.PROGRAM in found.kinds:
+        return (
+            f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "
+            "apart, so no gradient is delivered. Let every rank make the same micro-steps, step the same optimizer "
+            "with the same hyperparameters, and zero its gradients at the same place."
+        )
+    if Call.VALUES in found.kinds:
+        return (
+            f"rank {rank}: ranks that hold copies of the same parameters hold different values: {found}. Something "
+            "wrote to them on one rank alone, or this hardware computes the same step differently. Restart from a "
+            "checkpoint that was saved before; check_every= of shard() says how often values are compared, and 0 "
+            "turns the comparison off."
+        )
+    if Call.SHARED in found.kinds:
+        return (
+            f"rank {rank}: the ranks made different calls that need all of them: {found}. Norms, sums and "
+            "full_tensor() of sharded tensors are collectives: let every rank make them, at the same place."
+        )
     return (
         f"rank {rank}: the ranks ran different units: {found}. Their gradients would be mixtures of both, and none is "
         "delivered. All ranks that share parameters must run the same units in the same order. Where they differ in "

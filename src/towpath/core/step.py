@@ -103,7 +103,8 @@ class StepMachine:
             if unit is self._root:
                 self._pass_of_the_model_begins()
                 self._forward_walk += self.staged
-            unit.forwards[self._forward_walk] += comes_back
+            if comes_back:
+                unit.forwards[self._forward_walk] += 1
         self._gathers.use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
         self._gathers.show(unit, True)
         return self._answer()

@@ -1,7 +1,11 @@
-"""What a rank is doing, in words for its peers: written down for nobody, until the rank makes no progress any more.
+"""What a rank is doing, in words for its peers, and how ranks that stand still find out that they wait in vain.
 
 A rank that stands still, waiting for a transfer or in the user's own code, posts on the noticeboard what it is doing. A
 transfer that fails reads there what its peers were doing meanwhile; one that takes long is logged with it.
+
+On a GPU the host runs ahead, and a transfer that never ends holds up the device alone. So transfers that the device has
+not finished count as waiting, too. Where they never will be, the process groups of the device are aborted: the thread
+that trains, if it waits for the device, then goes on and meets the error at its next transfer.
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import final
+from typing import Protocol, final
 
-from towpath.core.journal import Journal, Page, difference, told_to
+from towpath.core.journal import Call, Journal, Page, Scope, difference, has_not_made, told_to
 from towpath.core.transfer import Transfer
+from towpath.engine.presence import Neighbour
 from towpath.errors import StepError
 from towpath.logs import logger
 from towpath.topology.groups import Groups
@@ -33,6 +40,17 @@ _WARN_SECONDS = 60.0
 # With how many peers a rank compares itself, and how many it tells of.
 _FEW = 16
 
+# How many of the transfers that a device was given last are looked at.
+_ENQUEUED = 256
+
+
+class Event(Protocol):
+    """The end of what a device was given to do."""
+
+    def query(self) -> bool:
+        """Return whether it has come. Any thread may ask."""
+        ...
+
 
 @final
 class Activity:
@@ -47,6 +65,8 @@ class Activity:
         self._under_way: dict[int, str] = {}  # by thread: a queue runs one transfer after the other
         self._last = ""
         self._failure = ""
+        self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # by the host; of a device, in order
+        self.inside = ""  # a collective that the program has started, over ranks that share parameters
         self.meeting: tuple[int, str] | None = None  # a call that waits for every rank, and how many came before it
         self.meetings = 0  # so far, with that one
 
@@ -62,6 +82,32 @@ class Activity:
         """The transfer that this thread has begun."""
         self.progress += 1
         self._last = self._under_way.pop(threading.get_ident(), self._last)
+
+    def enqueued(self, end: Event, transfers: Sequence[Transfer]) -> None:
+        """The device was given these transfers, and the host goes on."""
+        self._drop_finished()
+        self._enqueued.append((end, _named(transfers)))
+
+    def _drop_finished(self) -> None:
+        while self._enqueued and self._enqueued[0][0].query():
+            self._last = self._enqueued.popleft()[1]
+            self.progress += 1
+
+    def on_device(self) -> str:
+        """Return the first transfer that a device was given and has not finished; '' if there is none."""
+        self._drop_finished()
+        return self._enqueued[0][1] if self._enqueued else ""
+
+    @contextmanager
+    def shared(self, call: str) -> Generator[None]:
+        """Around a collective that the program has started, on the thread that trains."""
+        self.progress += 1
+        before, self._computing, self.inside = self._computing, f"in {call}", call
+        try:
+            yield
+        finally:
+            self.progress += 1
+            self._computing, self.inside = before, ""
 
     def failed(self, what: str) -> None:
         """A forward or backward pass; '' once all ranks have agreed that it failed alike."""
@@ -79,8 +125,8 @@ class Activity:
 
     @property
     def waits(self) -> bool:
-        """Whether a transfer is under way, or a call that every rank must make."""
-        return bool(self._under_way) or self.meeting is not None
+        """Whether a transfer is under way, here or on the device, or a call that other ranks must make, too."""
+        return bool(self._under_way or self.inside or self.on_device()) or self.meeting is not None
 
     def silent_seconds(self) -> float:
         """Since when nothing has begun or ended. To be asked now and then, by one thread."""
@@ -93,6 +139,8 @@ class Activity:
         parts = [f"step {self.step}"]
         parts += [self._failure] if self._failure else [self._computing]
         under_way = sorted(self._under_way.copy().values())
+        if on_device := self.on_device():
+            under_way.append(f"{on_device}, on the device")
         if self.meeting is not None:
             parts.append(f"waits for every rank to call {self.meeting[1]}")
         parts.append(f"waits for {', '.join(under_way)}" if under_way else "in no transfer")
@@ -111,10 +159,11 @@ class Peers:
     """What the ranks of one process group know of each other when they are stuck."""
 
     def __init__(self, groups: Groups) -> None:
-        self.rank, self.world = groups.rank, groups.world
+        self.rank, self.world, self._groups = groups.rank, groups.world, groups
         self.activity = Activity()
         self.journal: Journal | None = None  # of the model that was last at work
         self.diverged = ""  # why the ranks will never come to an end, once that is known
+        self._neighbour: Neighbour | None = None  # see `watch_processes`
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts: what ranks that are gone have left there is not for these.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
@@ -138,6 +187,11 @@ class Peers:
         ]
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
+    def watch_processes(self) -> None:
+        """From now on notice when a peer's process ends while only the device waits. Every rank must call it."""
+        if self._neighbour is None and self.world > 1:
+            self._neighbour = Neighbour(self._groups)
+
     def raise_if_diverged(self) -> None:
         if self.diverged:
             raise StepError(self.diverged)
@@ -152,10 +206,18 @@ class Peers:
 
     def post(self, silent: bool) -> None:
         """What this rank is doing, now that it makes no progress; an old note is taken back when it does."""
-        journal = self.journal
-        page = journal.page().to_json() if journal is not None else None
-        note = [self.activity.describe(), page, self.activity.meeting]
+        page = self._page()
+        page_said = None if page is None else page.to_json()
+        note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_neighbour()]
         self.noticeboard.post(json.dumps(note) if silent else "")
+
+    def _page(self) -> Page | None:
+        return None if self.journal is None else replace(self.journal.page(), inside=self.activity.inside)
+
+    def describe_all(self) -> str:
+        """What this rank is doing, and what its peers last said of themselves."""
+        said = self.describe(range(self.world))
+        return f"This rank: {self.activity.describe()}. What its peers last said of themselves:{said}"
 
     def come_together(self, call: str) -> None:
         """Return when every rank has made this call; raise where one does not, or waits for a transfer meanwhile."""
@@ -181,34 +243,61 @@ class Peers:
             )
 
     def look_for_divergence(self) -> None:
-        """Whether peers that stand still, too, have submitted other transfers than this rank: nobody's will end."""
-        journal = self.journal
-        if journal is None:
+        """Whether peers that stand still, too, have done other things than this rank: nobody's transfers will end."""
+        journal, mine, meeting = self.journal, self._page(), self.activity.meeting
+        if journal is None or mine is None:
             return
-        mine, meeting = journal.page(), self.activity.meeting
+        calls = [scope for scope in journal.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED}]
         for scope in journal.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
             for rank, note in self._read([*members[place + 1 :], *members[:place]][:_FEW]).items():
                 if note is None or note.page is None:
                     continue
-                # Who waits for every rank in a call submits nothing before all have come there.
-                theirs = (
-                    note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
-                )
-                pages = [(self.rank, _ended(mine, meeting)), (rank, _ended(note.page, theirs))]
+                both = [each for each in calls if each.group_of[self.rank] == each.group_of[rank]]
+                # A rank that waits for others in a call submits nothing before they have come there.
+                their = note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
+                here = meeting[1] if meeting is not None else _alone_in(mine, note.page, both)
+                there = their[1] if their is not None else _alone_in(note.page, mine, both)
+                pages = [(self.rank, _ended(mine, here)), (rank, _ended(note.page, there))]
                 first, second = sorted(pages, key=itemgetter(0))
                 found = difference(scope, first, second)
-                if found is not None and (journal.page(), self.activity.meeting) == (mine, meeting):
+                if found is not None and (self._page(), self.activity.meeting) == (mine, meeting):
+                    if Call.SHARED not in found.kinds:
+                        # Where the programs differ already, the transfers differ because of that.
+                        found = difference(journal.scopes[0], first, second, ended=True) or found
                     self.diverged = told_to(self.rank, found)
-                    for who, other, call in ((self.rank, rank, meeting), (rank, self.rank, theirs)):
-                        if call is not None:
+                    for who, other, call in ((self.rank, rank, here), (rank, self.rank, there)):
+                        if call:
                             self.diverged = (
-                                f"rank {self.rank}: rank {who} is in {call[1]}, which every rank must call, while rank "
+                                f"rank {self.rank}: rank {who} is in {call}, which every rank must call, while rank "
                                 f"{other} waits for a transfer that rank {who} is to take part in: {found}. Call it on "
                                 "every rank, at the same place."
                             )
                     return
+
+    def look_for_lost_peers(self) -> None:
+        """Whether a peer's process has ended, as this rank or another one that stands still has noticed."""
+        lost = self._ended_neighbour()
+        if lost is None and self._neighbour is not None:
+            everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
+            notes = self._read(everyone[:_FEW]).values()
+            lost = next((note.lost for note in notes if note is not None and note.lost is not None), None)
+        if lost is not None:
+            self.diverged = (
+                f"rank {self.rank}: the process of rank {lost} has ended, and this rank waits for it: "
+                f"{self.activity.describe()}. See what rank {lost} printed, then restart from the last checkpoint."
+            )
+
+    def _ended_neighbour(self) -> int | None:
+        """The next rank, if its process has ended."""
+        return self._neighbour.rank if self._neighbour is not None and self._neighbour.is_gone else None
+
+    def release_device(self) -> None:
+        """Let the thread that trains go on, where it waits for a device whose transfers will never end."""
+        if self.activity.on_device():
+            _LOG.error(self.diverged)
+            self._groups.abort()
 
     def _read(self, ranks: Sequence[int]) -> dict[int, _Note | None]:
         notes = self.noticeboard.read(ranks)
@@ -220,15 +309,22 @@ class _Note:
     doing: str
     page: Page | None
     meeting: tuple[int, str] | None
+    lost: int | None
 
     @staticmethod
     def parsed(text: str) -> _Note:
-        doing, page, meeting = json.loads(text)
-        return _Note(doing, None if page is None else Page.from_json(page), None if meeting is None else tuple(meeting))
+        doing, page, meeting, lost = json.loads(text)
+        met = None if meeting is None else tuple(meeting)
+        return _Note(doing, None if page is None else Page.from_json(page), met, lost)
 
 
-def _ended(page: Page, meeting: tuple[int, str] | None) -> Page:
-    return page if meeting is None else replace(page, ended=True)
+def _alone_in(page: Page, other: Page, scopes: Sequence[Scope]) -> str:
+    """The call that the page's rank is in, if the other rank has not made it yet."""
+    return page.inside if any(has_not_made(page, other, scope) for scope in scopes) else ""
+
+
+def _ended(page: Page, call: str) -> Page:
+    return replace(page, ended=True) if call else page
 
 
 def _report(reference: weakref.ref[Peers]) -> None:
@@ -246,6 +342,10 @@ def _report(reference: weakref.ref[Peers]) -> None:
                 posted = progress
             if activity.waits:
                 peers.look_for_divergence()
+                if not peers.diverged:
+                    peers.look_for_lost_peers()
+                if peers.diverged:
+                    peers.release_device()
         elif posted != -1:
             peers.post(silent=False)
             posted = -1

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
-from towpath.core.journal import Journal
+from towpath.core.journal import Call, Journal
 from towpath.core.low_rank import LowRank
 from towpath.core.precision import Precision
 from towpath.core.step_state import WriteMark
@@ -29,6 +29,7 @@ from towpath.engine.initialise import FromModel, FromValues, Source, Values, mat
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial_sums import Replica
+from towpath.engine.program import note_optimizer_steps
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError
@@ -143,8 +144,9 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
             "the host's memory. Leave out offload=, or the mesh."
         )
     source = _source(options.values, wiring, mesh)
-    trainable, frozen = (_replica(strategy.of(trains), groups, mesh) for trains in (True, False))
+    trainable, frozen = (_replica(strategy, trains, wiring, mesh) for trains in (True, False))
     shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, WriteMark())
+    note_optimizer_steps()
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
@@ -215,15 +217,18 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
 
-def _replica(strategy: Strategy, groups: Groups, mesh: Mesh) -> Replica:
+def _replica(strategy: Strategy, trains: bool, wiring: Wiring, mesh: Mesh) -> Replica:
     """The ranks among which one copy of the parameters is spread, to which the user has access."""
-    moves = strategy.moves.assemble
+    groups, moves = wiring.groups, strategy.of(trains).moves.assemble
+    program = wiring.program if groups.parent is not None else None
+    # Calls are compared among the ranks that share the optimizer states; what is frozen may be spread over fewer.
+    call = Call.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
     if not moves:
-        return Replica(None, (0,), groups.rank, mesh.groups, groups.parent)
+        return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, program=program, call=call)
     group = moves[0].group_of(groups.rank)
     partition = tuple(g.ranks for g in moves[0].groups)
     made: dist.ProcessGroup = groups.of(partition, "control")
-    return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent)
+    return Replica(made, group.slots, groups.rank, mesh.groups, groups.parent, program=program, call=call)
 
 
 def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Replica:

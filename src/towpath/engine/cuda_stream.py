@@ -32,6 +32,8 @@ class CudaStream(Stream):
                 work(job.workspace)
         event = torch.cuda.Event()
         event.record(stream)
+        if waiting is not None:
+            waiting.enqueued(event)
         return _CudaHandle(event, stream.device, waiting)
 
     def finish(self) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
+from towpath.core.journal import Call
 from towpath.core.precision import Precision
 from towpath.core.step import StepMachine
 from towpath.core.step_state import Pass, WriteMark, in_backward_order
@@ -67,6 +68,8 @@ class Engine:
         # these are being computed now.
         self._held_back: list[Pass] | None = None
         self._only_weight_gradients = False
+        # Of calls into units under way: how many, and how many transfers the step had when the first began.
+        self._calls = self._before_call = 0
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
         self._usage = Usage(strategy, self._trained, wiring)
@@ -77,6 +80,10 @@ class Engine:
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
         self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()  # of optimizers that need whole matrices
         _ALIVE.add(self)
+
+    def check_values_every(self, boundaries: int) -> None:
+        """Compare what ranks hold in common that often; with 0 never."""
+        self._usage.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -120,7 +127,7 @@ class Engine:
             case Collect(index, slot):
                 self.units[index].collect(None if slot is None else self.gradients.of(slot))
             case Compare():
-                self._used = self._usage.compare()
+                self._used = self._usage.compare(self.step)
             case Deliver():
                 self._deliver()
 
@@ -139,6 +146,18 @@ class Engine:
                 return unit.gather(task.kind, task.keep_copy, after)
 
     # Forward --------------------------------------------------------------------------------------------------------
+
+    def call_begins(self) -> None:
+        """A call into the model, or into a unit of it; perhaps inside another one."""
+        if not self._calls:
+            self._before_call = self.wiring.record.so_far()
+        self._calls += 1
+
+    def call_ends(self, graph_follows: bool) -> None:
+        """Calls that no backward pass follows, as in inference, are no part of a step. There may be any number."""
+        self._calls -= 1
+        if not (self._calls or graph_follows or in_backward()):
+            self.wiring.record.forget_gathers(self._before_call)
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:

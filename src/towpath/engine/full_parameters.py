@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from towpath.core.journal import Call
 from towpath.engine.agreement import agree
 from towpath.engine.executor import Engine
 from towpath.engine.unit import Unit
@@ -42,13 +43,14 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
 def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     """Make `units`, or all, whole, each in memory of its own, until `reshard`; which of them were not yet."""
     engine.begin()
-    engine.carry_out(engine.machine.publish())
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_pinned(u.index)]
-    for unit in made:
-        engine.carry_out(engine.machine.pin(unit.index))
-        for bucket in unit.buckets:
-            bucket.remember()
-        unit.checksums = checksums(unit)
+    with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
+        engine.carry_out(engine.machine.publish())
+        for unit in made:
+            engine.carry_out(engine.machine.pin(unit.index))
+            for bucket in unit.buckets:
+                bucket.remember()
+            unit.checksums = checksums(unit)
     return made
 
 
@@ -87,7 +89,9 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     if groups.world == 1 or not units:
         return
     mine = torch.cat([torch.stack([u.checksums, checksums(u)]) for u in units], dim=1)
-    everyones = groups.gather_rows(mine)  # [ranks, before and after, parameters]
+    program = engine.wiring.program
+    with program.shared("the end of full_parameters()", Call.PROGRAM):
+        everyones = groups.gather_rows(mine, program.wait)  # [ranks, before and after, parameters]
     before, after = everyones[:, 0], everyones[:, 1]
     # Replicas may differ in their last bits from the start; they must still agree on whether it was written to.
     alike = torch.where(before == before[:1], after == after[:1], (before == after) == (before == after)[:1])

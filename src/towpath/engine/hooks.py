@@ -189,6 +189,7 @@ class _Forward:
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where all is compiled, the graph ends here; what `call` computes is another."""
         graph_follows = False
+        self._engine.call_begins()
         self._engine.machine.entered(self.unit.index)
         try:
             use, args, kwargs = self._before(args, kwargs)
@@ -200,6 +201,7 @@ class _Forward:
             raise
         finally:  # the modules must get their ShardTensors back, also after an exception
             self._after(graph_follows)
+            self._engine.call_ends(graph_follows)
 
     @eager
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, Any, Any]:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from towpath.core.journal import Call
 from towpath.errors import ShardError
+
+if TYPE_CHECKING:
+    from towpath.engine.program import Program
 
 aten = torch.ops.aten
 
@@ -37,18 +41,29 @@ class Replica:
     beyond: tuple[dist.ProcessGroup, ...] = ()
     everyone: dist.ProcessGroup | None = None
     is_a_stage: bool = False
+    program: Program | None = None  # of the model, where several ranks share it
+    call: Call | None = Call.SHARED  # as what collectives of this replica are compared
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
-        """`tensor`, reduced over the replica in place."""
-        for group in (self.group, *self.beyond):
-            if group is not None:
-                dist.all_reduce(tensor, op, group=group)
+        """Reduce `tensor` over the replica in place, and return it."""
+        if self.group is not None:
+            self._all_reduce(tensor, op, self.group, "a norm, a sum or an extreme of sharded tensors", self.call)
+        for group in self.beyond:
+            dist.all_reduce(tensor, op, group=group)
         return tensor
 
+    def _all_reduce(
+        self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str, call: Call | None
+    ) -> None:
+        assert self.program is not None
+        with self.program.shared(what, call):
+            self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=True), tensor)
+
     def mean_of_everyone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which becomes its mean over all ranks."""
+        """Make `tensor` its mean over all ranks, and return it."""
         if self.everyone is not None:
-            dist.all_reduce(tensor, group=self.everyone)
+            what = "the backward pass of full_tensor()"
+            self._all_reduce(tensor, dist.ReduceOp.SUM, self.everyone, what, Call.PROGRAM)
             tensor.div_(dist.get_world_size(self.everyone))
         return tensor
 

@@ -1,5 +1,5 @@
 """The queues of one model: in which order transfers go, in which wire buffers, and under which tags; and what runs them
-on a CPU, threads. On a GPU it is CUDA streams (`cuda_stream.py`).
+on a CPU, threads. On a GPU it is CUDA streams (`cuda_stream.py`), and a thread for what the ranks compare.
 
 All models that are sharded over one process group share its streams, and with them the threads, and the connections of
 the process groups: both stay as they are however many models are made one after the other. That the transfers of
@@ -71,6 +71,7 @@ class Queues:
 
         `begin`: the first part of the first, for when the transfer before needs the links no more.
         """
+        self._record.peers.raise_if_diverged()
         submitted = [bound.transfer for bound in transfers]
         self._record.submitted(submitted, self.micro_step)
         if submitted:
@@ -120,7 +121,10 @@ class Queues:
 
 
 def make_stream(name: str, device: torch.device, ways: int) -> Stream:
-    return CudaStream(device, ways) if device.type == "cuda" else ThreadStream(name, ways)
+    """Make what runs a queue. What ranks compare lies in the host's memory, and travels on a thread everywhere: so the
+    thread that trains can look, while it waits, whether its peers will ever come."""
+    on_device = device.type == "cuda" and name != QUEUES[Kind.USAGE]
+    return CudaStream(device, ways) if on_device else ThreadStream(name, ways)
 
 
 @final

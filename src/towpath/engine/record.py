@@ -11,10 +11,10 @@ from typing import final
 
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
-from towpath.engine.activity import Peers
+from towpath.engine.activity import Event, Peers
 from towpath.engine.host_clock import HostClock
 from towpath.engine.profiled import profiled
-from towpath.engine.timing import Mark, Timer
+from towpath.engine.timing import HostTimer, Mark, Timer
 from towpath.engine.trace import Trace
 
 
@@ -98,15 +98,20 @@ class _Total:
     seconds_exposed: float = 0.0
 
 
+# How many spans may wait for the device before they are looked at again.
+_UNKNOWN = 1000
+
+
 class Record:
     """The transfers of the running step and of the last whole one, totals since the start, and a trace if one is on."""
 
     def __init__(self, peers: Peers, timer: Timer) -> None:
         self.host = HostClock()
-        self.peers, self.timer = peers, timer
+        self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
         self.trace: Trace | None = None
         self._lock = threading.Lock()  # transfers run on threads
         self._unknown: list[_Span] = []
+        self._look_again = _UNKNOWN  # at how many of these
         self._step: list[Transfer] = []
         self.last_step: tuple[Transfer, ...] = ()
         self._totals: dict[Transfer, _Total] = {}
@@ -114,6 +119,19 @@ class Record:
     def submitted(self, transfers: Sequence[Transfer], micro_step: int) -> None:
         with self._lock:
             self._step += [transfer.in_micro_step(micro_step) for transfer in transfers]
+
+    def so_far(self) -> int:
+        """Return how many transfers of the running step were submitted."""
+        return len(self._step)
+
+    def forget_gathers(self, since: int) -> None:
+        """Leave the gathers of a forward pass that no backward pass follows out of the step; it began at `since`."""
+        with self._lock:
+            self._step[since:] = [transfer for transfer in self._step[since:] if transfer.kind is not Kind.GATHER]
+
+    def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
+        """The clock of whoever carries these out: what ranks compare travels between their hosts."""
+        return self._host_timer if transfers and transfers[0].kind is Kind.USAGE else self.timer
 
     def end_step(self) -> None:
         with self._lock:
@@ -123,13 +141,13 @@ class Record:
     @contextmanager
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> Generator[None]:
         """Around transfers that travel together: those that come to their end are counted, and timed."""
-        activity = self.peers.activity
+        activity, timer = self.peers.activity, self.timer_of(transfers)
         activity.begins(transfers)
-        began = self.timer.mark()
+        began = timer.mark()
         try:
             with profiled("", transfers):
                 yield
-            ended = self.timer.mark()
+            ended = timer.mark()
         finally:
             activity.ends()
         with self._lock:
@@ -158,8 +176,10 @@ class Record:
     def _note(self, span: _Span) -> None:
         if self.timer.is_known(span.ended):
             self._add(span)
-        else:
-            self._unknown.append(span)
+            return
+        self._unknown.append(span)
+        if len(self._unknown) >= self._look_again:  # in inference no boundary comes
+            self._add_known()
 
     def _add(self, span: _Span) -> None:
         """The seconds are shared out evenly."""
@@ -172,8 +192,10 @@ class Record:
 
     def _add_known(self) -> None:
         spans, self._unknown = self._unknown, []
+        self._look_again = 2 * len(spans) + _UNKNOWN
         for span in spans:
             self._note(span)
+        self._look_again = 2 * len(self._unknown) + _UNKNOWN
 
     def _total(self, transfer: Transfer) -> _Total:
         total = self._totals.get(transfer)  # looked up once: a transfer's hash is that of all it consists of
@@ -237,10 +259,14 @@ class Waits:
         return profiled("wait ", self._transfers)
 
     def mark(self) -> Mark:
-        return self._record.timer.mark()
+        return self._record.timer_of(self._transfers).mark()
 
     def waited(self, began: Mark, ended: Mark) -> None:
         self._record.waited(self._transfers, began, ended)
+
+    def enqueued(self, end: Event) -> None:
+        if self._transfers:
+            self._record.peers.activity.enqueued(end, self._transfers)
 
     def still_waits(self) -> None:
         self._record.peers.raise_if_diverged()

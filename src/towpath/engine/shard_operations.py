@@ -40,7 +40,6 @@ _ELEMENTWISE = {
     aten.ones_like,
     aten.empty_like,
     aten.full_like,
-    aten.zero_,
     aten.fill_,
     aten.masked_fill,
     aten.masked_fill_,
@@ -182,6 +181,15 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     return [o if where is None else ShardTensor(o, where) for o, where in zip(out, wheres, strict=True)]
 
 
+def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """zero_, of one tensor or of a list. Ranks compare how many gradients were zeroed: see `Program`."""
+    several = isinstance(args[0], (list, tuple))
+    for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
+        if isinstance(tensor, ShardTensor) and tensor.mark is None and tensor.span.replica.program is not None:
+            tensor.span.replica.program.zeroed += 1
+    return (_listwise if several else _elementwise)(func, args, kwargs)
+
+
 def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """copy_: from a matching slice, or from the whole tensor, of which this rank's elements are taken."""
     target, source = args[0], args[1]
@@ -315,6 +323,8 @@ def _calling_optimizer() -> str | None:
 _SPECIAL: dict[Any, Handler] = {
     aten.detach: _detach,
     aten.copy_: _copy,
+    aten.zero_: _zero,
+    aten._foreach_zero_: _zero,
     aten.index_put_: _put,
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,

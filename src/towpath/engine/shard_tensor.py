@@ -226,7 +226,11 @@ def _gathered(
     for place, part in zip(_divided(gathered[mine], members[mine]), batch, strict=True):
         place.copy_(part.local.detach())
     if replica.group is not None:
-        all_gather_single(gathered.view(-1), gathered[mine], replica.group)
+        assert replica.program is not None
+        names = ", ".join(repr(part.span.name) for part in batch[:3]) + (" …" if len(batch) > 3 else "")
+        with replica.program.shared(f"full_tensor() of {names}", replica.call):
+            work = all_gather_single(gathered.view(-1), gathered[mine], replica.group, async_op=True)
+            replica.program.wait(work, gathered)
     parallel = any(part.span.parallel is not None for part in batch)
     if not (wanted or parallel):
         return []

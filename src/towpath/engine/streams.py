@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from towpath.collectives.workspace import Workspace
+from towpath.engine.activity import Event
 from towpath.engine.timing import Mark
 
 Work = Callable[[Workspace], None]
@@ -44,6 +45,10 @@ class Waiting(Protocol):
         ...
 
     def waited(self, began: Mark, ended: Mark) -> None: ...
+
+    def enqueued(self, end: Event) -> None:
+        """A device was given the job, and the host goes on."""
+        ...
 
     def still_waits(self) -> None:
         """It goes on waiting: raise here if it never will end."""

@@ -13,6 +13,7 @@ is read when the trace ends. Bytes are those of all ranks together, as in `towpa
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class Trace:
         self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
         self._timer = timer
         timer.settle()  # all that is marked comes after the zero, on every stream
-        self._zero = timer.mark()
+        self._zero, self._zero_on_host = timer.mark(), time.perf_counter()
         self._doing: list[tuple[str, str]] = [_REST]  # what the thread that trains does, and around what
         self._waiting: set[str] = set()  # which of that is not computing
         self._since = self._zero
@@ -76,9 +77,12 @@ class Trace:
         self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
 
     def _interval(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> Interval:
-        start = self._timer.seconds(self._zero, began)
-        seconds = max(0.0, self._timer.seconds(self._zero, ended) - start)
+        start = self._since_zero(began)
+        seconds = max(0.0, self._since_zero(ended) - start)
         return Interval(track=track, name=name, start_seconds=start, seconds=seconds, args=args)
+
+    def _since_zero(self, mark: Mark) -> float:
+        return mark - self._zero_on_host if isinstance(mark, float) else self._timer.seconds(self._zero, mark)
 
     # The thread that trains -----------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from towpath.core.journal import Call
 from towpath.engine.executor import Engine
 from towpath.errors import StepError
 
@@ -22,13 +23,14 @@ def joined(engine: Engine, batches: Iterable[Batch]) -> Iterator[Batch]:
     A rank that is through must still take part in the transfers of the others: it computes with its last batch again,
     and the gradients of that count as zero.
     """
-    groups, source = engine.wiring.groups, iter(batches)
+    groups, program, source = engine.wiring.groups, engine.wiring.program, iter(batches)
     last: list[Batch] = []
     while True:
         found = list(islice(source, 1))
         mine = _HAS_ONE if found else _REPEATS if last else _HAS_NONE
         last = found or last
-        everyones = groups.gather_rows(torch.tensor([mine])).flatten().tolist()
+        with program.shared("join()", Call.PROGRAM):
+            everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
         if _HAS_ONE not in everyones:
             return
         if _HAS_NONE in everyones:

@@ -16,6 +16,7 @@ from towpath.core.queues import QUEUES
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.engine.activity import Peers
+from towpath.engine.program import Program
 from towpath.engine.queue import Queues, Streams
 from towpath.engine.record import Record
 from towpath.engine.timing import timer_for
@@ -31,6 +32,9 @@ class Wiring:
         self.groups = groups
         self.journal = journal
         self.record = Record(Peers.of(groups), timer_for(device))
+        if device.type == "cuda":
+            self.record.peers.watch_processes()
+        self.program = Program(journal, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, journal)
         self._backend = groups.backend(device)
 

@@ -6,6 +6,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -22,6 +23,10 @@ Shared = TypeVar("Shared")
 # cannot be given back while others may use it: a model made anew takes those of the one before it.
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionary()
 _SHARED_ALONE: dict[Any, Any] = {}
+
+
+def _wait(work: Any, tensor: torch.Tensor) -> None:
+    work.wait()
 
 
 class Groups:
@@ -102,6 +107,20 @@ class Groups:
             del self._made[key]
         dist.destroy_process_group(group)
 
+    def abort(self) -> None:
+        """End what is under way on the device, in all groups; none of them can be used afterwards."""
+        backends: list[Any] = []
+        for group in filter(None, [self._parent, *self._made.values()]):
+            with suppress(RuntimeError):  # it has none
+                backends.append(group._get_backend(torch.device("cuda")))
+        # As one NCCL call: else the abort of one communicator may wait for a kernel of another one.
+        if backends and hasattr(backends[0], "_group_start"):
+            backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        if backends and hasattr(backends[0], "_group_end"):
+            backends[0]._group_end()
+
     def gather_objects(self, value: Any) -> list[Any]:
         """The value of every rank, by rank."""
         if self._alone:
@@ -118,12 +137,15 @@ class Groups:
         dist.gather_object(value, out, group=self._parent, group_dst=0)
         return out or []
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """The row of every rank, on the host: [ranks, ...]. Every rank's has the same shape and dtype."""
+    def gather_rows(self, row: torch.Tensor, wait: Callable[[Any, torch.Tensor], None] = _wait) -> torch.Tensor:
+        """The row of every rank, on the host: [ranks, ...]. Every rank's has the same shape and dtype.
+
+        `wait`: for the collective on a tensor, as `Program.wait` does.
+        """
         if self._alone:
             return row[None]
         rows = [torch.empty_like(row) for _ in range(self.world)]
-        dist.all_gather(rows, row, group=self.control_on_host())
+        wait(dist.all_gather(rows, row, group=self.control_on_host(), async_op=True), row)
         return torch.stack(rows)
 
     def barrier(self) -> None:

@@ -1,0 +1,117 @@
+"""What a user's program does with one model that every rank must do identically, noted for the next boundary.
+
+A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers, and nothing
+fails. PyTorch calls a hook after every optimizer's step; what it stepped, and how, goes to the model's journal, which
+the ranks compare at the boundary (`core/journal.py`). So do norms and full tensors, which are collectives that the
+program starts: a rank that makes one alone is told so while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from towpath.core.journal import Call, Journal
+from towpath.engine.activity import Peers
+from towpath.engine.host_clock import eager
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.errors import StepError
+
+# How often a rank that waits in a shared call looks whether it can still end.
+_LOOK = timedelta(seconds=1)
+_END_OF_BACKWARD = "the end of the backward pass"
+
+
+@final
+class Program:
+    """What the program did with one model on one rank since the last boundary. `zeroed`: gradients, in place."""
+
+    def __init__(self, journal: Journal, peers: Peers) -> None:
+        self._journal, self._peers = journal, peers
+        self.zeroed = 0
+
+    def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
+        self._journal.note(Call.PROGRAM, f"{optimizer}.step()", details)
+
+    def ends_backward(self, micro_steps: int, kept: int) -> None:
+        """Note the boundary itself. `kept`: how many parameters have a `.grad` that the new one will be added to."""
+        counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
+        self._journal.note(Call.PROGRAM, _END_OF_BACKWARD, (counted,))
+        self.zeroed = 0
+
+    @contextmanager
+    def shared(self, what: str, kind: Call | None) -> Generator[None]:
+        """Around a collective that the program has started. `kind`: among which ranks it is compared; None: nowhere."""
+        if kind is not None:
+            self._journal.note(kind, what)
+        self._peers.journal = self._journal
+        try:
+            with self._peers.activity.shared(what):
+                yield
+        except RuntimeError as error:
+            raise StepError(
+                f"rank {self._journal.rank}: {what} failed: {error}\nEvery rank that shares the parameters must make "
+                f"this call, at the same place. {self._peers.describe_all()}"
+            ) from error
+
+    def wait(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
+        """Wait for a collective on `tensor`; raise where the ranks have found out that it will never end."""
+        if work is None:
+            return
+        while not tensor.is_cuda:  # else the stream waits, and not the host
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+            self._peers.raise_if_diverged()
+        work.wait()
+
+
+@cache
+def note_optimizer_steps() -> None:
+    """Let PyTorch tell of every optimizer's step in this process, from the first sharded model on."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+@eager
+def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    programs: dict[int, Program] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardTensor) and (program := parameter.span.replica.program) is not None:
+                programs[id(program)] = program
+    if programs:
+        details = tuple(map(_hyperparameters, optimizer.param_groups))
+        for program in programs.values():
+            program.stepped(_name(optimizer), details)
+
+
+def _name(optimizer: Optimizer) -> str:
+    inner = getattr(optimizer, "inner", None)  # of a wrapper, as `towpath.optim.whole_matrices` makes them
+    return type(optimizer).__qualname__ + (f"({_name(inner)})" if isinstance(inner, Optimizer) else "")
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    values = [(name, _plain(value)) for name, value in group.items() if name not in ("params", "param_names")]
+    return (("parameters", len(group["params"])), *values)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that ranks can compare and JSON can carry. A tensor on a device is not read: that would wait."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return value.item()
+    return type(value).__name__

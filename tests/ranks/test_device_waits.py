@@ -1,0 +1,91 @@
+"""Ranks whose devices wait in vain while their hosts have gone on: a GPU's part is played by events that never come."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.server import World
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Transfer
+from towpath.errors import StepError
+
+
+class Never:
+    """The end of what the device never finishes."""
+
+    def query(self) -> bool:
+        return False
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def _sharded() -> Any:
+    torch.manual_seed(3)
+    model = towpath.shard(Net().double(), "zero3", topology=towpath.Topology(2, 1), units=[nn.Linear])
+    model(torch.ones(2, 6).double()).sum().backward()
+    return model
+
+
+def _wait_as_for_a_device(model: Any, unit: str) -> str:
+    """Submit a gather of this unit that the device never finishes, and wait for the device outside the model."""
+    wiring = model.towpath_engine.wiring
+    peers, aborted = wiring.record.peers, threading.Event()
+    peers._groups.abort = aborted.set
+    gathers: list[Transfer] = [t for t in wiring.record.last_step if t.kind is Kind.GATHER and t.unit == unit]
+    wiring.journal.note(Kind.GATHER, unit)
+    peers.journal = wiring.journal
+    peers.activity.enqueued(Never(), gathers[:1])
+    assert aborted.wait(50), "nobody has aborted what the device waits for"
+    with pytest.raises(StepError) as caught:
+        model(torch.ones(2, 6).double())
+    return str(caught.value)
+
+
+def test_ranks_that_gave_their_devices_different_gathers_are_told_while_they_wait_for_them() -> None:
+    with World(2, group_timeout=60.0) as ranks:
+        texts = ranks.run(_different_gathers)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}: the ranks ran different units: transfer 1 of the step was, on rank 0"), (
+            text
+        )
+        assert "on rank 0: gather of unit 'blocks.0', on rank 1: gather of unit 'blocks.1'" in text, text
+
+
+def _different_gathers() -> str:
+    return _wait_as_for_a_device(_sharded(), f"blocks.{dist.get_rank()}")
+
+
+def test_ranks_whose_device_waits_for_a_process_that_has_ended_are_told_which() -> None:
+    with World(3, group_timeout=60.0) as ranks:
+        texts = ranks.run(_ended)
+    for rank in (0, 2):
+        assert texts[rank].startswith(f"rank {rank}: the process of rank 1 has ended, and this rank waits"), texts
+        assert "gather of unit 'blocks.0', on the device" in texts[rank], texts
+
+
+def _ended() -> str:
+    torch.manual_seed(3)
+    model: Any = towpath.shard(Net().double(), "zero3", topology=towpath.Topology(3, 1), units=[nn.Linear])
+    model(torch.ones(2, 6).double()).sum().backward()
+    peers = model.towpath_engine.wiring.record.peers
+    peers.watch_processes()
+    if dist.get_rank() == 1:
+        peers._neighbour._from_previous.close()  # as the kernel does for a process that ends
+        return ""
+    return _wait_as_for_a_device(model, "blocks.0")

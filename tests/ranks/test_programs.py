@@ -1,0 +1,270 @@
+"""Ranks whose programs differ, or that make a call alone which needs them all: every rank raises, and says how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.strategies import strategy_of
+from towpath.errors import MismatchError, ShardError, StepError
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def _net(label: str, **options: Any) -> Any:
+    torch.manual_seed(3)
+    return towpath.shard(Net().double(), strategy_of(label, SHAPE), topology=SHAPE, **options)
+
+
+def _loss(model: nn.Module, step: int = 0) -> Tensor:
+    seed = torch.Generator().manual_seed(dist.get_rank() + 10 * step)
+    return model(torch.randn(3, 6, generator=seed).double()).square().mean()
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _error_of(action: Callable[[], Any]) -> str:
+    with pytest.raises(StepError) as caught:
+        action()
+    return str(caught.value)
+
+
+# --- programs that differ ---------------------------------------------------------------------------------------------
+
+
+def _other_rate(model: Any, alone: bool) -> None:
+    _train(model, torch.optim.AdamW(model.parameters(), lr=0.02 if alone else 0.01), 2)
+
+
+def _other_class(model: Any, alone: bool) -> None:
+    _train(model, (torch.optim.Adam if alone else torch.optim.AdamW)(model.parameters(), lr=0.01), 2)
+
+
+def _no_step(model: Any, alone: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _loss(model).backward()
+    if not alone:
+        optimizer.step()
+    optimizer.zero_grad()
+    _loss(model, 1).backward()
+
+
+def _no_zeroing(model: Any, alone: bool, set_to_none: bool = True) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _loss(model).backward()
+    optimizer.step()
+    if not alone:
+        optimizer.zero_grad(set_to_none=set_to_none)
+    _loss(model, 1).backward()
+
+
+def _no_zeroing_in_place(model: Any, alone: bool) -> None:
+    _no_zeroing(model, alone, set_to_none=False)
+
+
+DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
+    _other_rate: ("AdamW.step() with lr=0.01", "AdamW.step() with lr=0.02"),
+    _other_class: ("AdamW.step()", "Adam.step()"),
+    _no_step: ("SGD.step()", "the end of the backward pass"),
+    _no_zeroing: ("gradients_kept=0", "gradients_kept=6"),
+    _no_zeroing_in_place: ("gradients_zeroed=", "gradients_zeroed=0"),
+}
+
+
+@pytest.mark.parametrize("label", ["ddp", "zero1", "zero3", "mics", "paro-iig"])
+@pytest.mark.parametrize("program", DIFFERENCES, ids=lambda program: program.__name__.strip("_"))
+def test_ranks_that_run_different_programs_all_raise_and_name_the_difference(program: Any, label: str) -> None:
+    here, there = DIFFERENCES[program]
+    with World(2) as ranks:  # of its own: where ranks were found to wait in vain, none of its transfers can be trusted
+        texts = ranks.run(_differ, program, label)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}: the ranks ran different programs: call"), text
+        on_rank_0, _, on_rank_1 = text.partition("on rank 0: ")[2].partition(", on rank 1: ")
+        assert here in on_rank_0 and there in on_rank_1, text
+
+
+def _differ(program: Callable[[Any, bool], None], label: str) -> str:
+    model = _net(label)
+    return _error_of(lambda: program(model, dist.get_rank() == 1))
+
+
+@pytest.mark.parametrize("label", ["ddp", "zero1", "mics"])
+def test_other_numbers_of_micro_steps_are_refused(world: Worlds, label: str) -> None:
+    for rank, text in enumerate(world(2).run(_other_micro_steps, label)):
+        assert text.startswith(f"rank {rank}: the ranks ran different programs: call 1 of the step was, on rank 0")
+        assert "micro_steps=3, on rank 1: the end of the backward pass with micro_steps=1" in text, text
+
+
+def _other_micro_steps(label: str) -> str:
+    model = _net(label)
+    count = 1 if dist.get_rank() == 1 else 3
+
+    def step() -> None:
+        for micro in range(count):
+            with nullcontext() if micro == count - 1 else model.no_sync():
+                _loss(model, micro).backward()
+
+    return _error_of(step)
+
+
+def test_what_ranks_may_do_differently_stays_allowed(world: Worlds) -> None:
+    world(2).run(_allowed)
+
+
+def _allowed() -> None:
+    """Norms of what a rank holds whole, other units, evaluation on one rank alone, numbers of batches under join()."""
+    for label in ("ddp", "zero1", "zero2"):
+        model = _net(label)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        for step in range(3):
+            if dist.get_rank() == 0:
+                with torch.no_grad():
+                    _loss(model, step)
+                if label == "ddp":
+                    assert all(float(p.detach().norm()) > 0 for p in model.parameters())
+            _loss(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+        for batch in model.join([1, 2, 3][: 3 - dist.get_rank()]):
+            _loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# --- values that drift apart ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["ddp", "mics", "paro-iii", "ddp+mixed"])
+def test_copies_of_parameters_that_differ_are_found(world: Worlds, label: str) -> None:
+    for rank, text in enumerate(world(2).run(_drift, label)):
+        assert text.startswith(f"rank {rank}: ranks that hold copies of the same parameters hold different values"), (
+            text
+        )
+        assert "parameters of unit 'blocks" in text and "check_every=" in text, text
+
+
+def _drift(label: str) -> str:
+    label, _, mixed = label.partition("+")
+    precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32) if mixed else None
+    model = _net(label, check_every=2, units=[nn.Linear], precision=precision)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _train(model, optimizer, 3)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.blocks[1].weight.add_(1e-9)
+    return _error_of(lambda: _train(model, optimizer, 4))
+
+
+def test_values_are_not_compared_where_that_is_turned_off(world: Worlds) -> None:
+    world(2).run(_unchecked)
+
+
+def _unchecked() -> None:
+    model = _net("ddp", check_every=0)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            model.blocks[1].weight.add_(1e-9)
+    _train(model, torch.optim.SGD(model.parameters(), lr=0.1), 4)
+    for wrong in (-1, 1.5, True):
+        with pytest.raises(ShardError, match="check_every: expected a number of optimizer steps"):
+            _net("ddp", check_every=wrong)
+    with pytest.raises(MismatchError, match="values compared every"):
+        _net("ddp", check_every=5 + dist.get_rank())
+
+
+# --- calls that need every rank ---------------------------------------------------------------------------------------
+
+
+def _clip(model: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _full_tensor(model: Any) -> None:
+    model.blocks[0].weight.full_tensor()
+
+
+def _full_parameters(model: Any) -> None:
+    with towpath.full_parameters(model):
+        pass
+
+
+CALLS = {
+    _clip: "a norm, a sum",
+    _full_tensor: "full_tensor() of 'blocks.0.weight'",
+    _full_parameters: "full_parameters()",
+}
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.strip("_"))
+@pytest.mark.parametrize("label", ["zero3", "zero1"])
+def test_a_call_that_one_rank_makes_alone_ends_in_one_error_on_every_rank(label: str, call: Any) -> None:
+    """Long before the patience of the process group, of a minute here, ends."""
+    with World(2, group_timeout=60.0) as ranks:
+        texts = ranks.run(_call_alone, label, call)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank}: "), text
+        assert CALLS[call] in text and ("which every rank must call" in text or "let every rank" in text), text
+
+
+def _call_alone(label: str, call: Callable[[Any], None]) -> str:
+    model = _net(label, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _train(model, optimizer, 1)
+    _loss(model).backward()
+
+    def go_on() -> None:
+        if dist.get_rank() == 0:
+            call(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        _train(model, optimizer, 2)
+
+    return _error_of(go_on)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.strip("_"))
+def test_a_call_that_nobody_answers_says_so_when_patience_ends(call: Any) -> None:
+    with World(2, group_timeout=3.0) as ranks:
+        texts = ranks.run(_never_answered, call)
+    assert texts[0].startswith("rank 0: ") and CALLS[call] in texts[0], texts[0]
+    assert "rank 1: step 1" in texts[0], texts[0]
+
+
+def _never_answered(call: Callable[[Any], None]) -> str:
+    model = _net("zero3")
+    _loss(model).backward()
+    if dist.get_rank() == 1:
+        # Nothing more is asked of this rank; it waits where the user's own code would.
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.clone().wait(["rank 0 is through"])
+        return ""
+    text = _error_of(lambda: call(model))
+    store: Any = dist.distributed_c10d._get_default_store()
+    store.clone().set("rank 0 is through", "")
+    return text
