@@ -140,7 +140,7 @@ def test_the_message_says_which_hyperparameter_differs() -> None:
     journals = [Journal(towpath.strategy("ddp", SHAPE), rank) for rank in range(SHAPE.world)]
     for rank, journal in enumerate(journals):
         details = ((("lr", 0.1), ("eps", 1e-8)), (("lr", 0.1 if rank != 3 else 0.2), ("eps", 1e-8)))
-        journal.note(Call.PROGRAM, "AdamW.step()", details)
+        journal.note(Call.STEP, "AdamW.step()", details)
     combined, pages = _combined(journals), [journal.page() for journal in journals]
     for journal in journals:
         with pytest.raises(

@@ -22,7 +22,7 @@ them are folded into a digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -46,7 +46,8 @@ FOLD = 512
 class Call(StrEnum):
     """What the user's program does, beside transfers, that ranks must do identically."""
 
-    PROGRAM = "program"  # an optimizer's step, or what a boundary closes
+    STEP = "step"  # of an optimizer
+    PROGRAM = "program"  # what a boundary closes, and calls that need every rank
     VALUES = "values"  # a checksum of one bucket's parameters
     SHARED = "shared call"  # a norm or a full tensor: a collective of one replica of the optimizer states
 
@@ -77,7 +78,7 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
     placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
     optimizer = strategy.moves.optimizer
     compared: list[tuple[tuple[int, ...], bool, tuple[Kind | Call, ...]]] = [
-        ((0,) * world, world > 1, (Call.PROGRAM,)),
+        ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM)),
         (optimizer.slots, optimizer.count < world, (Call.VALUES,)),
     ]
     for extent, kinds in (
@@ -292,25 +293,27 @@ class Journal:
 
         `combined`: the maximum of what all ranks have encoded. `of_all_ranks`: of this rank's page, everyone's.
         """
-        found = self._disagreeing(combined)
+        found = list(self._disagreeing(combined))
         page = self.page()
         self.turn()
-        if found is not None:
-            scope, group = found
+        if not found:
+            return
+        pages, texts = of_all_ranks(page), list[str]()
+        for scope, group in found[:2]:
             first, *others = scope.members(group)
-            pages = of_all_ranks(page)
             differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
-            raise StepError(told_to(self.rank, next(d for d in differences if d is not None)))
+            texts.append(told_to(self.rank, next(d for d in differences if d is not None)))
+        # What follows from the first difference may be another one, which says more of the place.
+        raise StepError(" Besides, on ".join(texts))
 
-    def _disagreeing(self, combined: bytes) -> tuple[Scope, int] | None:
-        """The first group whose members differ."""
+    def _disagreeing(self, combined: bytes) -> Iterator[tuple[Scope, int]]:
+        """The groups whose members differ."""
         for scope in self.scopes:
             for group in range(scope.groups):
                 start = _SLOT_BYTES * (scope.first_slot + group)
                 digest = combined[start : start + _DIGEST_BYTES]
                 if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
-                    return scope, group
-        return None
+                    yield scope, group
 
 
 def difference(scope: Scope, one: tuple[int, Page], other: tuple[int, Page], ended: bool = False) -> Difference | None:
@@ -337,7 +340,7 @@ def difference(scope: Scope, one: tuple[int, Page], other: tuple[int, Page], end
 
 def told_to(rank: int, found: Difference) -> str:
     """Return the error's text for a difference, as `rank` raises it."""
-    if Call.PROGRAM in found.kinds:
+    if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "
             "apart, so no gradient is delivered. Let every rank make the same micro-steps, step the same optimizer "

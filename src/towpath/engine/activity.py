@@ -263,10 +263,10 @@ class Peers:
                 first, second = sorted(pages, key=itemgetter(0))
                 found = difference(scope, first, second)
                 if found is not None and (self._page(), self.activity.meeting) == (mine, meeting):
-                    if Call.SHARED not in found.kinds:
-                        # Where the programs differ already, the transfers differ because of that.
-                        found = difference(journal.scopes[0], first, second, ended=True) or found
-                    self.diverged = told_to(self.rank, found)
+                    # Where one rank has stepped an optimizer and the other has not, their transfers differ by that.
+                    cause = difference(journal.scopes[0], first, second, ended=True)
+                    is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
+                    self.diverged = told_to(self.rank, cause if cause is not None and is_a_step else found)
                     for who, other, call in ((self.rank, rank, here), (rank, self.rank, there)):
                         if call:
                             self.diverged = (

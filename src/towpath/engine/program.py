@@ -39,7 +39,7 @@ class Program:
         self.zeroed = 0
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
-        self._journal.note(Call.PROGRAM, f"{optimizer}.step()", details)
+        self._journal.note(Call.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int) -> None:
         """Note the boundary itself. `kept`: how many parameters have a `.grad` that the new one will be added to."""
@@ -85,14 +85,18 @@ def note_optimizer_steps() -> None:
 
 @eager
 def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    programs: dict[int, Program] = {}
-    for group in optimizer.param_groups:
+    # By model: how many of its parameters are in which group. An optimizer may step several models, of which other
+    # ranks have other ones: the stages of a pipeline.
+    stepped: dict[Program, dict[int, int]] = {}
+    for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if isinstance(parameter, ShardTensor) and (program := parameter.span.replica.program) is not None:
-                programs[id(program)] = program
-    if programs:
-        details = tuple(map(_hyperparameters, optimizer.param_groups))
-        for program in programs.values():
+                counts = stepped.setdefault(program, {})
+                counts[number] = counts.get(number, 0) + 1
+    if stepped:
+        options = [_hyperparameters(group) for group in optimizer.param_groups]
+        for program, counts in stepped.items():
+            details = tuple((("parameters", count), *options[number]) for number, count in counts.items())
             program.stepped(_name(optimizer), details)
 
 
@@ -102,8 +106,7 @@ def _name(optimizer: Optimizer) -> str:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    values = [(name, _plain(value)) for name, value in group.items() if name not in ("params", "param_names")]
-    return (("parameters", len(group["params"])), *values)
+    return tuple((name, _plain(value)) for name, value in group.items() if name not in ("params", "param_names"))
 
 
 def _plain(value: Any) -> Any:

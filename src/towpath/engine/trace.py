@@ -54,7 +54,8 @@ class Trace:
         self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
         self._timer = timer
         timer.settle()  # all that is marked comes after the zero, on every stream
-        self._zero, self._zero_on_host = timer.mark(), time.perf_counter()
+        self._zero = timer.mark()
+        self._zero_on_host = self._zero if isinstance(self._zero, float) else time.perf_counter()
         self._doing: list[tuple[str, str]] = [_REST]  # what the thread that trains does, and around what
         self._waiting: set[str] = set()  # which of that is not computing
         self._since = self._zero
