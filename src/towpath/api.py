@@ -29,12 +29,13 @@ from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
-from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
+from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
 from towpath.planner.workload import Workload
 from towpath.sharded_module import ShardedModule, become_sharded, check_class
 from towpath.topology.cluster import Topology
+from towpath.topology.devices import check_devices
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 
 if TYPE_CHECKING:
@@ -81,6 +82,8 @@ def shard(
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
     groups = Groups(group)
+    check_devices(groups, device_of_parameters(model.parameters(), groups))
+    groups.connect()
     precision = precision or Precision()
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))

@@ -15,6 +15,7 @@ from towpath.core.units import BucketSpec, UnitSpec, together
 from towpath.engine.boxes import ranges_of
 from towpath.engine.parallel import Parallel, boxes_in_whole, local_part, parallel_of
 from towpath.errors import ShardError
+from towpath.topology.groups import Groups
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
 
@@ -287,12 +288,14 @@ def describe(layouts: list[UnitLayout]) -> Iterator[str]:
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
 
 
-def device_of(layouts: list[UnitLayout]) -> torch.device:
-    """Where the parameters lie; those on the meta device will come to where the others are, or to the accelerator."""
-    devices = [p.parameter.device for unit in layouts for bucket in unit.buckets for p in bucket.places]
-    if not devices:
+def device_of(layouts: list[UnitLayout], groups: Groups) -> torch.device:
+    """Return the device of the parameters. Those on the meta device go where the others are, or to the ranks' own."""
+    parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
-    real = [d for d in devices if d.type != "meta"]
-    if real:
-        return real[0]
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return device_of_parameters(parameters, groups)
+
+
+def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> torch.device:
+    """Return the device on which `parameters` are, or are to be made if all of them are on the meta device."""
+    return next((p.device for p in parameters if p.device.type != "meta"), groups.device)
