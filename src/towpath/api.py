@@ -65,7 +65,8 @@ def shard(
     computes, and in how much memory.
 
     `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
-    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
+    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root. Where
+    the children are lists themselves, which never run, their modules that run.
     `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
     the values of rank 0's parameters and buffers are everyone's afterwards.
     `mesh`: the same as a DeviceMesh, in place of `group`. One of two dims, (replicate, shard), says the topology as

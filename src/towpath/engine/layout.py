@@ -114,8 +114,12 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> 
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of every ModuleList or Sequential of like blocks; nothing inside a unit is a unit again."""
+    """Return the children of every ModuleList or Sequential of like blocks. Nothing inside a unit is a unit again.
+
+    A child that never runs, such as a ModuleList of its own, is no unit: those of its modules that run are.
+    """
     found: dict[str, nn.Module] = {}
+    taken: set[nn.Module] = set()  # one that several lists share is the first one's
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = list(module.named_children())
@@ -123,12 +127,28 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
         for name, child in children:
             path = f"{prefix}{name}"
             if like and _has_parameters(child):
-                found[path] = child
+                found.update((name, m) for name, m in _that_run(child, path) if m not in taken)
+                taken.update(found.values())
             else:
                 visit(child, f"{path}.")
 
     visit(model, "")
     return found
+
+
+def _that_run(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `module` if it has a forward, else the outermost modules inside it that have one, and have parameters."""
+    if has_forward(module):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        if _has_parameters(child):
+            yield from _that_run(child, f"{path}.{name}")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether `module` can be called. Lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _alone(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
