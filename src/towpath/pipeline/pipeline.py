@@ -132,7 +132,8 @@ class Pipeline:
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
         groups: list[dist.ProcessGroup] = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "dp"]
-        self.observed = Observed(self._sharded_modules, self.schedule, groups)
+        changes = self._compression.changes.union(*(_changes(each) for each in strategies))
+        self.observed = Observed(self._sharded_modules, lambda step: self.schedule(step=step), changes, groups)
         self._noticeboard = _noticeboard(Groups(group))
         self._walks = 0  # of the whole schedule, evaluations too
 
@@ -188,7 +189,7 @@ class Pipeline:
                 engine.end_boundary()
             if self._tied is not None:
                 self._tied.end_step()
-            self.observed.steps += 1
+            self.observed.count_step(self._stages[0].engine.step - 1)
             return loss()
 
     @torch.no_grad()
@@ -210,6 +211,8 @@ class Pipeline:
             check_batch(args, self._example, self._micro_batches)
         self._walks += 1
         self._passes_back.begin_step()
+        for stage in self._stages:
+            stage.begin_walk()
         for engine in self._passes_back.engines:
             engine.publish()
         losses: list[torch.Tensor] = []
@@ -267,12 +270,20 @@ class Pipeline:
         how = f"{self._compression} {list(self.owners)}"
         return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
 
-    def schedule(self, topology: Topology | None = None) -> JobSchedule:
-        """Every transfer of a step of the whole job, on `topology`, which is detected unless given; but for those of
-        tensor-parallel layers, which are DTensor's. Every rank must call it: each knows its own stages only."""
+    def schedule(self, topology: Topology | None = None, step: int | None = None) -> JobSchedule:
+        """Return every transfer of one step of the whole job. Every rank must call it: each knows its own stages only.
+
+        Transfers of tensor-parallel layers are DTensor's, and are left out.
+
+        Args:
+            topology: The nodes and their ranks; detected by default.
+            step: The optimizer step, counted from 0, for wires with `after=` or `until=`. By default all codecs serve.
+        """
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
-        mine = {s.stage_index: Stage(members, self.stage_schedule(s.stage_index), s.handed_on) for s in self._stages}
+        mine = {
+            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step), s.handed_on) for s in self._stages
+        }
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, mine, group=self._group)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
@@ -283,13 +294,15 @@ class Pipeline:
         if "tp" in (self._mesh.mesh_dim_names or ()):
             pipelines = [None] * self._mesh["tp"].size()
             dist.all_gather_object(pipelines, pipeline, group=self._mesh["tp"].get_group())
-        return job_schedule(topology, pipelines, self.order, self._compression)
+        compression = self._compression if step is None else self._compression.at(step)
+        return job_schedule(topology, pipelines, self.order, compression)
 
-    def stage_schedule(self, index: int) -> Schedule:
-        """What one of this rank's stages sends among its own ranks."""
+    def stage_schedule(self, index: int, step: int | None = None) -> Schedule:
+        """What one of this rank's stages sends among its own ranks; `step` as of `schedule`."""
         engine = next(stage.engine for stage in self._stages if stage.stage_index == index)
+        strategy = engine.strategy if step is None else engine.strategy.at(step)
         units = tuple(unit.plan.spec for unit in engine.units)
-        return derive_schedule(engine.strategy, units, self._micro_batches, engine.precision, self._passes(index))
+        return derive_schedule(strategy, units, self._micro_batches, engine.precision, self._passes(index))
 
     def _passes(self, stage: int) -> list[StagePass]:
         return [each for passes in self.order.values() for each in passes if each.stage == stage]
@@ -302,7 +315,7 @@ class Pipeline:
     def tracing(self) -> AbstractContextManager[Trace]:
         """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        job = self.observed.job
+        job = self.observed.jobs[0]
         crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is Kind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
@@ -376,6 +389,13 @@ def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) ->
     if len(found) != count:
         raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
     return found
+
+
+def _changes(strategy: str | Strategy) -> set[int]:
+    """The steps at which a codec of it begins or ceases to serve; those of a preset always serve."""
+    if isinstance(strategy, str):
+        return set()
+    return {step for kind in Kind for step in strategy.wire(kind).changes}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
