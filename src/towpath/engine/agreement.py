@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from towpath.errors import MismatchError, TowpathError
-from towpath.topology.groups import Groups
+
+
+class Gathering(Protocol):
+    """Ranks that tell one another, such as `Groups`."""
+
+    @property
+    def members(self) -> list[int]: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
 
 
 def agree(
-    groups: Groups,
+    groups: Gathering,
     mine: Sequence[str],
     failure: TowpathError | None,
     call: str = "shard()",

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from itertools import count as count_up
 from typing import Any
 
@@ -44,11 +45,13 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.partial_sums import total_norm
 from towpath.errors import ShardError, StepError, TowpathError
 from towpath.observing import Stats, Trace
+from towpath.pipeline.calls import Calls, MeshRanks
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import Observed
 from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
-from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, handed_on
+from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, check_target, described, handed_on
+from towpath.pipeline.split import cut_of
 from towpath.pipeline.split_backward import can_be_halved
 from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
@@ -102,22 +105,33 @@ class Pipeline:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self._micro_batches = mesh, group, micro_batches
-        self._compression = compression if isinstance(compression, Compression) else named(compression)
-        kind, ranks, count = schedule_class(schedule), mesh["pp"].size(), len(stages)
-        self.owners = owners_of(kind, count, ranks, schedule)
-        self.order = order_of(kind, count, ranks, micro_batches)
-        strategies = _strategies(strategy, count)
-        with _alike(Groups(group)):
-            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
+        self._everyone = MeshRanks(mesh)
+        ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
-        check_exchanged(shapes[1:-1], self._compression)
-        self._prefixes = prefixes_of(modules, count, group)
-        ends = find_ends(tied, modules, self.owners, mesh)
+        with _alike(self._everyone) as given:
+            self._compression = compression if isinstance(compression, Compression) else named(compression)
+            kind = schedule_class(schedule)
+            self.owners = owners_of(kind, count, ranks, schedule)
+            self.order = order_of(kind, count, ranks, micro_batches)
+            strategies = _strategies(strategy, count)
+            given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
+            stages_given = zip(map(cut_of, stages), strategies, strict=True)
+            given += [f"stage {i}: {cut or 'given'}, {each}" for i, (cut, each) in enumerate(stages_given)]
+            given += [f"example={described(self._example)}", f"precision={precision}", f"tied={tied}"]
+            given += [f"compression.{f.name}={getattr(self._compression, f.name)}" for f in fields(Compression)]
+            given += [f"mesh={mesh.mesh.tolist()}"]
+        with _alike(self._everyone):
+            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
+        with _alike(self._everyone):
+            shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
+            check_exchanged(shapes[1:-1], self._compression)
+            self._target_rows = {t.shape[0] for t in (*self._example, *shapes[-1]) if t.dim()}
+            self._prefixes = prefixes_of(modules, count, group)
+            ends = find_ends(tied, modules, self.owners, mesh)
         self._tied: TiedEmbeddings | None = None
         self._stages: list[TowpathStage] = []
         self._traced, self._passes_back = TracedStages(), BackwardPasses()
-        with _alike(Groups(group)):
+        with _alike(self._everyone):
             if ends is not None:
                 fused = self._compression.fused_embeddings
                 self._tied = TiedEmbeddings(ends, modules, mesh, precision, fused, values)
@@ -135,6 +149,7 @@ class Pipeline:
         changes = self._compression.changes.union(*(_changes(each) for each in strategies))
         self.observed = Observed(self._sharded_modules, lambda step: self.schedule(step=step), changes, groups)
         self._noticeboard = _noticeboard(Groups(group))
+        self._calls = Calls(self._everyone)
         self._walks = 0  # of the whole schedule, evaluations too
 
     def _place(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> Place:
@@ -182,7 +197,7 @@ class Pipeline:
         loss of this data-parallel rank's batch, on all ranks of its pipeline."""
         with self._failures_told():
             before, began = self._seconds_computed, time.perf_counter()
-            losses = self._walk(self._schedule.step, args, target)
+            losses = self._walk("step", self._schedule.step, args, target)
             self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
             loss = self._mean_loss(losses)  # on its way while the gradients are
             for engine in self._passes_back.engines:
@@ -196,7 +211,7 @@ class Pipeline:
     def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that `step` would return, without gradients. Every rank must call it."""
         with self._failures_told():
-            return self._mean_loss(self._walk(self._schedule.eval, args, target))()
+            return self._mean_loss(self._walk("evaluate", self._schedule.eval, args, target))()
 
     def train(self, mode: bool = True) -> None:
         """As nn.Module's, of this rank's stages."""
@@ -204,23 +219,35 @@ class Pipeline:
             module.train(mode)
 
     def _walk(
-        self, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
+        self, call: str, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """The losses of all micro-batches, on the rank of the last stage."""
-        if args or 0 in self.modules:  # other stages do not read it, but are told of it as a rule: all refuse alike
-            check_batch(args, self._example, self._micro_batches)
+        refusal = self._refusal(args, target)
         self._walks += 1
         self._passes_back.begin_step()
         for stage in self._stages:
             stage.begin_walk()
+        # Also where the batch is refused: the next step would publish the same, and no copy of a stage waits for it.
         for engine in self._passes_back.engines:
             engine.publish()
+        self._calls.agree(call, self._stages[0].engine.step, refusal)
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
         first, last = 0 in own, len(self.owners) - 1 in own
         with self._traced.walking():
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
+
+    def _refusal(self, args: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> StepError | None:
+        """Why this rank cannot take the batch. A rank also checks what it does not read: most are given all of it."""
+        try:
+            if args or 0 in self.modules:
+                check_batch(args, self._example, self._micro_batches)
+            if target is not None or len(self.owners) - 1 in self.modules:
+                check_target(target, self._target_rows, self._micro_batches)
+        except StepError as error:
+            return error
+        return None
 
     @property
     def _seconds_computed(self) -> float:
@@ -355,18 +382,21 @@ class Pipeline:
 
 
 @contextmanager
-def _alike(groups: Groups) -> Generator[None]:
-    """What one stage refuses, all ranks refuse: else they would wait for it."""
+def _alike(everyone: MeshRanks) -> Generator[list[str]]:
+    """Let every rank refuse what one of them refuses: else they would wait for it. Yields lines, to be filled with what
+    has to be the same on all of them."""
+    given: list[str] = []
     failure: TowpathError | None = None
     cause: Exception | None = None
     try:
-        yield
+        yield given
     except TowpathError as error:
         failure = error
     except Exception as error:  # whatever a user's module raises
         failure, cause = ShardError(f"a stage cannot be made: {type(error).__name__}: {error}"), error
     try:
-        agree(groups, [], failure)
+        advice = "Pass the same arguments to Pipeline on every rank."
+        agree(everyone, [] if failure is not None else given, failure, "Pipeline()", advice)
     except TowpathError as error:
         raise error from cause
 
