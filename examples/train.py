@@ -22,17 +22,18 @@ MICRO_STEPS, BATCH, LENGTH = 2, 4, 128
 
 
 def main(strategy: str = "paro-iig", steps: str = "10") -> None:
-    dist.init_process_group()
+    device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     # The sources of Python's standard library, as bytes; each rank reads samples of its own.
     tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
     torch.manual_seed(0)
     shape = Shape(vocabulary=tokens.vocabulary, width=192, depth=6, heads=6, kv_heads=6, hidden=512, tied=True)
-    model = towpath.shard(GPT(shape), strategy)  # nodes and ranks as the launcher placed them
+    model = towpath.shard(GPT(shape).to(device), strategy)  # nodes and ranks as the launcher placed them
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(int(steps)):
         for micro in range(MICRO_STEPS):
-            inputs, targets = tokens.train.batch(((step * MICRO_STEPS + micro) * world + rank) * BATCH, BATCH)
+            batch = tokens.train.batch(((step * MICRO_STEPS + micro) * world + rank) * BATCH, BATCH)
+            inputs, targets = (tensor.to(device) for tensor in batch)
             with contextlib.nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 (loss / MICRO_STEPS).backward()

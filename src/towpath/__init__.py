@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from towpath.observing import Stats, stats, tracing
     from towpath.planner.workload import Workload
     from towpath.topology.cluster import Extent, Topology
+    from towpath.topology.init import init
 
 __version__ = "0.2.0"
 
@@ -42,6 +43,7 @@ __all__ = [
     "Wire",
     "Workload",
     "full_parameters",
+    "init",
     "offload_activations",
     "register_forward_method",
     "schedule",
@@ -64,6 +66,7 @@ _HOMES = {
     "TowpathError": "errors",
     "Wire": "core.wire",
     "Workload": "planner.workload",
+    "init": "topology.init",
     "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",
     "stats": "observing",

@@ -29,12 +29,13 @@ from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
-from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
+from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
 from towpath.planner.workload import Workload
 from towpath.sharded_module import ShardedModule, become_sharded, check_class
 from towpath.topology.cluster import Topology
+from towpath.topology.devices import check_devices
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def shard(
     computes, and in how much memory.
 
     `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
-    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
+    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root. Where
+    the children are lists themselves, which never run, their modules that run.
     `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
     the values of rank 0's parameters and buffers are everyone's afterwards.
     `mesh`: the same as a DeviceMesh, in place of `group`. One of two dims, (replicate, shard), says the topology as
@@ -81,6 +83,8 @@ def shard(
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
     groups = Groups(group)
+    check_devices(groups, device_of_parameters(model.parameters(), groups))
+    groups.connect()
     precision = precision or Precision()
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))

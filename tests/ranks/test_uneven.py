@@ -180,4 +180,5 @@ def test_under_a_launcher_shard_refuses_to_train_alone(monkeypatch: pytest.Monke
 def test_the_first_lines_of_the_readme_make_a_process_group() -> None:
     text = (Path(__file__).parents[2] / "README.md").read_text()
     snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    assert snippet and snippet[1].index("init_process_group()") < snippet[1].index("towpath.shard(")
+    begin = snippet and re.search(r"towpath\.init\(|init_process_group\(", snippet[1])
+    assert snippet and begin and begin.start() < snippet[1].index("towpath.shard(")

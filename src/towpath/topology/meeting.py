@@ -23,10 +23,14 @@ _PATIENCE = timedelta(minutes=10)
 _PAUSE_SECONDS = 0.005
 
 
-def meet() -> tuple[Store, int, int]:
-    """A store of these ranks alone, this rank, and how many there are, as the launcher's environment has it."""
-    store, rank, world = next(iter(rendezvous("env://", timeout=_PATIENCE)))
-    return PrefixStore(f"towpath/{agreed_name(store, rank, world, _PATIENCE)}", store), rank, world
+def meet(timeout: timedelta | None = None) -> tuple[Store, int, int]:
+    """Return a store of these ranks alone, this rank, and how many ranks the launcher started.
+
+    Wait at most `timeout` for the other ranks, by default ten minutes.
+    """
+    patience = timeout or _PATIENCE
+    store, rank, world = next(iter(rendezvous("env://", timeout=patience)))
+    return PrefixStore(f"towpath/{agreed_name(store, rank, world, patience)}", store), rank, world
 
 
 def agreed_name(store: Store, rank: int, world: int, patience: timedelta) -> str:

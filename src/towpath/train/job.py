@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from towpath.errors import ConfigError, StepError, TrainError
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import Groups, detect_shape, launched, local_rank, meeting_point
-from towpath.topology.meeting import meet
+from towpath.topology.groups import Groups, detect_shape
+from towpath.topology.init import alone, device_of_rank, init
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,48 +91,12 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def joined() -> Generator[Job]:
-    """In the process group that the launcher speaks of (or that there is already); alone, in none."""
-    device = _device()
-    made = launched() and not dist.is_initialized()
-    if made:
-        _initialise(device)
+    """Join the process group of the launcher, or the one that exists already. Without a launcher, train alone."""
+    made = not (dist.is_initialized() or alone())
+    device = init() if made or dist.is_initialized() else device_of_rank()
     try:
         groups = Groups()
         yield Job(groups, Topology(*detect_shape(groups)), device)
     finally:
         if made:
             dist.destroy_process_group()
-
-
-def _device() -> torch.device:
-    """This rank's GPU, where PyTorch sees any (CUDA_VISIBLE_DEVICES hides them), else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = local_rank()
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"local rank {index} has no GPU: this node has {torch.cuda.device_count()}. Start as many ranks as GPUs."
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _initialise(device: torch.device) -> None:
-    # Small agreements between the ranks go over the CPU, also where tensors live on GPUs.
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    try:
-        store, rank, world = meet()
-        device_id = device if device.type == "cuda" else None
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, device_id=device_id)
-    except dist.DistError as error:
-        where = meeting_point()
-        if "EADDRINUSE" in str(error) or "in use" in str(error):
-            raise ConfigError(
-                f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
-                "another port (torchrun --master-port)."
-            ) from None
-        raise ConfigError(f"the ranks could not meet at {where}: {str(error).splitlines()[0]}") from None
-    except RuntimeError as error:  # gloo: another rank has died meanwhile
-        if "gloo" not in str(error):
-            raise
-        raise TrainError(f"the ranks could not meet at {meeting_point()}: {_first_line(error)}") from error

@@ -1,0 +1,137 @@
+"""Puts this process into the job: its device, and the process group of all ranks."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from towpath.errors import TopologyError, TrainError
+from towpath.topology.groups import launched, local_rank, meeting_point
+from towpath.topology.meeting import meet
+
+# A launcher sets all of these for every rank.
+_LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Launchers that set none of the above say here how many processes they started.
+_OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def init(*, timeout: timedelta | None = None) -> torch.device:
+    """Initialize this rank's device and the process group of all ranks, and return the device.
+
+    Call it once at the start of a training script, before the model is moved to the device:
+
+        device = towpath.init()
+        model = towpath.shard(Model().to(device), "zero3")
+
+    Under a launcher such as torchrun, the device is the GPU with the index `LOCAL_RANK`, which becomes PyTorch's
+    current device. Where PyTorch sees no GPU, the device is the CPU. Set `CUDA_VISIBLE_DEVICES=` to train on the CPU of
+    a machine with GPUs. The process group carries tensors on the CPU by gloo and tensors on GPUs by NCCL.
+
+    Without a launcher, this process becomes a group of one rank. A process group that exists already is left as it is:
+    `init` then only checks it and returns its device. So it may be called more than once.
+
+    Args:
+        timeout: How long a collective waits for the other ranks. The default is PyTorch's: 30 minutes on gloo, 10
+            minutes on NCCL. Raise it if one rank does long work alone. It has no effect on a group that exists already.
+
+    Returns:
+        The device for this rank's model and batches.
+
+    Raises:
+        TopologyError: The launcher started more ranks on this node than it has GPUs, set only some of its environment
+            variables, or the ranks did not find each other.
+    """
+    if dist.is_initialized():
+        return _device_of_group()
+    device = device_of_rank()
+    on_gpu = device.type == "cuda"
+    # Small agreements between ranks go over the CPU, so that they do not wait for the GPU.
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    try:
+        store, rank, world = (HashStore(), 0, 1) if alone() else meet(timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
+        )
+    except dist.DistError as error:
+        where = meeting_point()
+        if "EADDRINUSE" in str(error) or "in use" in str(error):
+            raise TopologyError(
+                f"port in use: the ranks are to meet at {where}, where another program listens. Give the launcher "
+                "another port (torchrun --master-port)."
+            ) from None
+        raise TopologyError(f"the ranks could not meet at {where}: {_first_line(error)}") from None
+    except RuntimeError as error:  # gloo raises nothing more specific when another rank has died
+        if "gloo" not in str(error):
+            raise
+        raise TrainError(f"the ranks could not meet at {meeting_point()}: {_first_line(error)}") from error
+    return device
+
+
+def device_of_rank() -> torch.device:
+    """Return this rank's GPU, after making it PyTorch's current device, or the CPU where PyTorch sees no GPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index, gpus = local_rank(), torch.cuda.device_count()
+    if "LOCAL_RANK" not in os.environ and launched() and gpus > 1 and int(os.environ["WORLD_SIZE"]) > 1:
+        raise TopologyError(
+            f"rank {os.environ['RANK']}: RANK and WORLD_SIZE are set, but LOCAL_RANK is not, and this node has {gpus} "
+            "GPUs: every rank would take the first. Set LOCAL_RANK to the rank's number on its node, or start the "
+            "script with torchrun."
+        )
+    if index >= gpus:
+        raise TopologyError(
+            f"local rank {index} has no GPU: PyTorch sees {gpus} on this node. Start as many ranks as GPUs. If the "
+            "launcher shows each rank a GPU of its own, set LOCAL_RANK=0. To train on the CPU, set "
+            "CUDA_VISIBLE_DEVICES to nothing."
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _device_of_group() -> torch.device:
+    """Return the device that the process group serves. Raise if the launcher started another number of ranks."""
+    world = dist.get_world_size()
+    if launched() and int(os.environ["WORLD_SIZE"]) != world:
+        raise TopologyError(
+            f"rank {os.environ['RANK']}: the launcher started {os.environ['WORLD_SIZE']} ranks, but the process group "
+            f"that exists already has {world}. Remove the earlier init_process_group(), or let it take its ranks from "
+            "the launcher."
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    if group.bound_device_id is not None:
+        return group.bound_device_id
+    if "nccl" not in str(dist.get_backend_config()):
+        return torch.device("cpu")
+    if torch.cuda.current_device() != 0:  # chosen by the caller
+        return torch.device("cuda", torch.cuda.current_device())
+    return device_of_rank()
+
+
+def alone() -> bool:
+    """Return whether no launcher started this process. Raise if one did that set only some of its variables."""
+    missing = [name for name in _LAUNCHER if name not in os.environ]
+    if not missing:
+        return False
+    if "RANK" in missing and os.environ.get("WORLD_SIZE", "1") == "1":
+        other = next((name for name in _OTHER_LAUNCHERS if int(os.environ.get(name, "1")) > 1), None)
+        if other is None or "WORLD_SIZE" in os.environ:
+            return True
+        raise TopologyError(
+            f"{other} says that {os.environ[other]} processes were started, but RANK and WORLD_SIZE are not set: each "
+            "would train alone. Start one torchrun on each node, which sets them. To train alone on purpose, set "
+            "WORLD_SIZE=1."
+        )
+    there = [f"{name}={os.environ[name]}" for name in _LAUNCHER if name in os.environ]
+    raise TopologyError(
+        f"the environment has {', '.join(there)}, but not {', '.join(missing)}. A launcher sets all of them: start the "
+        "script with torchrun, or set what is missing. To train in one process, set none of them."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") + "."

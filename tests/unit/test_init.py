@@ -1,0 +1,123 @@
+"""`towpath.init()`: the device and the process group of a rank, from the environment that a launcher has set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import towpath
+from towpath.errors import TopologyError
+from towpath.topology import init as module
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+LAUNCHED = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def without_a_group(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A node that shows two GPUs, and what was called on it."""
+    calls: dict[str, Any] = {"device": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.update(device=index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: calls["device"])
+    monkeypatch.setattr(module, "meet", lambda timeout: ("the launcher's store", 3, 4))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.update(backend=backend, **options))
+    return calls
+
+
+def test_one_process_is_a_group_of_one_rank_on_the_cpu() -> None:
+    assert towpath.init() == torch.device("cpu")
+    assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    group = dist.group.WORLD
+    assert towpath.init() == torch.device("cpu"), "a second call is no error"
+    assert dist.group.WORLD is group
+
+
+def test_a_rank_takes_its_gpu_and_both_backends(monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any]) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
+    device = towpath.init(timeout=timedelta(minutes=1))
+    assert device == torch.device("cuda", 1) == gpus["device_id"]
+    assert gpus["device"] == 1
+    assert gpus["backend"] == "cpu:gloo,cuda:nccl"
+    assert (gpus["store"], gpus["rank"], gpus["world_size"]) == ("the launcher's store", 3, 4)
+    assert gpus["timeout"] == timedelta(minutes=1)
+
+
+def test_one_process_takes_the_first_gpu(gpus: dict[str, Any]) -> None:
+    assert towpath.init() == torch.device("cuda", 0)
+    assert (gpus["backend"], gpus["rank"], gpus["world_size"]) == ("cpu:gloo,cuda:nccl", 0, 1)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_more_ranks_than_gpus_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, "LOCAL_RANK": "2"})
+    with pytest.raises(TopologyError, match=r"local rank 2 has no GPU: PyTorch sees 2.*CUDA_VISIBLE_DEVICES"):
+        towpath.init()
+
+
+@pytest.mark.usefixtures("gpus")
+def test_ranks_that_would_all_take_the_first_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {k: v for k, v in (os.environ | LAUNCHED).items() if k != "LOCAL_RANK"})
+    with pytest.raises(TopologyError, match=r"rank 3: .*LOCAL_RANK is not"):
+        towpath.init()
+
+
+@pytest.mark.parametrize("left_out", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_a_half_set_environment_is_refused(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    monkeypatch.setattr(os, "environ", {k: v for k, v in (os.environ | LAUNCHED).items() if k != left_out})
+    with pytest.raises(TopologyError, match=rf"the environment has .*, but not {left_out}\."):
+        towpath.init()
+
+
+def test_processes_of_a_launcher_that_sets_no_ranks_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(TopologyError, match=r"2 processes were started.*torchrun"):
+        towpath.init()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert towpath.init() == torch.device("cpu")
+
+
+def test_a_group_that_exists_is_kept_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert towpath.init() == torch.device("cpu")
+    assert dist.group.WORLD is group
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
+    with pytest.raises(TopologyError, match=r"rank 3: the launcher started 4 ranks, but the process group .* has 1"):
+        towpath.init()
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_group_on_gpus_that_binds_no_device_leaves_the_current_one_or_takes_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any], chosen: int
+) -> None:
+    monkeypatch.undo()
+    towpath.init()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: gpus.update(device=index))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: gpus["device"])
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    gpus["device"] = chosen
+    assert towpath.init() == torch.device("cuda", chosen or 2)
+    assert gpus["device"] == (chosen or 2), "the caller's choice stays, and nobody is left on GPU 0 by mistake"
+    assert dist.group.WORLD is not None
+    dist.group.WORLD.bound_device_id = torch.device("cuda", 1)
+    assert towpath.init() == torch.device("cuda", 1)
