@@ -15,7 +15,7 @@ Each stage has an engine of its own; what the first and the last one share (tied
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from itertools import count as count_up
@@ -365,10 +365,12 @@ class Pipeline:
         if not norm_type > 0:
             raise ShardError(f"Pipeline.clip_grad_norm_: norm_type = {norm_type}: expected a number above 0, or inf.")
         own = [p for p in self.parameters() if p.grad is not None]
-        tied = self._tied.parameters if self._tied is not None else set[nn.Parameter]()
-        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type)
+        tied: Set[nn.Parameter] = self._tied.parameters if self._tied is not None else set()
+        # Without a gradient the norm is a zero on the host, and a gradient may lie there: NCCL sums on the device.
+        device = self._stages[0].device
+        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type).to(device)
         if tied:  # both ends have to ask, and one of them counts it
-            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type)
+            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type).to(device)
             if self._tied is not None and self._tied.counted_here:
                 norm = torch.linalg.vector_norm(torch.stack([norm, shared]), norm_type)
         if norm_type == float("inf"):
