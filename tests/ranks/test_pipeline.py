@@ -338,6 +338,22 @@ def _message_bytes(transfers: Iterable[Any]) -> int:
 
 
 @in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+def test_an_evaluation_leaves_what_senders_of_outputs_carry(world: Worlds, schedule: str) -> None:
+    world(2).run(_evaluated_with_coded_outputs, schedule)
+
+
+def _evaluated_with_coded_outputs(schedule: str) -> None:
+    """What a message has missed, and the seeds of stochastic rounding."""
+    options = {"compression": Compression(activations=Wire(codec="int8+stochastic", feedback="first"))}
+    made = [_pipeline(2, 1, schedule, "ddp", 4, TOKENS, torch.float32, **options) for _ in range(2)]
+    x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        expected = float(made[1].evaluate(x, target=y))
+        losses = [float(pipeline.step(x, target=y)) for pipeline in made]
+        assert losses == [expected] * 2, step
+
+
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_evaluation_between_steps_gives_the_loss_and_changes_nothing(world: Worlds, schedule: str) -> None:
     world(4).run(_evaluated, schedule)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import fields
 from itertools import count as count_up
 from typing import Any
@@ -210,7 +210,9 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that `step` would return, without gradients. Every rank must call it."""
-        with self._failures_told():
+        with self._failures_told(), ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(stage.keeping_senders())
             return self._mean_loss(self._walk("evaluate", self._schedule.eval, args, target))()
 
     def train(self, mode: bool = True) -> None:

@@ -165,6 +165,17 @@ class TowpathStage(PipelineStage):
         self._encodes_outputs = not now.activations.served
         self._encodes_gradients = not now.activation_gradients.served
 
+    @contextmanager
+    def keeping_senders(self) -> Generator[None]:
+        """Around an evaluation: what senders of outputs carry is afterwards what it was before."""
+        carried = [kept for sender in self._output_senders.values() for kept in sender.state]
+        before = [kept.clone() for kept in carried]
+        try:
+            yield
+        finally:
+            for kept, value in zip(carried, before, strict=True):
+                kept.copy_(value)
+
     def _encodes_gradient(self, source: int, micro_batch: int) -> bool:
         return self._encodes_gradients and (source, micro_batch) in self._encoded
 
