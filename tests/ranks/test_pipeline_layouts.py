@@ -37,6 +37,7 @@ from tests.ranks.test_pipeline import (
     _token_loss,
     _tokens,
 )
+from tests.ranks.test_start import BOTH, _gpus, _recorded
 from towpath.core.strategy import Kind
 from towpath.errors import StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
@@ -420,6 +421,19 @@ def _groups_of_a_tied_pipeline(ranks: int, fused: bool) -> tuple[list[tuple[int,
         finally:
             world.bound_device_id = None
     return made, len(splits)
+
+
+def test_all_stages_connect_before_two_of_them_exchange_messages(world: Worlds) -> None:
+    """NCCL connects in the first call, and then waits for all ranks of the group."""
+    world(3).run(_connected)
+
+
+def _connected() -> None:
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
+    example = torch.empty(BATCH, WIDTH).double()
+    with _gpus(BOTH) as patch, _recorded(patch) as calls:
+        Pipeline([partial(Plain, s) for s in range(3)], "ddp", mesh=mesh, micro_batches=3, loss=_loss, example=example)
+    assert ("all-reduce", mesh["pp"].get_group()) in calls
 
 
 class Shared(nn.Module):

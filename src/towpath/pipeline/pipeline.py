@@ -105,6 +105,7 @@ class Pipeline:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self._micro_batches = mesh, group, micro_batches
+        Groups(group).connect()  # the first messages go between two stages only
         self._everyone = MeshRanks(mesh)
         ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
