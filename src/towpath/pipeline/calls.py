@@ -1,9 +1,11 @@
 """The calls that all ranks of a pipeline make together, compared before anything is sent.
 
 A rank that is given a wrong batch sends nothing, and its neighbors would wait for it. So each rank tells the first rank
-of its pipeline what it is about to do, and hears whether all ranks of the mesh do the same. Both messages are a few
-bytes between hosts. They cost the pipeline no time: later stages end a step before the first one does, so their words
-are there when it begins the next; and they wait for its first output anyway, which comes after its answer.
+of its pipeline what it is about to do, the first ranks of all copies compare that, and each tells its pipeline.
+
+The messages are 16 bytes, between hosts. Those between stages cost a step no time. Later stages end the step before
+earlier than the first one does, so their words are there when it begins. They wait for its first output anyway, which
+comes after its answer. Only the comparison among the copies of the first stage takes a round trip between them.
 """
 
 from __future__ import annotations

@@ -194,8 +194,17 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def step(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Forward and backward of a batch, of which the first stage reads `args`, and the last one `target`. The mean
-        loss of this data-parallel rank's batch, on all ranks of its pipeline."""
+        """Compute the gradients of a batch, and return the mean loss of this data-parallel rank's batch.
+
+        Every rank must call it. If the batch of any rank is refused, all ranks raise, and nothing was computed or sent.
+
+        Args:
+            args: What the first stage is called with, for all micro-batches. Other ranks may leave it out.
+            target: What the loss is called with beside the output, for all micro-batches. Only the last stage reads it.
+
+        Raises:
+            StepError: A batch or target does not have the rows of all micro-batches, or ranks are in different calls.
+        """
         with self._failures_told():
             before, began = self._seconds_computed, time.perf_counter()
             losses = self._walk("step", self._schedule.step, args, target)
