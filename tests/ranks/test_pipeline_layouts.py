@@ -516,6 +516,26 @@ def test_a_dead_stage_is_told_on_all_others() -> None:
             assert "rank 2, stage 2: has said nothing: it waits or works, or it is gone" in told
 
 
+def test_what_a_loss_raises_is_told_on_all_others() -> None:
+    """Whatever its type: a target that is out of bounds is an IndexError."""
+    with World(2, group_timeout=2.0) as ranks:
+        told = ranks.run(_raises)
+    assert "step 1 failed in stage 1 of 2: IndexError: Target 30 is out of bounds." in told[1]
+    assert "step 1 failed in stage 0 of 2: " in told[0]
+    assert "rank 1, stage 1: IndexError: Target 30 is out of bounds." in told[0]
+
+
+def _raises() -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"micro_batches": 2, "loss": nn.functional.cross_entropy, "units": [Block]}
+    pipeline = Pipeline(
+        [partial(Plain, s) for s in range(2)], "ddp", mesh=mesh, example=torch.empty(BATCH, WIDTH).double(), **options
+    )
+    with pytest.raises(StepError) as failure:
+        pipeline.step(torch.zeros(2 * BATCH, WIDTH).double(), target=torch.full((2 * BATCH,), 30))
+    return str(failure.value)
+
+
 def _dies(doomed: int) -> str:
     """Before its second step."""
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("pp", "dp"))

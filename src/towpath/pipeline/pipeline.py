@@ -269,15 +269,16 @@ class Pipeline:
     def _failures_told(self) -> Generator[None]:
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (TowpathError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:
+        except Exception as error:  # whatever a stage or the loss raises: the others wait for this rank
             raise StepError(self._failure(error)) from error
 
-    def _failure(self, error: RuntimeError) -> str:
+    def _failure(self, error: Exception) -> str:
         """With what the other stages say by now: a rank that is gone says nothing."""
         ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
-        said = self._noticeboard.meet(f"walk {self._walks}", _first_line(error), _LAST_WORDS_SECONDS)
+        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        said = self._noticeboard.meet(f"walk {self._walks}", f"{kind}{_first_line(error)}", _LAST_WORDS_SECONDS)
         lines: list[str] = []
         for place, rank in enumerate(ranks):
             stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
@@ -286,7 +287,7 @@ class Pipeline:
                 lines.append(f"\n  rank {rank}, stage {stages}: {word}")
         return (
             f"rank {dist.get_rank()}: step {self.observed.steps + 1} failed in stage {', '.join(map(str, own))} of "
-            f"{count}: {error}\n"
+            f"{count}: {kind}{error}\n"
             "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its link. "
             f"The others:{''.join(lines)}"
         )
