@@ -6,7 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -23,6 +23,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import Kind
+from towpath.core.wire import Wire
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
@@ -276,6 +277,80 @@ def _coded_activations(schedule: str) -> None:
         x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))
         losses.append(float(pipeline.step(x, target=y)))
     assert losses[1] == pytest.approx(losses[0], rel=0.02) and losses[0] != losses[1]
+
+
+WARM_UP = Compression(
+    Wire(codec="low-rank:2", feedback="first", after=2),
+    Wire(codec="int8+stochastic", feedback="first", after=1, until=3),
+)
+
+
+@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+def test_both_ends_of_a_link_switch_their_codecs_in_the_same_step(world: Worlds, schedule: str) -> None:
+    found = world(2).run(_warm_up, schedule)
+    for losses, exact, ends, planned, counted in found:
+        # Step 0 sends all as it is, step 1 outputs in int8, step 2 gradients too, step 3 gradients alone.
+        assert exact[0] == losses[0] and exact[1] != losses[1]
+        assert {end: [sum(rank[2][end][step] for rank in found) for step in range(4)] for end in ends} == {
+            "sent": planned,
+            "received": planned,
+        }
+        assert planned[0] > planned[1] > planned[2] < planned[3] < planned[0]
+        assert counted == sum(planned)
+
+
+def _warm_up(schedule: str) -> tuple[list[float], list[float], dict[str, list[int]], list[int], int]:
+    """Losses with the warm-up and without compression; the bytes of messages that this rank has sent and received in
+    each step, those of all ranks that the schedule has, and those that are counted."""
+    made = [_pipeline(2, 1, schedule, "ddp", 4, TOKENS, torch.float32, **o) for o in ({"compression": WARM_UP}, {})]
+    losses: list[list[float]] = [[], []]
+    ends: dict[str, list[int]] = {"sent": [0] * 4, "received": [0] * 4}
+    for stage in made[0]._stages:
+        for end, kinds in (("sent", ("fwd_send", "bwd_send")), ("received", ("fwd_recv", "bwd_recv"))):
+            for kind in kinds:
+                name = f"get_{kind}_ops"
+                setattr(stage, name, _weighed(getattr(stage, name), ends[end], stage.engine))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=generator)
+        for pipeline, mine in zip(made, losses, strict=True):
+            mine.append(float(pipeline.step(x, target=y)))
+            pipeline.zero_grad()
+    topology = towpath.Topology(2, 1)
+    planned = [_message_bytes(made[0].schedule(topology, step=step).transfers) for step in range(4)]
+    done = made[0].stats().transfers
+    counted = _message_bytes(t for t in done if t.transfer.kind in (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT))
+    return losses[0], losses[1], ends, planned, counted
+
+
+def _weighed(inner: Any, found: list[int], engine: Any) -> Any:
+    def ops(micro_batch: int) -> Any:
+        made = inner(micro_batch)
+        found[engine.step] += sum(op.tensor.nbytes for op in made)
+        return made
+
+    return ops
+
+
+def _message_bytes(transfers: Iterable[Any]) -> int:
+    messages = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)
+    return sum(t.inter_bytes + t.intra_bytes for t in transfers if getattr(t, "kind", messages[0]) in messages)
+
+
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
+def test_an_evaluation_leaves_what_senders_of_outputs_carry(world: Worlds, schedule: str) -> None:
+    world(2).run(_evaluated_with_coded_outputs, schedule)
+
+
+def _evaluated_with_coded_outputs(schedule: str) -> None:
+    """What a message has missed, and the seeds of stochastic rounding."""
+    options = {"compression": Compression(activations=Wire(codec="int8+stochastic", feedback="first"))}
+    made = [_pipeline(2, 1, schedule, "ddp", 4, TOKENS, torch.float32, **options) for _ in range(2)]
+    x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))
+    for step in range(3):
+        expected = float(made[1].evaluate(x, target=y))
+        losses = [float(pipeline.step(x, target=y)) for pipeline in made]
+        assert losses == [expected] * 2, step
 
 
 @in_turn((*SINGLE, *SEVERAL), 1, "schedule")

@@ -83,6 +83,42 @@ def _resumed(folder: str, schedule: str, strategy: str, options: dict[str, Any])
         assert torch.equal(mine.to_local(), theirs.to_local()), name  # type: ignore[attr-defined]
 
 
+# Of four steps the last encodes: messages in both directions, and the first stage's gradients.
+WARM_UP = Compression(
+    Wire(codec="low-rank:2", feedback="first", after=3),
+    Wire(codec="low-rank:2", feedback="first", after=3),
+    Wire(codec="low-rank:2", feedback="first", after=3),
+    share_of_stages=0.5,
+)
+
+
+@pytest.mark.parametrize("saved_after", [2, 4])
+def test_a_warm_up_goes_on_where_the_checkpoint_ended(world: Worlds, tmp_path: Path, saved_after: int) -> None:
+    world(4).run(_resumed_warm_up, str(tmp_path), saved_after)
+
+
+def _resumed_warm_up(folder: str, saved_after: int) -> None:
+    """Saved before the codecs serve, and when senders keep what messages have missed."""
+    pipeline, again = (_made((2, 2), "1F1B", "ddp", True, compression=WARM_UP) for _ in range(2))
+    plain = _made((2, 2), "1F1B", "ddp", True)
+    optimizer, other, exact = map(_optimizer, (pipeline, again, plain))
+    losses: list[float] = []
+    for step in range(0, saved_after, 2):
+        losses += _steps(pipeline, optimizer, step, 2)
+    assert checkpoint.save(folder, saved_after, checkpoint.State(pipeline, optimizer)).ok
+    went_on = _steps(pipeline, optimizer, saved_after, 2)
+    losses += went_on
+
+    expected = _steps(plain, exact, 0, 2) + _steps(plain, exact, 2, 2)
+    assert losses[:3] == expected[:3] and losses[3] != expected[3]
+
+    loaded = checkpoint.load(folder, checkpoint.State(again, other))
+    assert loaded is not None and loaded.notes == ()
+    assert _steps(again, other, saved_after, 2) == went_on
+    for (name, mine), (_, theirs) in zip(again.named_parameters(), pipeline.named_parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local()), name  # type: ignore[attr-defined]
+
+
 @in_turn([True, False], 1, "tied")
 def test_a_checkpoint_fits_other_stages_and_no_stages(world: Worlds, tmp_path: Path, tied: bool) -> None:
     world(4).run(_refitted, str(tmp_path), tied)

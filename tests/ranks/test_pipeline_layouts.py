@@ -37,6 +37,7 @@ from tests.ranks.test_pipeline import (
     _token_loss,
     _tokens,
 )
+from tests.ranks.test_start import BOTH, _gpus, _recorded
 from towpath.core.strategy import Kind
 from towpath.errors import StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
@@ -372,6 +373,134 @@ def _meet() -> None:
     assert counts == [2] * 4
 
 
+# --- groups and collectives, as NCCL needs them ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_every_rank_takes_part_when_the_ends_make_their_group(world: Worlds, ranks: int, fused: bool) -> None:
+    """Where PyTorch splits the communicator of all ranks for a group, the ends would wait for those between them."""
+    found = world(ranks).run(_groups_of_a_tied_pipeline, ranks, fused)
+    ends = (0, ranks - 1)
+    assert [groups for groups, _ in found] == [[ends if rank in ends else (rank,)] for rank in range(ranks)]
+    assert [splits for _, splits in found] == [found[0][1]] * ranks
+
+
+def _groups_of_a_tied_pipeline(ranks: int, fused: bool) -> tuple[list[tuple[int, ...]], int]:
+    """The groups of tied embeddings that this rank makes, and how often all ranks would have to split a communicator.
+    Stages need different numbers of groups."""
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+    example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    stages = split(_gpt(tied=True), ranks, example)
+    world, new_group = dist.group.WORLD, dist.new_group
+    assert world is not None
+    made: list[tuple[int, ...]] = []
+    splits: list[list[int]] = []
+
+    def recorded(ranks: list[int], **options: Any) -> Any:
+        if options.get("group_desc") == "tied embeddings":
+            assert options.get("backend") is None, "some ranks would connect by another backend"
+            made.append(tuple(ranks))
+        if world.bound_device_id is not None and options.get("backend") is None:
+            splits.append(ranks)
+        return new_group(ranks, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", recorded)
+        world.bound_device_id = torch.device("cuda", 0)
+        try:
+            Pipeline(
+                stages,
+                ["zero3", *["zero1"] * (ranks - 2), "ddp"],
+                mesh=mesh,
+                micro_batches=ranks,
+                loss=_token_loss,
+                example=example,
+                compression=Compression(fused_embeddings=fused),
+            )
+        finally:
+            world.bound_device_id = None
+    return made, len(splits)
+
+
+def test_all_stages_connect_before_two_of_them_exchange_messages(world: Worlds) -> None:
+    """NCCL connects in the first call, and then waits for all ranks of the group."""
+    world(3).run(_connected)
+
+
+def _connected() -> None:
+    mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("pp", "dp"))
+    example = torch.empty(BATCH, WIDTH).double()
+    with _gpus(BOTH) as patch, _recorded(patch) as calls:
+        Pipeline([partial(Plain, s) for s in range(3)], "ddp", mesh=mesh, micro_batches=3, loss=_loss, example=example)
+    assert ("all-reduce", mesh["pp"].get_group()) in calls
+
+
+class Shared(nn.Module):
+    """An end whose six parameters the other one has, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.shared = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+        self.own = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.shared(x))
+
+
+def _shared_ends(fused: bool) -> Pipeline:
+    return Pipeline(
+        [Shared, Shared],
+        "ddp",
+        mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp")),
+        micro_batches=2,
+        loss=_loss,
+        example=torch.empty(BATCH, WIDTH).double(),
+        tied=("shared", "shared"),
+        compression=Compression(fused_embeddings=fused),
+    )
+
+
+def test_both_ends_sum_their_gradients_in_the_same_order(world: Worlds) -> None:
+    expected = [name for name, _ in Shared().shared.named_parameters()]
+    assert world(2).run(_order_of_sums) == [expected] * 2
+
+
+def _order_of_sums() -> list[str]:
+    pipeline = _shared_ends(fused=False)
+    x, y = _batch(0, 0, 2)
+    pipeline.step(x, target=y)
+    tied = pipeline._tied
+    assert tied is not None and tied.module is not None
+    gradients: dict[int, str] = {}
+    for name, parameter in tied.module.named_parameters():
+        gradient: Any = parameter.grad
+        gradients[gradient.to_local().data_ptr()] = name
+    summed: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, **_: summed.append(gradients[tensor.data_ptr()]))
+        tied.end_step()
+    return summed
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_norm_without_gradients_is_summed_on_the_device(world: Worlds, norm_type: float) -> None:
+    """NCCL carries nothing else. The device is one without memory here."""
+    assert world(2).run(_device_of_a_norm, norm_type) == [{"meta"}] * 2
+
+
+def _device_of_a_norm(norm_type: float) -> set[str]:
+    found: set[str] = set()
+    for fused in (True, False):
+        pipeline = _shared_ends(fused)
+        pipeline._stages[0].device = torch.device("meta")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: found.add(tensor.device.type))
+            pipeline.clip_grad_norm_(1.0, norm_type)
+    return found
+
+
 # --- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -385,6 +514,26 @@ def test_a_dead_stage_is_told_on_all_others() -> None:
             assert ok, told
             assert f"rank {rank}: step 2 failed in stage {rank} of 4" in told
             assert "rank 2, stage 2: has said nothing: it waits or works, or it is gone" in told
+
+
+def test_what_a_loss_raises_is_told_on_all_others() -> None:
+    """Whatever its type: a target that is out of bounds is an IndexError."""
+    with World(2, group_timeout=2.0) as ranks:
+        told = ranks.run(_raises)
+    assert "step 1 failed in stage 1 of 2: IndexError: Target 30 is out of bounds." in told[1]
+    assert "step 1 failed in stage 0 of 2: " in told[0]
+    assert "rank 1, stage 1: IndexError: Target 30 is out of bounds." in told[0]
+
+
+def _raises() -> str:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    options: dict[str, Any] = {"micro_batches": 2, "loss": nn.functional.cross_entropy, "units": [Block]}
+    pipeline = Pipeline(
+        [partial(Plain, s) for s in range(2)], "ddp", mesh=mesh, example=torch.empty(BATCH, WIDTH).double(), **options
+    )
+    with pytest.raises(StepError) as failure:
+        pipeline.step(torch.zeros(2 * BATCH, WIDTH).double(), target=torch.full((2 * BATCH,), 30))
+    return str(failure.value)
 
 
 def _dies(doomed: int) -> str:

@@ -43,6 +43,17 @@ def test_gradients_of_the_first_stages_are_of_low_rank(share: float, compressed:
     assert (found[-1] == own) == (compressed < 4)
 
 
+def test_a_step_of_a_warm_up_has_the_wires_that_serve_then() -> None:
+    later = Wire(codec="low-rank:4", after=2)
+    given = Compression(later, Wire(codec="int8", until=3), later)
+    assert given.changes == {2, 3}
+    for step, encoded in ((0, (False, True)), (2, (True, True)), (3, (True, False))):
+        now = given.at(step)
+        assert (now.activation_gradients.low_rank is not None, now.activations.encoding is not None) == encoded
+        assert (now.gradients.low_rank is not None) is encoded[0]
+    assert compression("optimus-cb").at(7) == COMPRESSIONS["optimus-cb"]
+
+
 def test_gradients_that_a_stage_cuts_are_refused() -> None:
     with pytest.raises(StrategyError, match="zero2: reduce: low-rank:4 needs whole matrices"):
         Compression(gradients="low-rank:4").strategy_of(towpath.strategy("zero2", TOPOLOGY), 0, 2)

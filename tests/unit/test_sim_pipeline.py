@@ -14,8 +14,9 @@ from towpath.core.precision import Precision
 from towpath.core.strategy import Kind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
+from towpath.core.wire import Wire
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
-from towpath.sim.hardware import Hardware, Link
+from towpath.sim.hardware import CodecSpeed, Hardware, Link
 from towpath.sim.pipeline import PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.sim.replay import Seconds
 from towpath.topology.cluster import Topology
@@ -28,10 +29,17 @@ FORWARD, BACKWARD = 1.0, 2.0
 
 def hardware(ranks: int, cable: float = FAST) -> Hardware:
     link = Link(cable, 0.0)
-    return Hardware(Topology(ranks, 1), link, link, FAST, FAST)
+    codecs = (("int8", CodecSpeed(FAST, FAST)),)
+    return Hardware(Topology(ranks, 1), link, link, FAST, FAST, codecs=codecs)
 
 
-def replayed(walk: Walk, owners: Sequence[int], cable: float = FAST, strategy: str = "ddp") -> PipelineTimeline:
+def replayed(
+    walk: Walk,
+    owners: Sequence[int],
+    cable: float = FAST,
+    strategy: str = "ddp",
+    compression: Compression | None = None,
+) -> PipelineTimeline:
     """Each stage has one unit, and each rank a node."""
     ranks = max(owners) + 1
     made = presets.strategy(strategy, Topology(1, 1))
@@ -42,7 +50,7 @@ def replayed(walk: Walk, owners: Sequence[int], cable: float = FAST, strategy: s
         SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if i < len(owners) - 1 else ())
         for i, rank in enumerate(owners)
     ]
-    return PipelineReplay(stages, walk, hardware(ranks, cable), Compression()).run()
+    return PipelineReplay(stages, walk, hardware(ranks, cable), compression or Compression()).run()
 
 
 def found(name: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk, list[int]]:
@@ -50,6 +58,17 @@ def found(name: str, ranks: int, micro_batches: int, halved: bool = False) -> tu
     parts = set(range(stages)) if halved else set[int]()
     order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
     return order, walk_of(kind, order, stages, parts), owners_of(kind, stages, ranks, name)
+
+
+def test_a_step_of_a_warm_up_is_replayed_with_the_messages_of_that_step() -> None:
+    _, walk, owners = found("1F1B", 2, 4)
+    given = Compression(activations=Wire(codec="int8", after=2))
+    plain, encoded = (replayed(walk, owners, compression=c) for c in (Compression(), Compression(activations="int8")))
+    assert encoded.inter_bytes < plain.inter_bytes
+    assert [replayed(walk, owners, compression=given.at(step)).inter_bytes for step in (1, 2)] == [
+        plain.inter_bytes,
+        encoded.inter_bytes,
+    ]
 
 
 @pytest.mark.parametrize("make, walk", [(gpipe, gpipe_walk), (one_forward_one_backward, one_forward_one_backward_walk)])

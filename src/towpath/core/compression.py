@@ -8,6 +8,7 @@ from math import ceil
 from typing import Any
 
 from towpath.core.low_rank import NAME as LOW_RANK
+from towpath.core.low_rank import LowRank
 from towpath.core.pipeline import Message, Order, messages
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy
@@ -42,13 +43,26 @@ class Compression:
                 object.__setattr__(self, name, wire)
             if name != "gradients":
                 wire.check(Op.SEND, f"Compression: {name}")
-            elif wire.codec != "none" and wire.low_rank is None:
+            elif wire.codec != "none" and not isinstance(wire.codec, LowRank):
                 raise StrategyError(
                     f"Compression: gradients takes low rank, such as 'low-rank:4'; got {wire.codec}. Codecs of blocks "
                     "belong to the strategy."
                 )
         if not 0 < self.share_of_stages <= 1:
             raise StrategyError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")
+
+    @property
+    def _wires(self) -> dict[str, Wire]:
+        return {name: getattr(self, name) for name in ("activation_gradients", "activations", "gradients")}
+
+    @property
+    def changes(self) -> set[int]:
+        """The optimizer steps at which a codec begins or ceases to serve."""
+        return {step for wire in self._wires.values() for step in wire.changes}
+
+    def at(self, step: int) -> Compression:
+        """Return the compression of optimizer step `step`, counted from 0."""
+        return replace(self, **{name: wire.at(step) for name, wire in self._wires.items()}) if self.changes else self
 
     def encodes(self, message: Message) -> bool:
         """Whether it takes a wire of these; else it travels as it is."""

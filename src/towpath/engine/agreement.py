@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from towpath.errors import MismatchError, TowpathError
-from towpath.topology.groups import Groups
+
+
+class Gathering(Protocol):
+    """Ranks that tell one another, such as `Groups`."""
+
+    @property
+    def members(self) -> list[int]: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
 
 
 def agree(
-    groups: Groups,
+    groups: Gathering,
     mine: Sequence[str],
     failure: TowpathError | None,
     call: str = "shard()",
@@ -28,13 +37,16 @@ def agree(
     if len({d for d, _ in answers}) == 1:
         return
     lines: list[list[str]] = groups.gather_objects(list(mine))
-    raise MismatchError(f"{_difference(lines)} {advice}")
+    raise MismatchError(f"{_difference(lines, groups.members)} {advice}")
 
 
-def _difference(lines: list[list[str]]) -> str:
-    other = next(rank for rank, theirs in enumerate(lines) if theirs != lines[0])
+def _difference(lines: list[list[str]], ranks: list[int]) -> str:
+    other = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
     for i in range(max(len(lines[0]), len(lines[other]))):
         here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
         if here != there:
-            return f"the ranks were given different things: rank 0 has {here!r}, rank {other} has {there!r}."
+            return (
+                f"the ranks were given different things: rank {ranks[0]} has {here!r}, rank {ranks[other]} has "
+                f"{there!r}."
+            )
     raise AssertionError("equal lists cannot differ")

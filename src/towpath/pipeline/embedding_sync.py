@@ -8,8 +8,9 @@ ranks: there is nothing to sum between the ends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.initialise import Values
 from towpath.errors import ShardError
 from towpath.topology.cluster import Topology
-from towpath.topology.groups import even_out, new_group
+from towpath.topology.groups import Groups, even_out, new_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ def _like_this_rank(mesh: DeviceMesh) -> list[list[int]]:
 
 
 class TiedEmbeddings:
-    """On every rank of the pipeline; those between the ends have no part in it."""
+    """What the ends share. Every rank of the pipeline makes it; those between the ends have no part in it."""
 
     def __init__(
         self,
@@ -117,15 +118,20 @@ class TiedEmbeddings:
         self.module: nn.Module | None = None
         self._between: dist.ProcessGroup | None = None
         even_out(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
-        if not ends.stages:
-            return
         within = mesh["dp"].get_group()
         if not ends.meet:
-            if fused:
-                within = new_group(list(ends.both), "tied embeddings")
-            else:
-                pair = next(pair for pair in ends.pairs if dist.get_rank() in pair)
-                self._between = new_group(sorted(pair), "tied embeddings")
+            parts = [ends.both] if fused else ends.pairs
+            # A rank between the ends makes a group, too, of itself: where PyTorch splits the communicator of all ranks
+            # for each new group, a rank that makes none would keep the others waiting.
+            mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
+            timeout = timedelta(seconds=Groups(self._pipeline).timeout_seconds)
+            joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
+            if fused and ends.stages:
+                within = joined
+            elif ends.stages:
+                self._between = joined
+        if not ends.stages:
+            return
         found = ends.modules_in(modules)
         module = _BothEnds(*found) if ends.meet else found[0]
         given = None if values is None else _inside(values, ends.names[0], module)
@@ -146,8 +152,9 @@ class TiedEmbeddings:
         return sorted(pair).index(pair[0])
 
     @property
-    def parameters(self) -> set[nn.Parameter]:
-        return set(self.module.parameters()) if self.module is not None else set()
+    def parameters(self) -> Set[nn.Parameter]:
+        """In the order of the module, which is the same at both ends."""
+        return dict.fromkeys(self.module.parameters() if self.module is not None else ()).keys()
 
     @property
     def names(self) -> list[str]:

@@ -7,7 +7,7 @@ steps that were made and the job's schedule. How long a message is in flight nob
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -24,29 +24,47 @@ _MESSAGES = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)
 
 
 class Observed:
-    """`modules`: those of this rank that have an engine. `plan`: makes the job's schedule, which all ranks must ask for
-    at the same time. `groups`: through which all ranks that have other modules meet, one after the other.
-    `seconds_waited`: for neighbours, in the bubble as for what links take."""
+    """`modules`: those of this rank that have an engine. `plan`: makes the job's schedule of an optimizer step, which
+    all ranks must ask for at the same time. `changes`: the steps from which on it is another. `groups`: through which
+    all ranks that have other modules meet, one after the other. `seconds_waited`: for neighbours, in the bubble as for
+    what links take."""
 
     def __init__(
         self,
         modules: Callable[[], Iterable[nn.Module]],
-        plan: Callable[[], JobSchedule],
+        plan: Callable[[int], JobSchedule],
+        changes: Set[int],
         groups: Sequence[dist.ProcessGroup],
     ) -> None:
         self._modules, self._plan, self._groups = modules, plan, groups
-        self.steps = 0
+        # The steps that were made, by the first step of their schedule.
+        self._steps = dict.fromkeys(sorted({0, *changes}), 0)
         self.seconds_waited = 0.0
 
-    @cached_property
-    def job(self) -> JobSchedule:
-        return self._plan()
+    @property
+    def steps(self) -> int:
+        return sum(self._steps.values())
+
+    def count_step(self, step: int) -> None:
+        """Count an optimizer step that is through; `step`: how many there were before it, other runs' among them."""
+        self._steps[max(first for first in self._steps if first <= step)] += 1
 
     @cached_property
-    def _of_a_step(self) -> Sums:
-        """Messages, and the bytes of all stages."""
-        messages = sum(t.kind in _MESSAGES for t in self.job.transfers)
-        return Sums(calls=messages, intra_bytes=self.job.intra_bytes, inter_bytes=self.job.inter_bytes)
+    def jobs(self) -> dict[int, JobSchedule]:
+        """The job's schedules, by the step at which they begin."""
+        return {first: self._plan(first) for first in self._steps}
+
+    @cached_property
+    def _of_a_step(self) -> dict[int, Sums]:
+        """Messages, and the bytes of all stages, of a step of each schedule."""
+        return {
+            first: Sums(
+                calls=sum(t.kind in _MESSAGES for t in job.transfers),
+                intra_bytes=job.intra_bytes,
+                inter_bytes=job.inter_bytes,
+            )
+            for first, job in self.jobs.items()
+        }
 
     def stats_of_rank(self) -> Stats:
         """Of this rank's stages, and all messages. Every rank must call it the first time."""
@@ -69,16 +87,18 @@ class Observed:
     def _messages(self) -> list[TransferStats]:
         """By kind and wire; the seconds are those of waiting for any of them."""
         found: dict[Transfer, TransferStats] = {}
-        for transfer in self.job.transfers:
-            if transfer.kind in _MESSAGES and self.steps:
-                alike = replace(transfer, micro_step=0)
-                before = found.get(alike, TransferStats(alike, 0, 0, 0, 0.0, 0.0))
-                found[alike] = replace(
-                    before,
-                    calls=before.calls + self.steps,
-                    intra_bytes=before.intra_bytes + self.steps * transfer.intra_bytes,
-                    inter_bytes=before.inter_bytes + self.steps * transfer.inter_bytes,
-                )
+        for first, job in self.jobs.items():
+            steps = self._steps[first]
+            for transfer in job.transfers if steps else ():
+                if transfer.kind in _MESSAGES:
+                    alike = replace(transfer, micro_step=0)
+                    before = found.get(alike, TransferStats(alike, 0, 0, 0, 0.0, 0.0))
+                    found[alike] = replace(
+                        before,
+                        calls=before.calls + steps,
+                        intra_bytes=before.intra_bytes + steps * transfer.intra_bytes,
+                        inter_bytes=before.inter_bytes + steps * transfer.inter_bytes,
+                    )
         if found:
             first = next(iter(found))
             found[first] = replace(found[first], seconds_exposed=self.seconds_waited)
@@ -100,11 +120,11 @@ class Observed:
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        each = self._of_a_step
+        steps = [(self._steps[first], each) for first, each in self._of_a_step.items()]
         return replace(
             own,
-            calls=own.calls + self.steps * each.calls,
-            intra_bytes=self.steps * each.intra_bytes,
-            inter_bytes=self.steps * each.inter_bytes,
+            calls=own.calls + sum(count * each.calls for count, each in steps),
+            intra_bytes=sum(count * each.intra_bytes for count, each in steps),
+            inter_bytes=sum(count * each.inter_bytes for count, each in steps),
             exposed_seconds={**own.exposed_seconds, Kind.ACTIVATION: self.seconds_waited},
         )

@@ -15,8 +15,9 @@ Each stage has an engine of its own; what the first and the last one share (tied
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import fields
 from itertools import count as count_up
 from typing import Any
 
@@ -44,11 +45,13 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.partial_sums import total_norm
 from towpath.errors import ShardError, StepError, TowpathError
 from towpath.observing import Stats, Trace
+from towpath.pipeline.calls import Calls, MeshRanks
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import Observed
 from towpath.pipeline.parts import parts_of, prefixes_of
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
-from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, handed_on
+from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, check_target, described, handed_on
+from towpath.pipeline.split import cut_of
 from towpath.pipeline.split_backward import can_be_halved
 from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
@@ -102,22 +105,34 @@ class Pipeline:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self._micro_batches = mesh, group, micro_batches
-        self._compression = compression if isinstance(compression, Compression) else named(compression)
-        kind, ranks, count = schedule_class(schedule), mesh["pp"].size(), len(stages)
-        self.owners = owners_of(kind, count, ranks, schedule)
-        self.order = order_of(kind, count, ranks, micro_batches)
-        strategies = _strategies(strategy, count)
-        with _alike(Groups(group)):
-            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
+        Groups(group).connect()  # the first messages go between two stages only
+        self._everyone = MeshRanks(mesh)
+        ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
-        check_exchanged(shapes[1:-1], self._compression)
-        self._prefixes = prefixes_of(modules, count, group)
-        ends = find_ends(tied, modules, self.owners, mesh)
+        with _alike(self._everyone) as given:
+            self._compression = compression if isinstance(compression, Compression) else named(compression)
+            kind = schedule_class(schedule)
+            self.owners = owners_of(kind, count, ranks, schedule)
+            self.order = order_of(kind, count, ranks, micro_batches)
+            strategies = _strategies(strategy, count)
+            given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
+            stages_given = zip(map(cut_of, stages), strategies, strict=True)
+            given += [f"stage {i}: {cut or 'given'}, {each}" for i, (cut, each) in enumerate(stages_given)]
+            given += [f"example={described(self._example)}", f"precision={precision}", f"tied={tied}"]
+            given += [f"compression.{f.name}={getattr(self._compression, f.name)}" for f in fields(Compression)]
+            given += [f"mesh={mesh.mesh.tolist()}"]
+        with _alike(self._everyone):
+            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
+        with _alike(self._everyone):
+            shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
+            check_exchanged(shapes[1:-1], self._compression)
+            self._target_rows = {t.shape[0] for t in (*self._example, *shapes[-1]) if t.dim()}
+            self._prefixes = prefixes_of(modules, count, group)
+            ends = find_ends(tied, modules, self.owners, mesh)
         self._tied: TiedEmbeddings | None = None
         self._stages: list[TowpathStage] = []
         self._traced, self._passes_back = TracedStages(), BackwardPasses()
-        with _alike(Groups(group)):
+        with _alike(self._everyone):
             if ends is not None:
                 fused = self._compression.fused_embeddings
                 self._tied = TiedEmbeddings(ends, modules, mesh, precision, fused, values)
@@ -132,8 +147,10 @@ class Pipeline:
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
         groups: list[dist.ProcessGroup] = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "dp"]
-        self.observed = Observed(self._sharded_modules, self.schedule, groups)
+        changes = self._compression.changes.union(*(_changes(each) for each in strategies))
+        self.observed = Observed(self._sharded_modules, lambda step: self.schedule(step=step), changes, groups)
         self._noticeboard = _noticeboard(Groups(group))
+        self._calls = Calls(self._everyone)
         self._walks = 0  # of the whole schedule, evaluations too
 
     def _place(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> Place:
@@ -177,25 +194,36 @@ class Pipeline:
         return (parameter for _, parameter in self.named_parameters())
 
     def step(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Forward and backward of a batch, of which the first stage reads `args`, and the last one `target`. The mean
-        loss of this data-parallel rank's batch, on all ranks of its pipeline."""
+        """Compute the gradients of a batch, and return the mean loss of this data-parallel rank's batch.
+
+        Every rank must call it. If the batch of any rank is refused, all ranks raise, and nothing was computed or sent.
+
+        Args:
+            args: What the first stage is called with, for all micro-batches. Other ranks may leave it out.
+            target: What the loss is called with beside the output, for all micro-batches. Only the last stage reads it.
+
+        Raises:
+            StepError: A batch or target does not have the rows of all micro-batches, or ranks are in different calls.
+        """
         with self._failures_told():
             before, began = self._seconds_computed, time.perf_counter()
-            losses = self._walk(self._schedule.step, args, target)
+            losses = self._walk("step", self._schedule.step, args, target)
             self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
             loss = self._mean_loss(losses)  # on its way while the gradients are
             for engine in self._passes_back.engines:
                 engine.end_boundary()
             if self._tied is not None:
                 self._tied.end_step()
-            self.observed.steps += 1
+            self.observed.count_step(self._stages[0].engine.step - 1)
             return loss()
 
     @torch.no_grad()
     def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that `step` would return, without gradients. Every rank must call it."""
-        with self._failures_told():
-            return self._mean_loss(self._walk(self._schedule.eval, args, target))()
+        with self._failures_told(), ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(stage.keeping_senders())
+            return self._mean_loss(self._walk("evaluate", self._schedule.eval, args, target))()
 
     def train(self, mode: bool = True) -> None:
         """As nn.Module's, of this rank's stages."""
@@ -203,21 +231,35 @@ class Pipeline:
             module.train(mode)
 
     def _walk(
-        self, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
+        self, call: str, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
         """The losses of all micro-batches, on the rank of the last stage."""
-        if args or 0 in self.modules:  # other stages do not read it, but are told of it as a rule: all refuse alike
-            check_batch(args, self._example, self._micro_batches)
+        refusal = self._refusal(args, target)
         self._walks += 1
         self._passes_back.begin_step()
+        for stage in self._stages:
+            stage.begin_walk()
+        # Also where the batch is refused: the next step would publish the same, and no copy of a stage waits for it.
         for engine in self._passes_back.engines:
             engine.publish()
+        self._calls.agree(call, self._stages[0].engine.step, refusal)
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
         first, last = 0 in own, len(self.owners) - 1 in own
         with self._traced.walking():
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
+
+    def _refusal(self, args: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> StepError | None:
+        """Why this rank cannot take the batch. A rank also checks what it does not read: most are given all of it."""
+        try:
+            if args or 0 in self.modules:
+                check_batch(args, self._example, self._micro_batches)
+            if target is not None or len(self.owners) - 1 in self.modules:
+                check_target(target, self._target_rows, self._micro_batches)
+        except StepError as error:
+            return error
+        return None
 
     @property
     def _seconds_computed(self) -> float:
@@ -227,15 +269,16 @@ class Pipeline:
     def _failures_told(self) -> Generator[None]:
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (TowpathError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:
+        except Exception as error:  # whatever a stage or the loss raises: the others wait for this rank
             raise StepError(self._failure(error)) from error
 
-    def _failure(self, error: RuntimeError) -> str:
+    def _failure(self, error: Exception) -> str:
         """With what the other stages say by now: a rank that is gone says nothing."""
         ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
-        said = self._noticeboard.meet(f"walk {self._walks}", _first_line(error), _LAST_WORDS_SECONDS)
+        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+        said = self._noticeboard.meet(f"walk {self._walks}", f"{kind}{_first_line(error)}", _LAST_WORDS_SECONDS)
         lines: list[str] = []
         for place, rank in enumerate(ranks):
             stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
@@ -244,7 +287,7 @@ class Pipeline:
                 lines.append(f"\n  rank {rank}, stage {stages}: {word}")
         return (
             f"rank {dist.get_rank()}: step {self.observed.steps + 1} failed in stage {', '.join(map(str, own))} of "
-            f"{count}: {error}\n"
+            f"{count}: {kind}{error}\n"
             "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its link. "
             f"The others:{''.join(lines)}"
         )
@@ -267,12 +310,20 @@ class Pipeline:
         how = f"{self._compression} {list(self.owners)}"
         return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
 
-    def schedule(self, topology: Topology | None = None) -> JobSchedule:
-        """Every transfer of a step of the whole job, on `topology`, which is detected unless given; but for those of
-        tensor-parallel layers, which are DTensor's. Every rank must call it: each knows its own stages only."""
+    def schedule(self, topology: Topology | None = None, step: int | None = None) -> JobSchedule:
+        """Return every transfer of one step of the whole job. Every rank must call it: each knows its own stages only.
+
+        Transfers of tensor-parallel layers are DTensor's, and are left out.
+
+        Args:
+            topology: The nodes and their ranks; detected by default.
+            step: The optimizer step, counted from 0, for wires with `after=` or `until=`. By default all codecs serve.
+        """
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
-        mine = {s.stage_index: Stage(members, self.stage_schedule(s.stage_index), s.handed_on) for s in self._stages}
+        mine = {
+            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step), s.handed_on) for s in self._stages
+        }
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, mine, group=self._group)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
@@ -283,13 +334,15 @@ class Pipeline:
         if "tp" in (self._mesh.mesh_dim_names or ()):
             pipelines = [None] * self._mesh["tp"].size()
             dist.all_gather_object(pipelines, pipeline, group=self._mesh["tp"].get_group())
-        return job_schedule(topology, pipelines, self.order, self._compression)
+        compression = self._compression if step is None else self._compression.at(step)
+        return job_schedule(topology, pipelines, self.order, compression)
 
-    def stage_schedule(self, index: int) -> Schedule:
-        """What one of this rank's stages sends among its own ranks."""
+    def stage_schedule(self, index: int, step: int | None = None) -> Schedule:
+        """What one of this rank's stages sends among its own ranks; `step` as of `schedule`."""
         engine = next(stage.engine for stage in self._stages if stage.stage_index == index)
+        strategy = engine.strategy if step is None else engine.strategy.at(step)
         units = tuple(unit.plan.spec for unit in engine.units)
-        return derive_schedule(engine.strategy, units, self._micro_batches, engine.precision, self._passes(index))
+        return derive_schedule(strategy, units, self._micro_batches, engine.precision, self._passes(index))
 
     def _passes(self, stage: int) -> list[StagePass]:
         return [each for passes in self.order.values() for each in passes if each.stage == stage]
@@ -302,7 +355,7 @@ class Pipeline:
     def tracing(self) -> AbstractContextManager[Trace]:
         """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        job = self.observed.job
+        job = self.observed.jobs[0]
         crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is Kind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
@@ -325,10 +378,12 @@ class Pipeline:
         if not norm_type > 0:
             raise ShardError(f"Pipeline.clip_grad_norm_: norm_type = {norm_type}: expected a number above 0, or inf.")
         own = [p for p in self.parameters() if p.grad is not None]
-        tied = self._tied.parameters if self._tied is not None else set[nn.Parameter]()
-        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type)
+        tied: Set[nn.Parameter] = self._tied.parameters if self._tied is not None else set()
+        # Without a gradient the norm is a zero on the host, and a gradient may lie there: NCCL sums on the device.
+        device = self._stages[0].device
+        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type).to(device)
         if tied:  # both ends have to ask, and one of them counts it
-            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type)
+            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type).to(device)
             if self._tied is not None and self._tied.counted_here:
                 norm = torch.linalg.vector_norm(torch.stack([norm, shared]), norm_type)
         if norm_type == float("inf"):
@@ -342,18 +397,21 @@ class Pipeline:
 
 
 @contextmanager
-def _alike(groups: Groups) -> Generator[None]:
-    """What one stage refuses, all ranks refuse: else they would wait for it."""
+def _alike(everyone: MeshRanks) -> Generator[list[str]]:
+    """Let every rank refuse what one of them refuses: else they would wait for it. Yields lines, to be filled with what
+    has to be the same on all of them."""
+    given: list[str] = []
     failure: TowpathError | None = None
     cause: Exception | None = None
     try:
-        yield
+        yield given
     except TowpathError as error:
         failure = error
     except Exception as error:  # whatever a user's module raises
         failure, cause = ShardError(f"a stage cannot be made: {type(error).__name__}: {error}"), error
     try:
-        agree(groups, [], failure)
+        advice = "Pass the same arguments to Pipeline on every rank."
+        agree(everyone, [] if failure is not None else given, failure, "Pipeline()", advice)
     except TowpathError as error:
         raise error from cause
 
@@ -376,6 +434,13 @@ def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) ->
     if len(found) != count:
         raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
     return found
+
+
+def _changes(strategy: str | Strategy) -> set[int]:
+    """The steps at which a codec of it begins or ceases to serve; those of a preset always serve."""
+    if isinstance(strategy, str):
+        return set()
+    return {step for kind in Kind for step in strategy.wire(kind).changes}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

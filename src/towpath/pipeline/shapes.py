@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from math import prod
 from typing import Any
 
@@ -63,7 +63,7 @@ def handed_on(
         dist.broadcast_object_list(told, group=group, group_src=owner)
         shapes, error = told[0]
         if error:
-            raise ShardError(f"stage {index}, called with {_described(found[-1])}: {error}") from failure
+            raise ShardError(f"stage {index}, called with {described(found[-1])}: {error}") from failure
         found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
     return [_with_gradients(tensors) for tensors in found]
 
@@ -71,13 +71,38 @@ def handed_on(
 def check_batch(batch: Sequence[torch.Tensor], example: Tensors, micro_batches: int) -> None:
     """Stages know beforehand what they hand on: every batch is cut into micro-batches of the example's shape."""
     expected = [(micro_batches * t.shape[0], *t.shape[1:]) if t.dim() else () for t in example]
+    _check_tensors(batch, "a batch")
     got = [tuple(t.shape) for t in batch]
+    for index, (tensor, like) in enumerate(zip(batch, example, strict=False)):
+        if tensor.dtype != like.dtype and (tensor.dtype.is_floating_point or like.dtype.is_floating_point):
+            raise StepError(
+                f"a batch whose tensor {index} is {dtype_name(tensor.dtype)}: expected {dtype_name(like.dtype)}, as of "
+                "the example."
+            )
     if got != expected:
         raise StepError(
             f"a batch of {', '.join(map(_sizes, got)) or 'nothing'}: expected {', '.join(map(_sizes, expected))}, "
             f"which is {micro_batches} micro-batches of the example's shape. Shapes are the same in every step: pad "
             "what is shorter, or make another Pipeline."
         )
+
+
+def check_target(target: torch.Tensor | None, rows: Set[int], micro_batches: int) -> None:
+    """`rows`: of a micro-batch, in the example or in what the last stage returns."""
+    expected = " or ".join(str(micro_batches * each) for each in sorted(rows))
+    if target is None:
+        raise StepError(f"no target: expected one of {expected} rows on the rank of the last stage. Pass target=.")
+    _check_tensors([target], "a target")
+    if not target.dim() or target.shape[0] not in {micro_batches * each for each in rows}:
+        raise StepError(
+            f"a target of {_sizes(target.shape) or 'no dimension'}: expected {expected} rows, for {micro_batches} "
+            "micro-batches of the example's shape. Pass a target that is as long as the batch."
+        )
+
+
+def _check_tensors(given: Sequence[object], what: str) -> None:
+    if other := next((type(each).__name__ for each in given if not isinstance(each, torch.Tensor)), ""):
+        raise StepError(f"{what} with a {other}: expected tensors.")
 
 
 def check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
@@ -108,7 +133,7 @@ def _attempted(module: nn.Module, inputs: Tensors, precision: Precision) -> tupl
         return (), error
 
 
-def _described(tensors: Tensors) -> str:
+def described(tensors: Tensors) -> str:
     return ", ".join(f"{'×'.join(map(str, t.shape))} {dtype_name(t.dtype)}" for t in tensors)
 
 

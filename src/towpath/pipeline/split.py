@@ -38,6 +38,11 @@ def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module
     return [_Stage(model, blocks[start:end], blocks, calls) for start, end in bounds]
 
 
+def cut_of(stage: object) -> str:
+    """Which blocks of a model that was split it has, in words; '' of any other stage."""
+    return f"{stage.first_block} to {stage.last_block}" if isinstance(stage, _Stage) else ""
+
+
 @dataclass(frozen=True, slots=True)
 class _Calls:
     """What a run of the model has shown. `before`, `after`: modules with parameters that run before the first block and
@@ -54,6 +59,7 @@ class _Stage(nn.Module):
 
     def __init__(self, model: nn.Module, mine: Sequence[str], blocks: Sequence[str], calls: _Calls) -> None:
         super().__init__()
+        self.first_block, self.last_block = mine[0], mine[-1]
         self._first, self._last = mine[0] == blocks[0], mine[-1] == blocks[-1]
         kept = _shallow(model)
         for name in blocks:

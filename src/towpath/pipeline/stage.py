@@ -72,7 +72,8 @@ class TowpathStage(PipelineStage):
     """Its engines are told which backward pass of a step is the last one: there the gradients begin to be synchronised,
     while the pipeline goes on. `Pipeline.step` delivers them in the end; the engine divides them, nobody else.
 
-    What it sends to its neighbours may be encoded.
+    What it sends to its neighbours may be encoded. Both ends of a link count the optimizer steps, and so switch to a
+    codec in the same one.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class TowpathStage(PipelineStage):
             # Of a schedule that would compute the weights' gradients later, all are then computed with the inputs'.
             dw_builder=None if place.halved else _nothing_left,
         )
-        self._passes, self._encoded = passes, place.encoded
+        self._passes, self._encoded, self._compression = passes, place.encoded, compression
         self.halved, self._traced = place.halved, traced
         self.seconds_computed = 0.0  # in its passes
         self._outputs = [_encoding(t, compression.activations) for t in place.outputs if not self.is_last]
@@ -106,6 +107,7 @@ class TowpathStage(PipelineStage):
         for engine in self.engines:
             engine.be_a_stage(place.copies * place.micro_batches)
         passes.expect(self.engines, place.micro_batches)
+        self.begin_walk()
 
     @property
     def engine(self) -> Engine:
@@ -157,11 +159,31 @@ class TowpathStage(PipelineStage):
 
     # Messages -------------------------------------------------------------------------------------------------------
 
+    def begin_walk(self) -> None:
+        """Take the wires of the optimizer step that this walk is part of."""
+        now = self._compression.at(self.engine.step)
+        self._encodes_outputs = not now.activations.served
+        self._encodes_gradients = not now.activation_gradients.served
+
+    @contextmanager
+    def keeping_senders(self) -> Generator[None]:
+        """Around an evaluation: what senders of outputs carry is afterwards what it was before."""
+        carried = [kept for sender in self._output_senders.values() for kept in sender.state]
+        before = [kept.clone() for kept in carried]
+        try:
+            yield
+        finally:
+            for kept, value in zip(carried, before, strict=True):
+                kept.copy_(value)
+
+    def _encodes_gradient(self, source: int, micro_batch: int) -> bool:
+        return self._encodes_gradients and (source, micro_batch) in self._encoded
+
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._traced.messages(self._sent_outputs(fwd_chunk_id), "output", self.stage_index, fwd_chunk_id)
 
     def _sent_outputs(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self._output_senders:
+        if not (self._encodes_outputs and self._output_senders):
             return super().get_fwd_send_ops(fwd_chunk_id)
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
         encoded = [_encoded(self._output_senders, i, out) for i, out in enumerate(outputs)]
@@ -172,7 +194,8 @@ class TowpathStage(PipelineStage):
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_fwd_recv_ops(fwd_chunk_id)
-        found = self._in_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
+        if self._encodes_outputs:
+            found = self._in_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
         return self._traced.messages(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -184,8 +207,8 @@ class TowpathStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        encoded = (self.stage_index, bwd_chunk_id) in self._encoded
-        if self.has_backward and self._gradient_senders and encoded:
+        encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)
+        if self.has_backward and self._gradient_senders and encodes:
             gradients = self.bwd_cache[bwd_chunk_id]
             self.bwd_cache[bwd_chunk_id] = tuple(
                 _encoded(self._gradient_senders, i, gradient) for i, gradient in enumerate(gradients)
@@ -195,7 +218,7 @@ class TowpathStage(PipelineStage):
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         found = super().get_bwd_recv_ops(bwd_chunk_id)
-        if found and (self.stage_index + 1, bwd_chunk_id) in self._encoded:
+        if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
             infos = self.grad_recv_info[bwd_chunk_id]
             found = self._in_messages("gradient", bwd_chunk_id, found, infos, self._gradients)
         return self._traced.messages(found, "gradient", self.stage_index, bwd_chunk_id)
