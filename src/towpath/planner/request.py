@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.precision import Precision
+from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
 
 BF16 = Precision("bfloat16", "bfloat16")
@@ -54,7 +55,7 @@ class Request:
     gradients: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = ()
     checkpointing: bool | None = None
-    offload: str | None = None
+    offload: Offload | None = None
 
     def shares(self, world: int) -> list[tuple[int, int]]:
         """(micro-batch, micro-steps) of a rank, all that may be."""
