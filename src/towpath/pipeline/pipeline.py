@@ -33,7 +33,7 @@ from towpath.core.compression import Compression, encoded_gradients
 from towpath.core.compression import compression as named
 from towpath.core.job import JobSchedule, Stage, job_schedule
 from towpath.core.pipeline import StagePass, as_computed
-from towpath.core.precision import Precision
+from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
@@ -93,7 +93,7 @@ class Pipeline:
         micro_batches: int,
         loss: Loss,
         example: torch.Tensor | Sequence[torch.Tensor],
-        precision: Precision | None = None,
+        precision: Precision | Dtype | MixedPrecisionPolicy | None = None,
         units: UnitChoice | None = None,
         compression: str | Compression = "none",
         tied: tuple[str, str] = ("", ""),
@@ -106,11 +106,11 @@ class Pipeline:
         kind, ranks, count = schedule_class(schedule), mesh["pp"].size(), len(stages)
         self.owners = owners_of(kind, count, ranks, schedule)
         self.order = order_of(kind, count, ranks, micro_batches)
-        strategies = _strategies(strategy, count)
+        strategies, precision = _strategies(strategy, count), Precision.of(precision)
         with _alike(Groups(group)):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
+        shapes = handed_on(modules, self.owners, self._example, precision, group)
         check_exchanged(shapes[1:-1], self._compression)
         self._prefixes = prefixes_of(modules, count, group)
         ends = find_ends(tied, modules, self.owners, mesh)
