@@ -29,17 +29,17 @@ def decode(scales: Tensor, codes: Tensor) -> Tensor:
 
 def main(steps: str = "40") -> None:
     register("sign", bits=1, encode=encode, decode=decode)
-    dist.init_process_group()
+    device = towpath.init()
     rank = dist.get_rank()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 8))
-    truth = torch.randn(64, 8) / 8
+    truth = (torch.randn(64, 8) / 8).to(device)
     strategy = towpath.strategy("mics", gradients="sign:64", feedback="both")
-    model = towpath.shard(model, strategy)
+    model = towpath.shard(model.to(device), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(rank)  # other samples on every rank
     for step in range(int(steps)):
-        inputs = torch.randn(64, 64)
+        inputs = torch.randn(64, 64, device=device)
         loss = (model(inputs) - inputs @ truth).square().mean()
         loss.backward()
         optimizer.step()

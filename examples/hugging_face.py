@@ -24,7 +24,7 @@ BATCH, LENGTH = 8, 128
 
 
 def main(strategy: str = "paro-iig", steps: str = "10", folder: str = "") -> None:
-    dist.init_process_group()
+    device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
     torch.manual_seed(0)
@@ -38,10 +38,11 @@ def main(strategy: str = "paro-iig", steps: str = "10", folder: str = "") -> Non
         bos_token_id=None,
         eos_token_id=None,
     )
-    model = towpath.shard(LlamaForCausalLM(config), strategy)
+    model = towpath.shard(LlamaForCausalLM(config).to(device), strategy)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(int(steps)):
         inputs, _ = tokens.train.batch((step * world + rank) * BATCH, BATCH)
+        inputs = inputs.to(device)
         loss = model(input_ids=inputs, labels=inputs).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -49,8 +50,9 @@ def main(strategy: str = "paro-iig", steps: str = "10", folder: str = "") -> Non
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}, gradient norm {norm.item():.3f}", flush=True)
-    prompt = torch.tensor([list(b"def main(")])
-    written = model.generate(prompt, max_new_tokens=20, do_sample=False)  # every rank calls it
+    prompt = torch.tensor([list(b"def main(")], device=device)
+    # Every rank calls it. (Its annotations fit no class of transformers, nor do those of `to` above.)
+    written = model.generate(prompt, max_new_tokens=20, do_sample=False)  # pyright: ignore[reportAttributeAccessIssue]
     if rank == 0:
         print("it writes:", repr(bytes(written[0].tolist()).decode(errors="replace")))
     if folder:

@@ -41,13 +41,14 @@ def adapted(vocabulary: int) -> Any:
 
 
 def main(steps: str = "10", folder: str = "") -> None:
-    dist.init_process_group()
+    device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
-    model = towpath.shard(adapted(tokens.vocabulary), towpath.strategy("zero3", frozen_codec="int8"))
+    model = towpath.shard(adapted(tokens.vocabulary).to(device), towpath.strategy("zero3", frozen_codec="int8"))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     for step in range(int(steps)):
         inputs, _ = tokens.train.batch((step * world + rank) * BATCH, BATCH)
+        inputs = inputs.to(device)
         loss = model(input_ids=inputs, labels=inputs).loss
         loss.backward()
         optimizer.step()

@@ -35,9 +35,9 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def train(model: nn.Module, steps: int) -> list[float]:
+def train(model: nn.Module, steps: int, device: torch.device) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    inputs = torch.randn(8, WIDTH)  # one batch, again and again
+    inputs = torch.randn(8, WIDTH, device=device)  # one batch, again and again
     losses: list[float] = []
     for _ in range(steps):
         loss = model(inputs).square().mean()
@@ -50,17 +50,18 @@ def train(model: nn.Module, steps: int) -> list[float]:
 
 def main(steps: str = "5") -> None:
     torch.set_num_threads(1)
-    dist.init_process_group()
+    device = towpath.init()
     rank = dist.get_rank()
     with torch.device("meta"):
         model = nn.Sequential(*(Block() for _ in range(DEPTH)))
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    train(towpath.shard(nn.Sequential(Block()), "zero3"), 1)  # process groups and threads are no part of the model
+    # A first step, since process groups and threads are no part of the model.
+    train(towpath.shard(nn.Sequential(Block()).to(device), "zero3"), 1, device)
     before = peak_bytes()
     torch.manual_seed(0)
     model = towpath.shard(model, "zero3")  # each rank draws one block at a time, and keeps its slice
     torch.manual_seed(1 + rank)
-    for step, loss in enumerate(train(model, int(steps))):
+    for step, loss in enumerate(train(model, int(steps), device)):
         if rank == 0:
             print(f"step {step + 1}: loss {loss:.3f}", flush=True)
     grown = torch.tensor(peak_bytes() - before)

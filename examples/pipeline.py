@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
+import towpath
 from towpath.pipeline import Pipeline, compression, split
 from towpath.train.config import DataConfig
 from towpath.train.data.sources import open_tokens
@@ -29,7 +30,7 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def main(steps: str = "5") -> None:
-    dist.init_process_group()
+    device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
     shape = Shape(vocabulary=tokens.vocabulary, width=256, depth=8, heads=8, kv_heads=8, hidden=704, tied=True)
@@ -40,7 +41,7 @@ def main(steps: str = "5") -> None:
     pipeline = Pipeline(
         split(model, world, example),
         "ddp",  # of each stage there is one copy; with more, `mesh` has more than one column
-        mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("pp", "dp")),
+        mesh=init_device_mesh(device.type, (world, 1), mesh_dim_names=("pp", "dp")),
         micro_batches=MICRO_BATCHES,
         loss=loss_of,
         example=example,
@@ -50,7 +51,8 @@ def main(steps: str = "5") -> None:
     print(f"rank {rank}: {held / 1e6:.1f} of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters")
     optimizer = torch.optim.AdamW(list(pipeline.parameters()), lr=1e-3)
     for step in range(int(steps)):
-        inputs, targets = tokens.train.batch(step * MICRO_BATCHES * BATCH, MICRO_BATCHES * BATCH)
+        batch = tokens.train.batch(step * MICRO_BATCHES * BATCH, MICRO_BATCHES * BATCH)
+        inputs, targets = (tensor.to(device) for tensor in batch)
         loss = pipeline.step(inputs, target=targets)
         norm = pipeline.clip_grad_norm_(1.0)
         optimizer.step()

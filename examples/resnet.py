@@ -51,17 +51,17 @@ class ResNet(nn.Module):
 
 
 def images(patterns: Tensor) -> tuple[Tensor, Tensor]:
-    labels = torch.randint(CLASSES, (BATCH,))
-    return patterns[labels] + torch.randn(BATCH, 3, SIDE, SIDE), labels
+    labels = torch.randint(CLASSES, (BATCH,), device=patterns.device)
+    return patterns[labels] + torch.randn(BATCH, 3, SIDE, SIDE, device=patterns.device), labels
 
 
 def main(strategy: str = "zero3", steps: str = "30") -> None:
-    dist.init_process_group()
+    device = towpath.init()
     rank = dist.get_rank()
     torch.manual_seed(0)
-    patterns = torch.randn(CLASSES, 3, SIDE, SIDE)
+    patterns = torch.randn(CLASSES, 3, SIDE, SIDE).to(device)
     precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32, keep=(nn.BatchNorm2d,))
-    model = towpath.shard(ResNet(), strategy, units=[Residual], precision=precision)
+    model = towpath.shard(ResNet().to(device), strategy, units=[Residual], precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     torch.manual_seed(1 + rank)  # other images on every rank
     for step in range(int(steps)):
@@ -73,7 +73,7 @@ def main(strategy: str = "zero3", steps: str = "30") -> None:
         if rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     # Each rank's norms have seen its own images: rank 0's statistics become everyone's.
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     model.eval()
     with torch.no_grad():
         inputs, labels = images(patterns)

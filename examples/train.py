@@ -22,25 +22,28 @@ MICRO_STEPS, BATCH, LENGTH = 2, 4, 128
 
 
 def main(strategy: str = "paro-iig", steps: str = "10") -> None:
-    dist.init_process_group()
+    device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
     # The sources of Python's standard library, as bytes; each rank reads samples of its own.
     tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
     torch.manual_seed(0)
     shape = Shape(vocabulary=tokens.vocabulary, width=192, depth=6, heads=6, kv_heads=6, hidden=512, tied=True)
-    model = towpath.shard(GPT(shape), strategy)  # nodes and ranks as the launcher placed them
+    model = towpath.shard(GPT(shape).to(device), strategy)  # nodes and ranks as the launcher placed them
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(int(steps)):
+        mean_loss = torch.zeros((), device=device)
         for micro in range(MICRO_STEPS):
-            inputs, targets = tokens.train.batch(((step * MICRO_STEPS + micro) * world + rank) * BATCH, BATCH)
-            with contextlib.nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
+            batch = tokens.train.batch(((step * MICRO_STEPS + micro) * world + rank) * BATCH, BATCH)
+            inputs, targets = (tensor.to(device) for tensor in batch)
+            with contextlib.nullcontext() if micro == MICRO_STEPS - 1 else towpath.no_sync(model):
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 (loss / MICRO_STEPS).backward()
+            mean_loss += loss.detach() / MICRO_STEPS
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.3f}", flush=True)
+            print(f"step {step + 1}: loss {mean_loss.item():.4f}, gradient norm {norm.item():.3f}", flush=True)
     if rank == 0:
         print(towpath.stats(model))
     dist.destroy_process_group()

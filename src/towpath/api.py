@@ -31,7 +31,7 @@ from towpath.engine.executor import engine_of
 from towpath.engine.free_memory import least_free_bytes
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
-from towpath.engine.layout import UnitChoice, UnitLayout, describe, lay_out
+from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.uneven_data import Batch
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
@@ -39,6 +39,7 @@ from towpath.logs import logger
 from towpath.planner.workload import Workload
 from towpath.sharded_module import ShardedModule, become_sharded, check_class
 from towpath.topology.cluster import Topology
+from towpath.topology.devices import check_devices
 from towpath.topology.groups import Groups, check_process_group, detect_shape
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def shard(
     computes, and in how much memory.
 
     `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
-    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root.
+    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root. Where
+    the children are lists themselves, which never run, their modules that run.
     `precision`: the dtype to compute in ("bf16", torch.bfloat16), a Precision, or FSDP2's MixedPrecisionPolicy.
     `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
     the values of rank 0's parameters and buffers are everyone's afterwards.
@@ -86,6 +88,8 @@ def shard(
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
     groups = Groups(group)
+    check_devices(groups, device_of_parameters(model.parameters(), groups))
+    groups.connect()
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))
     try:
@@ -225,7 +229,8 @@ def _check_is_strategy(caller: str, strategy: object) -> None:
     if not isinstance(strategy, Strategy):
         meant = f" Did you mean {presets.closest(strategy)!r}?" if isinstance(strategy, Enum) else ""
         raise StrategyError(
-            f"{caller}: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}.{meant}"
+            f"{caller}: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
+            f"{meant}"
         )
 
 

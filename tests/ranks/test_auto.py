@@ -48,9 +48,9 @@ def profile(tmp_path: Path) -> Path:
     return path
 
 
-def _sharded(workload: towpath.Workload | None, said: bool = False) -> Any:
+def _sharded(workload: towpath.Workload | None, dtype: torch.dtype = torch.float32) -> Any:
     """The strategy that it got, what it said, and whether it trains; or the error."""
-    model, out = TiedGPT(layers=3), io.StringIO()
+    model, out = TiedGPT(layers=3).to(dtype), io.StringIO()
     try:
         with contextlib.redirect_stderr(out):
             model = towpath.shard(model, "auto", topology=SHAPE, workload=workload)
@@ -78,6 +78,12 @@ def _ranked_first() -> towpath.Strategy:
     expected = Solver(described, made_profile().cluster(), request).solve(best=1)
     assert isinstance(expected, Ranking)
     return expected.ranked[0].strategy
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+def test_models_of_dtypes_that_no_probe_measures_are_planned(world: Worlds, profile: Path, dtype: torch.dtype) -> None:
+    answers = world(4).run(_sharded, towpath.Workload(TOKENS, memory=1 << 30, profile=profile), dtype)
+    assert all(answer[0] == answers[0][0] and answer[2] for answer in answers)
 
 
 @pytest.mark.parametrize(

@@ -683,6 +683,69 @@ def _train_uneven(label: str, how: str) -> None:
         assert Counter((t.kind, t.unit) for t in executed) == Counter((t.kind, t.unit) for t in steps.transfers)
 
 
+class Lists(nn.Module):
+    """Layers that are lists or dicts of modules: they are never called, but their modules are."""
+
+    def __init__(self, layer: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            for module in _callable_in(layer):
+                x = x + module(x)
+        return x
+
+
+def _callable_in(layer: Any) -> Iterator[nn.Module]:
+    for module in layer.values() if isinstance(layer, nn.ModuleDict) else layer:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_in(module)
+        else:
+            yield module
+
+
+def _pair() -> nn.Module:
+    return nn.ModuleList([Wide(), Block()])
+
+
+def _dict() -> nn.Module:
+    return nn.ModuleDict({"attention": Wide(), "activation": nn.Tanh(), "mlp": Block()})
+
+
+def _deep() -> nn.Module:
+    return nn.ModuleList([nn.ModuleList([Block()]), nn.ModuleDict({"last": Wide()})])
+
+
+class SharedBetweenLists(Lists):
+    """Every layer begins with the same module."""
+
+    def __init__(self) -> None:
+        shared = Wide()
+        super().__init__(lambda: nn.ModuleList([shared, Block()]))
+
+
+@pytest.mark.parametrize(
+    ("build", "units"),
+    [
+        (partial(Lists, _pair), [f"layers.{i}.{j}" for i in range(3) for j in range(2)]),
+        (partial(Lists, _dict), [f"layers.{i}.{name}" for i in range(3) for name in ("attention", "mlp")]),
+        (partial(Lists, _deep), [f"layers.{i}.{name}" for i in range(3) for name in ("0.0", "1.last")]),
+        (SharedBetweenLists, ["layers.0.0", "layers.0.1", "layers.1.1", "layers.2.1"]),
+    ],
+    ids=["lists", "dicts", "lists of both", "one module in all lists"],
+)
+def test_the_units_of_lists_in_lists_are_the_modules_that_run(
+    world: Worlds, build: Callable[[], nn.Module], units: list[str]
+) -> None:
+    world(4).run(_train_lists, build, units)
+
+
+def _train_lists(build: Callable[[], nn.Module], units: list[str]) -> None:
+    twin = _trained(build, "zero3")
+    assert [u.name for u in twin.sharded.towpath_engine.units] == ["", *units]
+
+
 def test_a_unit_of_several_modules_may_be_left_in_the_middle(world: Worlds) -> None:
     """The second of its modules runs after another unit has taken the memory, and one of them not at all."""
     world(4).run(_leave_in_the_middle)

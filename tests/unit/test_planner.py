@@ -25,7 +25,7 @@ from towpath.planner.cost import computing
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
 from towpath.planner.probe_checks import collective_seconds, slowdowns
-from towpath.planner.profile import INTER, INTRA, NOTHING, SEVERAL, Profile, beside_name, fitted, route_of
+from towpath.planner.profile import INTER, INTRA, NOTHING, SEVERAL, Point, Profile, beside_name, fitted, route_of
 from towpath.planner.request import BF16, Optimizer, Request
 from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
 from towpath.sim.hardware import PassWork
@@ -329,6 +329,14 @@ def test_a_fit_finds_latency_and_rate_and_says_how_far_off_a_point_is() -> None:
     assert (exact.latency, exact.rate) == pytest.approx((2e-3, 1e6))
     assert exact.error == pytest.approx(0, abs=1e-9)
     assert bent.error > 0.05
+
+
+def test_dtypes_that_no_probe_measures_are_estimated_from_those_it_does() -> None:
+    made = made_profile()
+    half = Point("matmul bfloat16", 100, (1e-5,))
+    cluster = replace(made, points=(*made.points, half)).cluster()
+    assert cluster.flops_of("float64") == cluster.flops_of("float32") / 2
+    assert cluster.flops_of("float16") == cluster.flops_of("bfloat16") == 2 * cluster.flops_of("float32")
 
 
 def test_what_a_collective_takes_follows_from_the_messages() -> None:

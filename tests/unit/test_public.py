@@ -92,7 +92,7 @@ for name in sys.argv[split + 1:]:
 
 
 def _messages(folder: Path) -> list[str]:
-    """Every text of several words in the source that is no docstring, without what ends in a value: its name is open."""
+    """Every text of several words in the source that is no docstring, less the names that a value completes."""
     found: list[str] = []
     for file in folder.rglob("*.py"):
         nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))

@@ -60,3 +60,21 @@ def test_what_cannot_be_cut_is_refused() -> None:
         split(gpt(), 6, IDS)
     with pytest.raises(ShardError, match="no ModuleList or Sequential of like blocks"):
         split(nn.Linear(3, 3), 1, torch.empty(2, 3))
+
+
+def test_lists_in_lists_are_not_cut_between_their_modules() -> None:
+    """What a layer computes between two of them, as a residual here, would be lost."""
+
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                for module in layer:
+                    x = x + module(x)
+            return x
+
+    with pytest.raises(ShardError, match="no ModuleList or Sequential of like blocks"):
+        split(Lists(), 2, torch.empty(2, 3))

@@ -81,7 +81,7 @@ def probe(
 ) -> Profile:
     """On every rank the same."""
     if not dist.is_initialized():
-        raise TopologyError("probe: there is no process group. Call torch.distributed.init_process_group() first.")
+        raise TopologyError("probe: there is no process group. Call towpath.init() first.")
     if device_of_job().type == "cpu" and not Path("/proc/stat").exists():
         raise TopologyError("probe: on CPUs it needs Linux, which tells what moving bytes takes of the processors.")
     groups = Groups()
@@ -113,6 +113,7 @@ class _Prober:
         self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
         self._device = device_of_job()
         self._rank = groups.rank
+        groups.connect()  # the first messages go between some of the ranks only
         homes = groups.gather_objects((_boot_id(), socket.gethostname()))
         self._ranks_on_host = sum(home[0] == homes[self._rank][0] for home in homes)
         self._first_on_host = [home[0] for home in homes].index(homes[self._rank][0]) == self._rank

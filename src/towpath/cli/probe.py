@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -61,15 +60,13 @@ def probe(
 
 def _measured(budget: float) -> Profile | None:
     """By all ranks; rank 0 has it."""
-    import torch
     import torch.distributed as dist
 
     from towpath.auto.probe import probe as measure
+    from towpath.topology.init import init
     from towpath.train.observe.bar import progress_bar
 
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    init()
     try:
         if dist.get_rank():
             measure(budget_seconds=budget)

@@ -151,8 +151,8 @@ def _check_policy(policy: MixedPrecisionPolicy) -> None:
     if policy.param_dtype is not None and not policy.cast_forward_inputs:
         raise StrategyError(
             f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): each unit "
-            "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep the dtype of "
-            "one input, pass it inside a list or a dict, which are handed on as they are."
+            "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep the dtype "
+            "of an input, pass it inside a list or a dict, which are handed on as they are."
         )
 
 

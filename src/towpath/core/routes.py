@@ -24,7 +24,6 @@ from typing import Literal, NamedTuple, get_args
 
 from towpath.core.formats import Codec
 
-
 Route = Literal["flat", "ring", "hierarchical", "ho-ring", "one-hop", "two-hop"]
 
 

@@ -129,7 +129,7 @@ class BuildOptions:
 def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], groups: Groups) -> Engine:
     strategy, precision = options.strategy, options.precision
     number: int = next(groups.shared("models made", count))
-    wiring = Wiring(groups, device_of(layouts), Journal(strategy, groups.rank, number))
+    wiring = Wiring(groups, device_of(layouts, groups), Journal(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (strategy.frozen_codec != "none" or any(strategy.wire(kind).encoding for kind in Kind)):
         raise ShardError(

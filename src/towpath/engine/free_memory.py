@@ -19,7 +19,7 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
 
     None where no rank can tell, as on a host that is no Linux.
     """
-    device = device_of(layouts)
+    device = device_of(layouts, groups)
     places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
     own = [local_part(p.parameter) for p in places if p.parameter.device.type != "meta"]
     returned = sum(values.numel() * values.element_size() for values in own)

@@ -22,7 +22,7 @@ _PARTS = (
 )
 
 COUNTERPARTS = {
-    "reset_iter_state": "Leave the call out: once every rank has caught the exception, training goes on with the next step.",
+    "reset_iter_state": "Leave the call out: once every rank has caught the exception, training goes on.",
     "reshard": _PARTS,
     "set_all_reduce_hook": _COMMUNICATION,
     "set_allocate_memory_from_process_group_for_comm": _BUFFERS,

@@ -18,7 +18,7 @@ from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
 from towpath.engine.fsdp_methods import COUNTERPARTS
 from towpath.engine.host_clock import eager
-from towpath.engine.layout import kept_modules
+from towpath.engine.layout import has_forward, kept_modules
 from towpath.engine.module_classes import become, keep_dtype
 from towpath.engine.unit import Unit, Use
 from towpath.errors import NoMethodError, ShardError
@@ -59,8 +59,7 @@ def _parts(engine: Engine) -> list[nn.Module]:
             return False
         inside = [visit(child) for child in module.children()]
         computes = id(module) in owners or any(inside)
-        callable_ = type(module).forward is not nn.Module.forward  # lists and dicts of modules are not
-        if computes and callable_ and module is not model and not isinstance(module, torch.jit.ScriptModule):
+        if computes and has_forward(module) and module is not model and not isinstance(module, torch.jit.ScriptModule):
             found[id(module)] = module
         return computes
 

@@ -15,6 +15,7 @@ from towpath.core.units import BucketSpec, UnitSpec, together
 from towpath.engine.boxes import ranges_of
 from towpath.engine.parallel import Parallel, boxes_in_whole, local_part, parallel_of
 from towpath.errors import ShardError
+from towpath.topology.groups import Groups
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
 
@@ -113,8 +114,12 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> 
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of every ModuleList or Sequential of like blocks; nothing inside a unit is a unit again."""
+    """Return the children of every ModuleList or Sequential of like blocks. Nothing inside a unit is a unit again.
+
+    A child that never runs, such as a ModuleList of its own, is no unit: those of its modules that run are.
+    """
     found: dict[str, nn.Module] = {}
+    taken: set[nn.Module] = set()  # one that several lists share is the first one's
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = list(module.named_children())
@@ -122,12 +127,28 @@ def _default_units(model: nn.Module) -> dict[str, nn.Module]:
         for name, child in children:
             path = f"{prefix}{name}"
             if like and _has_parameters(child):
-                found[path] = child
+                found.update((name, m) for name, m in _that_run(child, path) if m not in taken)
+                taken.update(found.values())
             else:
                 visit(child, f"{path}.")
 
     visit(model, "")
     return found
+
+
+def _that_run(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `module` if it has a forward, else the outermost modules inside it that have one, and have parameters."""
+    if has_forward(module):
+        yield path, module
+        return
+    for name, child in module.named_children():
+        if _has_parameters(child):
+            yield from _that_run(child, f"{path}.{name}")
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether `module` can be called. Lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _alone(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
@@ -287,12 +308,14 @@ def describe(layouts: list[UnitLayout]) -> Iterator[str]:
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
 
 
-def device_of(layouts: list[UnitLayout]) -> torch.device:
-    """Where the parameters lie; those on the meta device will come to where the others are, or to the accelerator."""
-    devices = [p.parameter.device for unit in layouts for bucket in unit.buckets for p in bucket.places]
-    if not devices:
+def device_of(layouts: list[UnitLayout], groups: Groups) -> torch.device:
+    """Return the device of the parameters. Those on the meta device go where the others are, or to the ranks' own."""
+    parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
+    if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
-    real = [d for d in devices if d.type != "meta"]
-    if real:
-        return real[0]
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return device_of_parameters(parameters, groups)
+
+
+def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> torch.device:
+    """Return the device on which `parameters` are, or are to be made if all of them are on the meta device."""
+    return next((p.device for p in parameters if p.device.type != "meta"), groups.device)

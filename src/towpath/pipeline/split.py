@@ -127,7 +127,10 @@ class _Empty(nn.Module):
 def _blocks(model: nn.Module) -> list[str]:
     """The names of the longest row of like blocks."""
     homes = {id(module): name for name, module in model.named_modules()}
+    # Lists inside lists: what computes between two of their modules, a residual for example, would be lost in a cut.
+    nested = {homes[id(inner)] for outer in model.modules() if isinstance(outer, nn.ModuleList) for inner in outer}
     names = [homes[id(module)] for unit in lay_out(model)[1:] for module in unit.modules]
+    names = [name for name in names if name.rpartition(".")[0] not in nested]
     rows: dict[str, list[str]] = {}
     for name in names:
         rows.setdefault(name.rpartition(".")[0], []).append(name)

@@ -53,20 +53,21 @@ _BYTES_OF_A_CODED_ELEMENT = 4.0
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """`memory`: bytes of a rank. `peak`: FLOP/s by dtype that a rank is said to be able to; `reached`: the share of it
-    that matrix products reach."""
+    that matrix products reach; `estimated`: FLOP/s of dtypes of which nothing is said."""
 
     name: str
     hardware: Hardware
     memory: int
     peak: tuple[tuple[str, float], ...]
     reached: float
+    estimated: tuple[tuple[str, float], ...] = ()
 
     @property
     def topology(self) -> Topology:
         return self.hardware.topology
 
     def peak_of(self, dtype: str) -> float:
-        peaks = dict(self.peak)
+        peaks = dict(self.estimated) | dict(self.peak)
         if dtype not in peaks:
             raise ConfigError(
                 f"cluster {self.name}: [compute] says nothing of {dtype}; it has {', '.join(peaks)}. Add a line "

@@ -8,7 +8,7 @@ A link is latency + bytes / rate; of its points the one that is farthest off fro
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -140,7 +140,7 @@ class Profile:
         """As the planner takes it."""
         inter = self._link("inter") if self.has("inter, one") else self._link("intra")
         intra = self._link("intra") if self.has("intra, one") else inter
-        flops = tuple((dtype, _flops(self.of(f"matmul {dtype}"))) for dtype in FLOATING if self.has(f"matmul {dtype}"))
+        measured = {d: _flops(self.of(f"matmul {d}")) for d in FLOATING if self.has(f"matmul {d}")}
         codecs = tuple(
             (codec, CodecSpeed(self.fit(f"encode {codec}").rate, self.fit(f"decode {codec}").rate))
             for codec in codec_names()
@@ -157,7 +157,8 @@ class Profile:
             ranks_sharing=self.ranks_on_host,
             host=self._host_work(intra, inter),
         )
-        return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, flops, 1.0)
+        peak, estimated = tuple(measured.items()), tuple(_estimated(measured).items())
+        return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, peak, 1.0, estimated)
 
     def _link(self, which: str) -> Link:
         """Its rate is that of all ranks at once. What a message costs is told by one rank alone: of many at once, those
@@ -264,6 +265,12 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
     latency = max(least - smallest / rate, 0.0) if len(ordered) > 1 else 0.0
     error = max(abs(latency + size / rate - seconds) / seconds for size, seconds in ordered)
     return Fit(latency, rate, error)
+
+
+def _estimated(measured: Mapping[str, float]) -> dict[str, float]:
+    """Return FLOP/s of dtypes that a probe leaves out: float64 at half the rate of float32, float16 at bfloat16's."""
+    single = measured["float32"]
+    return {"float64": single / 2, "float16": measured.get("bfloat16", single)}
 
 
 def _flops(points: Sequence[Point]) -> float:

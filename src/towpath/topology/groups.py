@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import chain, count
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -27,7 +29,8 @@ _SHARED_ALONE: dict[Any, Any] = {}
 class Groups:
     """The process groups inside `parent` (default: the whole world), made on demand and shared by all its models.
 
-    Ranks are counted inside the parent. Every rank must ask for the same groups in the same order.
+    Ranks are counted inside the parent. Every rank must ask for the same groups in the same order. A new group needs no
+    rank but its own, and its members connect to one another at once: see `new_group` and `connect`.
     """
 
     def __init__(self, parent: dist.ProcessGroup | None = None) -> None:
@@ -65,22 +68,32 @@ class Groups:
         return [0] if self._alone else dist.get_process_group_ranks(self._parent)
 
     def backend(self, device: torch.device) -> str:
-        """The backend that carries tensors of `device`, 'gloo' or 'nccl'."""
-        if self._alone:
-            return "none"
-        config = dist.get_backend_config(self._parent)
-        named = dict(part.split(":") for part in config.split(",") if ":" in part)
-        return named.get(device.type, config)
+        """Return the backend that carries tensors on `device`: 'gloo', 'nccl', or 'none'."""
+        return "none" if self._parent is None else backends_of(self._parent).get(device.type, "none")
+
+    @property
+    def device(self) -> torch.device:
+        """The current GPU if this group carries tensors there (or a rank is alone, with a GPU); else the CPU."""
+        gpu = torch.device("cuda")
+        on_gpu = torch.cuda.is_available() if self._parent is None else self.backend(gpu) not in ("none", "gloo")
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def of(self, partition: Partition, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
-        """This rank's group of a partition of the ranks; each purpose (a queue, say) has its own, so that they overlap.
+        """Return this rank's group of `partition`, which is made when it is first asked for.
 
-        `backend`: the parent's, unless given.
+        Every rank of the parent must call it, at the same point among its calls. Each purpose (a queue, say) has groups
+        of its own, so that they overlap.
+
+        Args:
+            partition: Every rank of the parent once. A rank that communicates with no other stands alone.
+            purpose: A name that tells groups of the same ranks apart.
+            backend: A PyTorch backend, by default the parent's.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
         key = (mine, purpose)
         if key not in self._made:
             assert self._parent is not None, "a world of one communicates nothing"
+            assert sorted(chain(*partition)) == list(range(self.world)), f"not a partition of the ranks: {partition}"
             members = [dist.get_global_rank(self._parent, r) for r in mine]
             even_out(self._parent)
             self._made[key] = new_group(members, purpose, timeout=self._timeout(), backend=backend)
@@ -101,6 +114,37 @@ class Groups:
         for key in [key for key, made in self._made.items() if made is group]:
             del self._made[key]
         dist.destroy_process_group(group)
+
+    def describe_backends(self) -> str:
+        """Return the devices that this group carries tensors of, and by what: 'cpu:gloo, cuda:nccl'."""
+        named = {} if self._parent is None else backends_of(self._parent)
+        return ", ".join(f"{device}:{backend}" for device, backend in named.items())
+
+    def connect(self) -> None:
+        """Connect the parent. Every rank must call it, before some of them send messages to one another."""
+        if self._parent is not None:
+            connect(self._parent)
+
+    def gather_before_connecting(self, value: Any) -> list[Any]:
+        """Return the JSON value of every rank, by rank, even if NCCL cannot connect the ranks.
+
+        Where tensors on the host cannot travel, the values go through the store at which the ranks met.
+        """
+        if self._parent is None or self.backend(torch.device("cpu")) != "none":
+            return self.gather_objects(value)
+        number: int = next(self.shared("gathered through the store", count))
+        store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+        keys = [f"towpath/{self.name}/gathered/{number}/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], json.dumps(value))
+        try:
+            store.wait(keys, timedelta(seconds=self.timeout_seconds))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            raise TopologyError(
+                f"rank {self.rank}: ranks {missing} of the process group did not come here in "
+                f"{self.timeout_seconds:.0f} s. Every rank must call shard()."
+            ) from error
+        return [json.loads(told) for told in store.multi_get(keys)]
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The value of every rank, by rank."""
@@ -132,9 +176,16 @@ class Groups:
             dist.barrier(group=self._parent)
 
     def broadcast(self, tensor: torch.Tensor, rank: int = 0) -> None:
-        """Everyone's `tensor` becomes that of `rank`."""
-        if self.world > 1:
-            dist.broadcast(tensor, group=self._parent, group_src=rank)
+        """Overwrite every rank's `tensor` with that of `rank`. It may be on the host under NCCL, and of any dtype."""
+        if self.world == 1:
+            return
+        carried = self.backend(tensor.device) != "none"
+        values = tensor.detach().contiguous()
+        # As bytes: NCCL has no type for some integers, and a broadcast computes nothing.
+        octets = values.reshape(-1).view(torch.uint8)
+        dist.broadcast(octets, group=self._parent if carried else self.control_on_host(), group_src=rank)
+        if not tensor.is_contiguous():
+            tensor.detach().copy_(values)
 
     @property
     def name(self) -> str:
@@ -158,14 +209,49 @@ class Groups:
         return None
 
 
-def new_group(ranks: list[int], purpose: str, **options: Any) -> dist.ProcessGroup:
-    """Of these ranks of the job, which alone take part: a thousand ranks then make one group each, not a thousand.
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of each type of device that `group` carries tensors of, such as {'cuda': 'nccl'}."""
+    return dict(part.split(":") for part in dist.get_backend_config(group).split(","))
 
-    PyTorch names it by them, and by how many groups a rank has had: that must be the same on all (`even_out`).
+
+def new_group(ranks: list[int], purpose: str, backend: str | None = None, **options: Any) -> dist.ProcessGroup:
+    """Return a new process group of these ranks of the job, connected. Each of them must call it, and no other rank.
+
+    So a thousand ranks make one group each, not a thousand. PyTorch names a group by its ranks, and by how many groups
+    a rank has had: that must be the same on all of them (`even_out`).
     """
-    made = dist.new_group(ranks, use_local_synchronization=True, group_desc=purpose, **options)
+    world = dist.group.WORLD
+    assert world is not None
+    # With a bound device, PyTorch splits the NCCL communicator of all ranks of the job for each new group. A split
+    # waits for all of them, also for ranks that have no part in the group and never come here. Unbound, the members
+    # connect among themselves.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        made = dist.new_group(
+            ranks,
+            use_local_synchronization=True,
+            group_desc=purpose,
+            backend=backend,
+            device_id=bound if backend is None else None,
+            **options,
+        )
+    finally:
+        world.bound_device_id = bound
     assert isinstance(made, dist.ProcessGroup), made
+    if backend is None:
+        connect(made)
     return made
+
+
+def connect(group: dist.ProcessGroup) -> None:
+    """Let all ranks of `group` make its first call on the GPU together. Every rank of it must call this.
+
+    NCCL connects in the first call, and then waits for all ranks: messages between some of them would hang. A group
+    with a bound device is connected already. One without a backend for GPUs, or with gloo for them, needs nothing.
+    """
+    backend = backends_of(group).get("cuda", "gloo")
+    if backend != "gloo" and group.bound_device_id is None and group.size() > 1:
+        dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
 
 def even_out(*parents: dist.ProcessGroup) -> None:
@@ -187,7 +273,7 @@ def check_process_group() -> None:
     if started > 1 and not (dist.is_available() and dist.is_initialized()):
         raise TopologyError(
             f"rank {os.environ['RANK']}: the launcher started {started} ranks, and this one has no process group: it "
-            "would train alone. Call torch.distributed.init_process_group() before towpath.shard()."
+            "would train alone. Call towpath.init(), or torch.distributed.init_process_group(), before towpath.shard()."
         )
 
 
