@@ -100,6 +100,7 @@ towpath.strategy("mics", four, ofload="optimizer")  # wrong
 towpath.strategy("mics", four, gather="ring")  # wrong
 towpath.Wire("two-hops")  # wrong
 towpath.Wire("two-hop", "int8", feedback="bothh")  # wrong
+towpath.Workload(tokens=8, optimizer="adamm")  # wrong
 towpath.no_sync("model")  # wrong
 towpath.full_tensor(model)  # wrong
 model.generat()  # wrong
