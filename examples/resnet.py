@@ -73,7 +73,7 @@ def main(strategy: str = "zero3", steps: str = "30") -> None:
         if rank == 0 and (step + 1) % 5 == 0:
             print(f"step {step + 1}: loss {loss.item():.3f}", flush=True)
     # Each rank's norms have seen its own images: rank 0's statistics become everyone's.
-    model.broadcast_buffers()
+    towpath.broadcast_buffers(model)
     model.eval()
     with torch.no_grad():
         inputs, labels = images(patterns)

@@ -31,17 +31,19 @@ def main(strategy: str = "paro-iig", steps: str = "10") -> None:
     model = towpath.shard(GPT(shape).to(device), strategy)  # nodes and ranks as the launcher placed them
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(int(steps)):
+        mean_loss = torch.zeros((), device=device)
         for micro in range(MICRO_STEPS):
             batch = tokens.train.batch(((step * MICRO_STEPS + micro) * world + rank) * BATCH, BATCH)
             inputs, targets = (tensor.to(device) for tensor in batch)
-            with contextlib.nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
+            with contextlib.nullcontext() if micro == MICRO_STEPS - 1 else towpath.no_sync(model):
                 loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
                 (loss / MICRO_STEPS).backward()
+            mean_loss += loss.detach() / MICRO_STEPS
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
-            print(f"step {step + 1}: loss {loss.item():.4f}, gradient norm {norm.item():.3f}", flush=True)
+            print(f"step {step + 1}: loss {mean_loss.item():.4f}, gradient norm {norm.item():.3f}", flush=True)
     if rank == 0:
         print(towpath.stats(model))
     dist.destroy_process_group()

@@ -12,7 +12,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from towpath.api import full_parameters, schedule, shard
+    from towpath import checkpoint as checkpoint
+    from towpath import codecs as codecs
+    from towpath import errors as errors
+    from towpath import integrations as integrations
+    from towpath import lab as lab
+    from towpath import optim as optim
+    from towpath import pipeline as pipeline
+    from towpath.api import (
+        broadcast_buffers,
+        full_parameters,
+        full_tensor,
+        join,
+        no_sync,
+        reshard,
+        schedule,
+        shard,
+        unshard,
+    )
     from towpath.core.placement import Placement
     from towpath.core.precision import Precision
     from towpath.core.presets import strategies, strategy
@@ -42,17 +59,26 @@ __all__ = [
     "TowpathError",
     "Wire",
     "Workload",
+    "broadcast_buffers",
     "full_parameters",
+    "full_tensor",
     "init",
+    "join",
+    "no_sync",
     "offload_activations",
     "register_forward_method",
+    "reshard",
     "schedule",
     "shard",
     "stats",
     "strategies",
     "strategy",
     "tracing",
+    "unshard",
 ]
+
+# Modules that are attributes after `import towpath` alone.
+_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline")
 
 _HOMES = {
     "Extent": "topology.cluster",
@@ -77,10 +103,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"towpath.{name}")
     if name not in __all__:
-        raise AttributeError(f"module 'towpath' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(f"module 'towpath' has no attribute {name!r}; it has {', '.join((*__all__, *_MODULES))}")
     return getattr(importlib.import_module(f"towpath.{_HOMES.get(name, 'api')}"), name)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_MODULES, "__version__"]

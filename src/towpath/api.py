@@ -4,10 +4,11 @@ docs/architecture.md tells it."""
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from importlib.metadata import version
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,20 +17,23 @@ from torch import nn
 from towpath.core import presets
 from towpath.core.formats import registered_formats
 from towpath.core.frozen import decided, is_open
-from towpath.core.precision import Precision
+from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.presets import Preset
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
 from towpath.core.whole_matrices import WholeParameter
+from towpath.engine import full_parameters as whole
 from towpath.engine.agreement import agree
 from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank
 from towpath.engine.executor import engine_of
 from towpath.engine.free_memory import least_free_bytes
-from towpath.engine.full_parameters import reshard, units_of, unshard
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out
+from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.uneven_data import Batch
 from towpath.engine.usage import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
@@ -49,16 +53,16 @@ _LOG = logger("shard")
 
 def shard(
     model: Model,
-    strategy: str | Strategy,
+    strategy: Preset | Literal["auto"] | str | Strategy,
     *,
     topology: Topology | None = None,
     units: UnitChoice | None = None,
-    precision: Precision | None = None,
+    precision: Precision | Dtype | MixedPrecisionPolicy | None = None,
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
     values: Values | None = None,
     workload: Workload | None = None,
-    offload: str | None = None,
+    offload: Offload | None = None,
     check_every: int = CHECK_EVERY,
 ) -> Model:
     """Shard `model` in place by `strategy` (a preset's name, a Strategy, or "auto") and return it.
@@ -69,6 +73,7 @@ def shard(
     `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
     together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root. Where
     the children are lists themselves, which never run, their modules that run.
+    `precision`: the dtype to compute in ("bf16", torch.bfloat16), a Precision, or FSDP2's MixedPrecisionPolicy.
     `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
     the values of rank 0's parameters and buffers are everyone's afterwards.
     `mesh`: the same as a DeviceMesh, in place of `group`. One of two dims, (replicate, shard), says the topology as
@@ -91,9 +96,13 @@ def shard(
     groups = Groups(group)
     check_devices(groups, device_of_parameters(model.parameters(), groups))
     groups.connect()
-    precision = precision or Precision()
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))
+    try:
+        precision = Precision.of(precision)
+    except TowpathError as failure:
+        agree(groups, [], failure)
+        raise
     if strategy == "auto":
         assert topology is not None
         strategy = _planned(model, workload, topology, units, precision, groups, offload)
@@ -123,7 +132,7 @@ class _Asked:
     units: UnitChoice | None
     precision: Precision
     values: Values | None
-    offload: str | None
+    offload: Offload | None
     check_every: int
 
 
@@ -150,7 +159,7 @@ def _checked(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy,
         raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
     strategy = _resolve(asked.strategy, asked.topology, groups.world)
     strategy = strategy if asked.offload is None else replace(strategy, offload=asked.offload)
-    check_class(model)
+    check_class(model, strategy.name)
     layouts = lay_out(model, asked.units, asked.precision)
     check_exchangeable(layouts, groups)
     check_low_rank(strategy, layouts)
@@ -187,7 +196,7 @@ def _planned(
     units: UnitChoice | None,
     precision: Precision,
     groups: Groups,
-    offload: str | None,
+    offload: Offload | None,
 ) -> Strategy:
     """What the planner ranks first. All ranks are asked alike, or all raise, before anything is measured."""
     from towpath.auto.choice import choose_for  # with what traces a model: nobody else needs it
@@ -201,7 +210,7 @@ def _planned(
                 "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
             )
         _check_world(topology, groups.world)
-        check_class(model)
+        check_class(model, "auto")
         layouts = lay_out(model, units, precision)
         lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", f"{offload}", *describe(layouts)]
     except TowpathError as error:
@@ -220,9 +229,19 @@ def _resolve(strategy: str | Strategy, topology: Topology | None, world: int) ->
         assert topology is not None
         _check_world(topology, world)
         return presets.strategy(strategy, topology)
+    _check_is_strategy("shard", strategy)
     _check_topology(strategy, topology)
     _check_world(strategy.topology, world)
     return strategy
+
+
+def _check_is_strategy(caller: str, strategy: object) -> None:
+    if not isinstance(strategy, Strategy):
+        meant = f" Did you mean {presets.closest(strategy)!r}?" if isinstance(strategy, Enum) else ""
+        raise StrategyError(
+            f"{caller}: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
+            f"{meant}"
+        )
 
 
 def _check_topology(strategy: Strategy, topology: Topology | None) -> None:
@@ -251,11 +270,116 @@ def full_parameters(
     values all take over instead. In a context inside another one, what was whole before stays so until that ends.
     """
     engine = engine_of(model)
-    made = unshard(engine, None if modules is None else units_of(engine, model, modules))
+    made = whole.unshard(engine, None if modules is None else whole.units_of(engine, model, modules))
     try:
         yield
     finally:
-        reshard(engine, modifier_rank, made)
+        whole.reshard(engine, modifier_rank, made)
+
+
+# Functions, because a type checker sees the model's own class, which has none of the methods that `shard` adds.
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a context for the micro-steps before the last one of an optimizer step.
+
+    Inside, a backward pass adds to the gradients without sharing them with all ranks. The first backward pass outside
+    delivers the mean of all micro-steps as `.grad`.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
+    return _sharded(model).no_sync()
+
+
+def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield as many batches on every rank as the rank with the most has. Use it where data ends sooner on some ranks.
+
+    A rank whose data has ended gets its last batch again, and takes part in the transfers of the others. Its gradients
+    then count as zero, while the mean is still taken over all ranks.
+
+    Args:
+        model: A model that `shard` returned.
+        batches: This rank's batches, at least one.
+
+    Raises:
+        ShardError: The model is not sharded.
+        StepError: A rank has no batch at all.
+    """
+    return _sharded(model).join(batches)
+
+
+def unshard(model: nn.Module) -> None:
+    """Gather all parameters, which stay whole until `reshard`. Every rank must call it.
+
+    Prefer `full_parameters`, a context that also reshards after an exception.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
+    _sharded(model).unshard()
+
+
+def reshard(model: nn.Module, *, modifier_rank: int | None = None) -> None:
+    """Keep of each whole parameter only this rank's slice, after `unshard`. Every rank must call it.
+
+    Args:
+        model: A model that `shard` returned.
+        modifier_rank: The rank whose writes to the whole parameters are kept. By default every rank must have written
+            the same values.
+
+    Raises:
+        ShardError: The model is not sharded, or ranks have written different values.
+    """
+    _sharded(model).reshard(modifier_rank=modifier_rank)
+
+
+def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
+    """Overwrite every rank's buffers, such as a BatchNorm's running statistics, with those of one rank.
+
+    After `shard` the engine leaves buffers alone, so those that depend on a rank's data differ between ranks. Call this
+    before an evaluation or a checkpoint. Every rank must call it.
+
+    Args:
+        model: A model that `shard` returned.
+        rank: The rank whose buffers all ranks get.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
+    _sharded(model).broadcast_buffers(rank)
+
+
+def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor of a sharded parameter, its `.grad`, or its optimizer state. Every rank must call it.
+
+    What is computed with it may be part of a loss. Its backward pass then takes the mean over all ranks, so every rank
+    must run that pass.
+
+    Args:
+        parameter: A `ShardTensor`, such as `model.head.weight` of a sharded model, or its `.grad`.
+
+    Raises:
+        ShardError: The tensor is no `ShardTensor`. Inside `full_parameters` a parameter is whole already.
+    """
+    if not isinstance(parameter, ShardTensor):
+        raise ShardError(
+            "full_tensor: expected a ShardTensor, such as a parameter of a model that towpath.shard() returned, or its "
+            f".grad; got a plain {type(parameter).__name__}. Inside a forward and inside full_parameters() parameters "
+            "are whole: use them as they are."
+        )
+    return parameter.full_tensor()
+
+
+def _sharded(model: nn.Module) -> ShardedModule:
+    engine_of(model)
+    return cast(ShardedModule, model)  # or what torch.compile() made of one, which hands its methods on
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -264,10 +388,10 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def schedule(
-    strategy: str | Strategy,
+    strategy: Preset | str | Strategy,
     model_or_numels: nn.Module | Sequence[int] | Mapping[str, int],
     micro_steps: int = 1,
-    precision: Precision | None = None,
+    precision: Precision | Dtype | MixedPrecisionPolicy | None = None,
     units: UnitChoice | None = None,
     *,
     topology: Topology | None = None,
@@ -286,10 +410,8 @@ def schedule(
         if topology is None and isinstance(model_or_numels, ShardedModule):
             topology = model_or_numels.towpath_engine.strategy.topology
         strategy = presets.strategy(strategy, topology)
-    elif not isinstance(strategy, Strategy):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise StrategyError(
-            f"schedule: expected a preset's name, or a Strategy as towpath.strategy() makes it; got {strategy!r}."
-        )
+    _check_is_strategy("schedule", strategy)
+    precision = None if precision is None else Precision.of(precision)
     _check_topology(strategy, topology)
     if isinstance(model_or_numels, ShardedModule):
         layouts = [u.layout for u in model_or_numels.towpath_engine.units]
@@ -302,8 +424,8 @@ def schedule(
     else:
         layouts, specs = [], units_from_numels(model_or_numels)
     strategy = decided(strategy, specs, precision or Precision(), memory).strategy
-    whole = tuple(_whole_parameters(layouts, whole_matrices))
-    return derive_schedule(strategy, specs, micro_steps, precision, whole=whole)
+    stepped = tuple(_whole_parameters(layouts, whole_matrices))
+    return derive_schedule(strategy, specs, micro_steps, precision, whole=stepped)
 
 
 def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[WholeParameter]:

@@ -5,7 +5,8 @@
     ├── PlacementError       extents that break a rule (P ≤ G ≤ OS, dividing, nodes only when filled)
     ├── StrategyError        an unknown or contradictory strategy, wire, option or precision
     ├── ShardError           a model that cannot be sharded as it stands
-    │   └── MismatchError    the ranks were given different things
+    │   ├── MismatchError    the ranks were given different things
+    │   └── NoMethodError    a method of FSDP2's modules that a sharded model does not have
     ├── ShardTensorError     an operation that needs the whole tensor met a slice of it
     ├── StepError            a training step in an order that would give wrong numbers
     ├── ConfigError          a configuration, model or data that `towpath train` cannot use
@@ -49,6 +50,13 @@ class ShardError(TowpathError):
 
 class MismatchError(ShardError):
     """The ranks were given different models, strategies or topologies; every rank raises it."""
+
+
+class NoMethodError(ShardError, AttributeError):
+    """A method of FSDP2's modules that a sharded model does not have; the message names what to use instead.
+
+    It is an AttributeError, so that `hasattr` tells that the model is no FSDPModule.
+    """
 
 
 class ShardTensorError(TowpathError):

@@ -12,7 +12,7 @@ from torch import nn
 
 from towpath.engine.executor import Engine
 from towpath.engine.full_parameters import reshard, unshard
-from towpath.engine.hooks import register_known_methods
+from towpath.engine.hooks import Entry, register_known_methods
 from towpath.engine.module_classes import become
 from towpath.engine.uneven_data import Batch, joined
 from towpath.errors import ShardError
@@ -22,6 +22,8 @@ class ShardedModule(nn.Module):
     """What `shard` adds to a model."""
 
     towpath_engine: Engine
+    # Whether it is a part that is sharded by itself on purpose, as the tied embeddings of a pipeline are.
+    towpath_apart = False
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """As it was. PyTorch's functions for state dicts begin with it, and are refused where they cannot do it."""
@@ -95,15 +97,41 @@ def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
         frame = frame.f_back
 
 
-def check_class(model: nn.Module) -> None:
+def check_class(model: nn.Module, strategy: str) -> None:
+    """Raise if `model`, or a part of it, is sharded already. `strategy`: the name of what it is to be sharded by."""
     if isinstance(model, ShardedModule):
         raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
+    _check_parts(model, strategy)
     taken = [n for n in ("no_sync", "unshard", "reshard", "join", "broadcast_buffers") if hasattr(model, n)]
     if taken:
         raise ShardError(
             f"{type(model).__name__} has {', '.join(taken)} of its own, which shard() would hide. Do not wrap the "
             "model (DistributedDataParallel, FSDP) before shard()."
         )
+
+
+def _check_parts(model: nn.Module, strategy: str) -> None:
+    kind = type(model).__name__.removeprefix("FSDP")
+    if isinstance(model, Entry):
+        raise ShardError(
+            f"the {kind} is a part of a model that is sharded already. Call shard() once, on the whole model. "
+            f"units=[{kind}] makes a unit of each {kind}."
+        )
+    # By name: most programs never import FSDP.
+    theirs = [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
+    found = theirs or [m for m in model.modules() if isinstance(m, ShardedModule) and not m.towpath_apart]
+    if not found:
+        return
+    called = "fully_shard()" if theirs else "shard()"
+    classes = (
+        ", ".join(sorted({type(module).__name__.removeprefix("FSDP") for module in found if module is not model}))
+        or "Block"
+    )
+    raise ShardError(
+        f"{called} was called before on parts of this {kind} ({classes}). Where FSDP2's fully_shard is called on each "
+        "block and then on the root, shard() is called once, on the whole model. Build the model anew and call "
+        f"towpath.shard(model, {strategy!r}, units=[{classes}])."
+    )
 
 
 def become_sharded(model: nn.Module, engine: Engine) -> None:

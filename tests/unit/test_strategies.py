@@ -110,6 +110,27 @@ def test_an_unknown_strategy_lists_the_known_ones_and_the_closest() -> None:
         towpath.strategy("zero-3", TOPOLOGY)
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("fsdp", "zero3"),
+        ("fsdp2", "zero3"),
+        ("FULL_SHARD", "zero3"),
+        ("fully-shard", "zero3"),
+        ("ZeRO3", "zero3"),
+        ("SHARD_GRAD_OP", "zero2"),
+        ("NO_SHARD", "ddp"),
+        ("DDP", "ddp"),
+        ("HYBRID_SHARD", "mics"),
+        ("hsdp", "mics"),
+        ("_HYBRID_SHARD_ZERO2", "paro-nii"),
+    ],
+)
+def test_what_pytorch_calls_a_placement_leads_to_the_preset_of_it(typed: str, meant: str) -> None:
+    with pytest.raises(StrategyError, match=rf"unknown strategy '{typed}'; did you mean '{meant}'\?"):
+        towpath.strategy(typed, TOPOLOGY)
+
+
 def test_an_unknown_option_lists_those_of_the_strategy() -> None:
     with pytest.raises(
         StrategyError,

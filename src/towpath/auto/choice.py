@@ -26,7 +26,7 @@ from towpath.auto.measure import describe_measured, ranks_measure_together
 from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.precision import Precision
-from towpath.core.strategy import Strategy
+from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitChoice, lay_out
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
@@ -122,7 +122,7 @@ def choose_for(
     topology: Topology,
     precision: Precision,
     units: UnitChoice | None = None,
-    offload: str | None = None,
+    offload: Offload | None = None,
 ) -> Strategy:
     """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
     if topology.world == 1:

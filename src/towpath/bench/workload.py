@@ -80,7 +80,7 @@ class Workload:
     def precision(self) -> towpath.Precision:
         """Of ours."""
         narrow = self.dtype != "float32"
-        return towpath.Precision(params=self.dtype, reduce=self.dtype) if narrow else towpath.Precision()
+        return towpath.Precision(params=self.torch_dtype, reduce=self.torch_dtype) if narrow else towpath.Precision()
 
     @property
     def torch_dtype(self) -> torch.dtype:

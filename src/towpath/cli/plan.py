@@ -329,7 +329,7 @@ def _solver(
 
 def _strategy(name: str, solver: Solver, offload: Offload | None) -> Strategy:
     if not name.endswith(".toml"):
-        return presets.strategy(name, solver.cluster.topology, offload=offload)
+        return presets.strategy(name, solver.cluster.topology, offload=offload.value if offload else None)
     try:
         made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -7,21 +7,70 @@ import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations_with_replacement
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 from towpath.core.low_rank import NAME as LOW_RANK
 from towpath.core.placement import Placement
-from towpath.core.routes import ALL_TO_ALL, Grid
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
+from towpath.core.routes import ALL_TO_ALL, Grid, Route
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Offload, Strategy
 from towpath.core.transitions import Move
-from towpath.core.wire import Wire
+from towpath.core.wire import Feedback, Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
+
+# What an editor offers. Where a name is expected, `Preset | str` also takes one that is known only at run time.
+Preset = Literal[
+    "ddp",
+    "hpz",
+    "lins",
+    "mics",
+    "paro-ggg",
+    "paro-igg",
+    "paro-iig",
+    "paro-iii",
+    "paro-ngg",
+    "paro-nig",
+    "paro-nii",
+    "paro-nng",
+    "paro-nni",
+    "paro-nnn",
+    "qgz",
+    "qwz",
+    "zero++",
+    "zero1",
+    "zero2",
+    "zero3",
+]
+
+
+class Options(TypedDict, total=False):
+    """The options of `strategy()`, whose docstring explains them."""
+
+    weights: str
+    gradients: str
+    feedback: Feedback
+    gradients_after: int
+    gradients_until: int
+    route: Route | None
+    frozen: Extent | Literal["as-trained"] | None
+    frozen_codec: str
+    offload: Offload | None
+    gather: Wire
+    backward_gather: Wire
+    reduce: Wire
+    sync: Wire
+    publish: Wire
+    group: Extent | None
+    params: Extent
+    grads: Extent
+    optimizer: Extent | None
+    backward_params: Extent | None
+
 
 NONE = Extent(1)
 
 # Where the links inside a node are the faster ones, no lossless route takes less time (benchmarks/collectives.py).
-BEST_ROUTE = "ho-ring"
+BEST_ROUTE: Route = "ho-ring"
 
 
 def _ddp(topology: Topology) -> Placement:
@@ -102,7 +151,7 @@ def strategies() -> tuple[str, ...]:
     return tuple(sorted(_PLACERS))
 
 
-def strategy(name: str, topology: Topology | None = None, **options: Any) -> Strategy:
+def strategy(name: Preset | str, topology: Topology | None = None, **options: Unpack[Options]) -> Strategy:
     """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
 
     Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
@@ -118,14 +167,15 @@ def strategy(name: str, topology: Topology | None = None, **options: Any) -> Str
     `group=Extent`, `lins` the four extents.
     """
     placer = _placer(name)
-    _check_known(name, placer, options)
-    wires = {kind.value: options.pop(kind.value) for kind in WIRED if kind.value in options}
-    route: str | None = options.pop("route", None)
-    frozen = {option: options.pop(option) for option in _FROZEN_OPTIONS if option in options}
-    offload: str | None = options.pop("offload", None)
-    encoded = _encoded(name, route, options)
+    rest: dict[str, Any] = {**options}
+    _check_known(name, placer, rest)
+    wires = {kind.value: rest.pop(kind.value) for kind in WIRED if kind.value in rest}
+    route: Route | None = rest.pop("route", None)
+    frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
+    offload: Offload | None = rest.pop("offload", None)
+    encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
-    made = Strategy(topology, placer(topology, **options), name, offload=offload)
+    made = Strategy(topology, placer(topology, **rest), name, offload=offload)
     chosen = {kind.value: Wire(route) for kind in WIRED} if route is not None else _default_wires(made)
     for kind, wire in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
@@ -148,9 +198,33 @@ def name_of(placement: Placement, topology: Topology) -> str:
 
 def _placer(name: str) -> Callable[..., Placement]:
     if name not in _PLACERS:
-        close = difflib.get_close_matches(str(name), _PLACERS, n=1, cutoff=0.0)[0]
-        raise StrategyError(f"unknown strategy {name!r}; did you mean {close!r}? Known: {', '.join(strategies())}.")
+        raise StrategyError(
+            f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
+        )
     return _PLACERS[name]
+
+
+# What PyTorch calls the same placements, in small letters: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
+_ELSEWHERE: dict[str, Preset] = {
+    "distributeddataparallel": "ddp",
+    "fsdp": "zero3",
+    "fsdp2": "zero3",
+    "full_shard": "zero3",
+    "fully_shard": "zero3",
+    "fullyshardeddataparallel": "zero3",
+    "hsdp": "mics",
+    "hybrid_shard": "mics",
+    "hybrid_shard_zero2": "paro-nii",
+    "no_shard": "ddp",
+    "shard_grad_op": "zero2",
+}
+
+
+def closest(name: object) -> str:
+    """Return the preset that `name` most likely stands for: its name elsewhere, or another spelling of a preset's."""
+    text = str(getattr(name, "name", name)).strip().lower()  # a member of FSDP's ShardingStrategy has a `name`
+    elsewhere = _ELSEWHERE.get(text.lstrip("_").replace("-", "_"))
+    return elsewhere or difflib.get_close_matches(text, _PLACERS, n=1, cutoff=0.0)[0]
 
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
@@ -162,7 +236,7 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
         )
 
 
-def _encoded(name: str, route: str | None, options: dict[str, Any]) -> dict[Kind, Wire]:
+def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Kind, Wire]:
     """Of the options (which it takes out) and the preset's own codecs: a wire for each kind that has a codec."""
     named = "gradients" in options
     weights, gradients = _CODECS.get(name, ("none", "none"))

@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from math import ceil, prod
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from towpath.core.formats import Codec
+
+Route = Literal["flat", "ring", "hierarchical", "ho-ring", "one-hop", "two-hop"]
 
 
 class Op(StrEnum):
@@ -227,8 +229,8 @@ _GATHERS: dict[str, Callable[[Sequence[int], Grid, int, Sequence[Place]], Iterat
     "one-hop": _one_hop,
     "two-hop": _two_hop,
 }
-ROUTES = tuple(_GATHERS)
-ALL_TO_ALL = ("one-hop", "two-hop")
+ROUTES: tuple[Route, ...] = get_args(Route)
+ALL_TO_ALL: tuple[Route, ...] = ("one-hop", "two-hop")
 
 
 def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int, int]:

@@ -7,7 +7,7 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, legal_extents
@@ -42,7 +42,8 @@ GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 # For `Strategy.frozen`: parameters that do not train lie and travel as those that train.
 AS_TRAINED = "as-trained"
 # What may lie in the host's memory instead of the device's.
-OFFLOADS = ("optimizer",)
+Offload = Literal["optimizer"]
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Strategy:
     publish: Wire = Wire()
     frozen: Extent | str | None = None
     frozen_codec: Any = "none"
-    offload: str | None = None
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         self.placement.check(self.topology)

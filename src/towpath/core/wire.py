@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
 from towpath.core.low_rank import NAME as LOW_RANK
 from towpath.core.low_rank import LowRank
-from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, travelled
+from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, travelled
 from towpath.errors import StrategyError
 
-FEEDBACK = ("none", "first", "second", "both")
+Feedback = Literal["none", "first", "second", "both"]
+FEEDBACK: tuple[Feedback, ...] = get_args(Feedback)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +27,9 @@ class Wire:
     it does not serve now; parameters stay where its blocks put them.
     """
 
-    route: str = "flat"
+    route: Route = "flat"
     codec: Any = "none"
-    feedback: str = "none"
+    feedback: Feedback = "none"
     until: int = 0
     after: int = 0
     served: bool = False

@@ -405,5 +405,8 @@ def engine_with(parameter: torch.Tensor) -> Engine | None:
 def engine_of(model: nn.Module) -> Engine:
     engine = getattr(model, "towpath_engine", None)
     if not isinstance(engine, Engine):
-        raise ShardError(f"expected a model that towpath.shard() returned, got a plain {type(model).__name__}.")
+        raise ShardError(
+            f"expected a model that towpath.shard() returned, got a plain {type(model).__name__}. Call towpath.shard() "
+            "on the model first, and pass what it returns."
+        )
     return engine

@@ -16,11 +16,12 @@ from torch import nn
 from towpath.engine.bucket import Bucket
 from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
+from towpath.engine.fsdp_methods import COUNTERPARTS
 from towpath.engine.host_clock import eager
 from towpath.engine.layout import has_forward, kept_modules
 from towpath.engine.module_classes import become, keep_dtype
 from towpath.engine.unit import Unit, Use
-from towpath.errors import ShardError
+from towpath.errors import NoMethodError, ShardError
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
@@ -66,10 +67,17 @@ def _parts(engine: Engine) -> list[nn.Module]:
     return list(found.values())
 
 
-class _Entry(nn.Module):
+class Entry(nn.Module):
     """Its call is wrapped from outside, not hooked: `module.compile()` traces hooks."""
 
     towpath_forward: _Forward
+
+    def __getattr__(self, name: str) -> torch.Tensor | nn.Module:
+        if name in COUNTERPARTS:
+            raise NoMethodError(
+                f"{type(self).__name__}.{name}: a sharded model has no such method. {COUNTERPARTS[name]}"
+            )
+        return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
@@ -80,14 +88,14 @@ class _Entry(nn.Module):
         )
 
 
-class UnitModule(_Entry):
+class UnitModule(Entry):
     """What a unit's module becomes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.towpath_forward.run(super().__call__, args, kwargs)
 
 
-class PartModule(_Entry):
+class PartModule(Entry):
     """What a module of the root becomes: called beside the root's forward, it does as the root does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +110,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     method twice is to register it once.
     """
     kind = type(module).__name__
-    if not isinstance(module, _Entry):
+    if not isinstance(module, Entry):
         raise ShardError(
             f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
             f"unit's module; got a {kind}, which is none of these. If it lies inside a unit, register a method of that "
@@ -165,7 +173,7 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        assert isinstance(module, _Entry)
+        assert isinstance(module, Entry)
         call = partial(self._function, module) if self._bound else self._function
         return module.towpath_forward.run_unless_inside(call, args, kwargs)
 

@@ -8,6 +8,15 @@ Each takes the name of a strategy, a `towpath.Strategy`, or a `Sharding`, which 
 May import: checkpoint, api, and everything below.
 """
 
+import importlib
+from typing import Any
+
 from towpath.integrations.sharding import Sharding
 
 __all__ = ["Sharding"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("accelerate", "lightning", "transformers"):
+        raise AttributeError(f"module 'towpath.integrations' has no attribute {name!r}")
+    return importlib.import_module(f"towpath.integrations.{name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from towpath.api import shard
-from towpath.core.precision import Precision
-from towpath.core.strategy import Strategy
+from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.presets import Preset
+from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitChoice
 from towpath.errors import ShardError
 from towpath.optim import members_of, whole_of
@@ -32,13 +33,13 @@ _MIXED: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float
 class Sharding:
     """What `towpath.shard()` is to be called with. `precision`: by default what the framework's own setting says."""
 
-    strategy: str | Strategy
+    strategy: Preset | Literal["auto"] | str | Strategy
     topology: Topology | None = None
     units: UnitChoice | None = None
-    precision: Precision | None = None
+    precision: Precision | Dtype | MixedPrecisionPolicy | None = None
     mesh: DeviceMesh | None = None
     workload: Workload | None = None
-    offload: str | None = None
+    offload: Offload | None = None
 
     @staticmethod
     def of(strategy: str | Strategy | Sharding) -> Sharding:

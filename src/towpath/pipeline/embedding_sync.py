@@ -138,6 +138,7 @@ class TiedEmbeddings:
         self.module = shard(module, "zero1" if fused else "ddp", group=within, precision=precision, values=given)
         for each in found:  # it is sharded by itself, wherever it lies
             object.__setattr__(each, "towpath_engine", engine_of(self.module))
+            object.__setattr__(each, "towpath_apart", True)
         if self._between is not None:
             with torch.no_grad():
                 for parameter in self.parameters:

@@ -34,7 +34,7 @@ from towpath.core.compression import Compression, encoded_gradients
 from towpath.core.compression import compression as named
 from towpath.core.job import JobSchedule, Stage, job_schedule
 from towpath.core.pipeline import StagePass, as_computed
-from towpath.core.precision import Precision
+from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
@@ -96,7 +96,7 @@ class Pipeline:
         micro_batches: int,
         loss: Loss,
         example: torch.Tensor | Sequence[torch.Tensor],
-        precision: Precision | None = None,
+        precision: Precision | Dtype | MixedPrecisionPolicy | None = None,
         units: UnitChoice | None = None,
         compression: str | Compression = "none",
         tied: tuple[str, str] = ("", ""),
@@ -110,6 +110,7 @@ class Pipeline:
         ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
         with _alike(self._everyone) as given:
+            precision = Precision.of(precision)
             self._compression = compression if isinstance(compression, Compression) else named(compression)
             kind = schedule_class(schedule)
             self.owners = owners_of(kind, count, ranks, schedule)
@@ -124,7 +125,7 @@ class Pipeline:
         with _alike(self._everyone):
             modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         with _alike(self._everyone):
-            shapes = handed_on(modules, self.owners, self._example, precision or Precision(), group)
+            shapes = handed_on(modules, self.owners, self._example, precision, group)
             check_exchanged(shapes[1:-1], self._compression)
             self._target_rows = {t.shape[0] for t in (*self._example, *shapes[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)

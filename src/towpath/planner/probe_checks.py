@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from towpath.core.move_shapes import MoveShape
-from towpath.core.routes import Grid, Op
+from towpath.core.routes import Grid, Op, Route
 from towpath.core.wire import Wire
 from towpath.planner.profile import INTER, INTRA, NOTHING, PAIRS, Point, Profile, beside_name, route_of
 from towpath.sim.fluid import Flow, Fluid
@@ -19,7 +20,7 @@ def collective_seconds(profile: Profile, point: Point) -> float:
     nodes, width = profile.topology.nodes, profile.topology.ranks_per_node
     grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
     hardware = profile.cluster().hardware
-    shape = TransferShape.of_move(MoveShape(Op(op), 1, grid, 1), Wire(route), point.size // 4, "float32")
+    shape = TransferShape.of_move(MoveShape(Op(op), 1, grid, 1), Wire(cast(Route, route)), point.size // 4, "float32")
     return seconds_alone(loads_of(shape, hardware), hardware)
 
 

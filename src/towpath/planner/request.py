@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from towpath.core.formats import Codec, item_bytes
 from towpath.core.precision import Precision
+from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
 
 BF16 = Precision("bfloat16", "bfloat16")
 
+OptimizerName = Literal["adamw", "adam", "adagrad", "rmsprop", "sgd-momentum", "sgd"]
 # Elements of state that each keeps for every parameter, in the parameter's own dtype.
-OPTIMIZERS = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd-momentum": 1, "sgd": 0}
+OPTIMIZERS: dict[OptimizerName, int] = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd-momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Request:
     gradients: tuple[str, ...] = ()
     micro_batches: tuple[int, ...] = ()
     checkpointing: bool | None = None
-    offload: str | None = None
+    offload: Offload | None = None
 
     def shares(self, world: int) -> list[tuple[int, int]]:
         """(micro-batch, micro-steps) of a rank, all that may be."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from towpath.core.formats import Codec
 from towpath.errors import ConfigError
-from towpath.planner.request import Optimizer
+from towpath.planner.request import Optimizer, OptimizerName
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Workload:
 
     tokens: int
     micro_steps: int = 1
-    optimizer: str = "adamw"
+    optimizer: OptimizerName = "adamw"
     memory: int | None = None
     allow: tuple[str, ...] = ()
     inputs: Sequence[Any] = field(default=(), repr=False)

@@ -48,7 +48,7 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
     topology = config.strategy.topology(job.topology)
     if topology.world == 1:
         job.say("auto: one rank has nothing to share; train.micro_batch and train.checkpointing are as configured")
-        return config, presets.strategy("ddp", topology, offload=config.strategy.offload or None)
+        return config, presets.strategy("ddp", topology, offload=config.strategy.offloaded)
     from towpath.auto.choice import choose  # with what traces a model: nobody else needs it
     from towpath.auto.measure import describe_measured
 
@@ -59,7 +59,7 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
 
     def request(memory: int) -> Request:
         limit = int(asked.memory * GIB) or memory
-        offload = asked.offload or None
+        offload = asked.offloaded
         return Request(train.batch, limit, precision, weights=weights, gradients=gradients, offload=offload)
 
     def describe(device: torch.device) -> Model:

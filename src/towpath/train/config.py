@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from towpath.core.precision import DtypeName
 from towpath.errors import ConfigError
 from towpath.train.config_checks import not_negative, one_of, option, positive, refuse
 from towpath.train.config_strategy import ParallelConfig, StrategyConfig
@@ -159,7 +160,7 @@ class TrainConfig:
         return self.batch // at_once
 
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from towpath.core import presets
 from towpath.core.compression import COMPRESSIONS, Compression, compression
 from towpath.core.formats import Codec
 from towpath.core.pipeline import SCHEDULES
-from towpath.core.strategy import OFFLOADS, Strategy
+from towpath.core.strategy import OFFLOADS, Offload, Strategy
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 from towpath.train.config_checks import not_negative, one_of, option, positive, refuse
@@ -59,8 +59,9 @@ class StrategyConfig:
                 refuse(self, key, list(getattr(self, key)), "[local, nodes]")
         self._check_auto()
         if self.file is None and not self.auto and self.name not in presets.strategies():
-            close = difflib.get_close_matches(self.name, presets.strategies(), n=1, cutoff=0.0)[0]
-            refuse(self, "name", self.name, f"a preset ({close}?), the path of a .toml file, or auto")
+            refuse(
+                self, "name", self.name, f"a preset ({presets.closest(self.name)}?), the path of a .toml file, or auto"
+            )
 
     def _check_auto(self) -> None:
         not_negative(self, "memory")
@@ -99,6 +100,10 @@ class StrategyConfig:
         return self.name == "auto"
 
     @property
+    def offloaded(self) -> Offload | None:
+        return cast("Offload | None", self.offload or None)
+
+    @property
     def file(self) -> Path | None:
         return Path(self.name) if self.name.endswith(".toml") else None
 
@@ -111,7 +116,7 @@ class StrategyConfig:
         topology = self.topology(topology)
         options: dict[str, Any] = {key: getattr(self, key) for key in _OPTIONS if getattr(self, key)}
         options |= {key: Extent(*getattr(self, key)) for key in _EXTENTS if getattr(self, key)}
-        offload = self.offload or None
+        offload = self.offloaded
         if self.file is None:
             return presets.strategy(self.name, topology, offload=offload, **options)
         if options:

@@ -171,7 +171,7 @@ class Plan:
         request = Request(
             self.workload.micro_steps * self.workload.topology.world,
             self.profile.memory,
-            towpath.Precision(self.workload.dtype),
+            towpath.Precision(self.workload.torch_dtype),
             optimizer=Optimizer.named("adamw"),
             weights=weights,
             gradients=gradients,
@@ -187,7 +187,7 @@ class Planning:
     def __init__(self, rank: int, world: int, workload: Workload, seconds: float) -> None:
         self._profile = probe(workload.topology, seconds)
         inputs, tokens = next(workload.data(0)), workload.batch * workload.length
-        model, precision = workload.model(), towpath.Precision(workload.dtype)
+        model, precision = workload.model(), towpath.Precision(workload.torch_dtype)
         device = torch.device("cpu")
         dist.barrier()
         self._model = describe_measured(model, lay_out(model), lambda _: inputs, [1], tokens, device, precision)
@@ -197,15 +197,14 @@ class Planning:
 
 
 def made(text: str, topology: towpath.Topology) -> towpath.Strategy:
-    kind = Kind.parse(text)
-    return towpath.strategy(kind.name, topology, **kind.options)
+    return Kind.parse(text).strategy(topology)
 
 
 class Step:
     """A turn is one optimizer step."""
 
     def __init__(self, rank: int, world: int, strategy: towpath.Strategy, workload: Workload) -> None:
-        self._model: Any = towpath.shard(workload.model(), strategy, precision=towpath.Precision(workload.dtype))
+        self._model: Any = towpath.shard(workload.model(), strategy, precision=towpath.Precision(workload.torch_dtype))
         self._work = stepper(self._model, between, workload.data(rank), workload.micro_steps)
 
     def turn(self) -> float:

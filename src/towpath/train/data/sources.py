@@ -50,7 +50,7 @@ def open_tokens(
     *,
     seed: int = 0,
     first_here: bool = True,
-    wait: Callable[[], None] = _alone,
+    wait: Callable[[], object] = _alone,
     progress: Progress | None = None,
 ) -> Tokens:
     """The data of a run, on each of its ranks.

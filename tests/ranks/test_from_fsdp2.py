@@ -1,0 +1,252 @@
+"""What a user of FSDP2 types works and means what it says, or raises an error that shows what to type instead.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+
+import towpath
+from tests.ranks.server import World
+from towpath.engine.fsdp_methods import COUNTERPARTS
+from towpath.errors import MismatchError, ShardError, StrategyError
+
+Worlds = Callable[[int], World]
+
+SHAPE = towpath.Topology(2, 1)
+THEIR_METHODS = sorted(name for name in dir(FSDPModule) if not name.startswith("_"))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _net() -> Net:
+    torch.manual_seed(3)
+    return Net()
+
+
+def _batch() -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+def test_a_dtype_its_name_and_a_policy_are_a_precision(world: Worlds) -> None:
+    world(2).run(_shard_in_each_precision)
+
+
+def _shard_in_each_precision() -> None:
+    bf16, mixed = towpath.Precision("bfloat16"), towpath.Precision("bfloat16", "float32")
+    for given, expected in (
+        ("bf16", bf16),
+        ("bfloat16", bf16),
+        (torch.bfloat16, bf16),
+        ("half", towpath.Precision("float16")),
+        (MixedPrecisionPolicy(torch.bfloat16), bf16),
+        (MixedPrecisionPolicy(torch.bfloat16, torch.float32), mixed),
+        (MixedPrecisionPolicy(cast_forward_inputs=False), towpath.Precision()),
+    ):
+        model: Any = towpath.shard(_net(), "zero3", topology=SHAPE, precision=given)
+        assert model.towpath_engine.precision == expected
+        assert towpath.schedule("zero3", _net(), 1, given, topology=SHAPE) == towpath.schedule(
+            model.towpath_engine.strategy, model
+        )
+
+
+def test_under_a_policy_gradients_are_those_of_fsdp2_to_the_bit(world: Worlds) -> None:
+    world(2).run(_train_under_policies)
+
+
+def _train_under_policies() -> None:
+    for policy in (MixedPrecisionPolicy(torch.bfloat16, torch.float32), MixedPrecisionPolicy(torch.bfloat16)):
+        theirs, ours = _net(), _net()
+        for block in theirs.blocks:
+            fully_shard(block, mp_policy=policy)
+        fully_shard(theirs, mp_policy=policy)
+        towpath.shard(ours, "zero3", topology=SHAPE, precision=policy)
+        for model in (theirs, ours):
+            output = model(_batch())
+            assert output.dtype == torch.bfloat16
+            output.float().square().mean().backward()
+        for (name, expected), found in zip(theirs.named_parameters(), ours.parameters(), strict=True):
+            assert expected.grad is not None and found.grad is not None
+            assert torch.equal(towpath.full_tensor(found.grad), expected.grad.full_tensor()), name  # pyright: ignore
+
+
+def test_what_is_no_precision_is_refused_on_every_rank_with_what_is(world: Worlds) -> None:
+    world(2).run(_refuse_precisions)
+
+
+def _refuse_precisions() -> None:
+    for given, words in (
+        ("bf17", r"precision='bf17': expected the dtype .* towpath.Precision, or .* MixedPrecisionPolicy"),
+        (16, r"precision=16: expected"),
+        (torch.int8, r"precision=torch.int8: expected"),
+        (
+            MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32),
+            r"output_dtype.*model\(x\).to\(torch.float32",
+        ),
+        (MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False), r"cast_forward_inputs=False.*casts its"),
+    ):
+        with pytest.raises(StrategyError, match=words):
+            towpath.shard(_net(), "zero3", precision=given)
+        with pytest.raises(StrategyError, match=words):
+            towpath.schedule("zero3", _net(), 1, given, topology=SHAPE)
+    wrong = "bf17" if dist.get_rank() else "bf16"  # on one rank alone it is an error on all
+    with pytest.raises((StrategyError, MismatchError), match="bf17"):
+        towpath.shard(_net(), "zero3", precision=wrong)  # pyright: ignore[reportArgumentType]
+
+
+# --- blocks first, and then the root ----------------------------------------------------------------------------------
+
+
+def test_sharding_blocks_and_then_the_root_is_explained(world: Worlds) -> None:
+    world(2).run(_shard_blocks_first)
+
+
+def _shard_blocks_first() -> None:
+    for shard, called in ((lambda block: towpath.shard(block, "zero3"), "shard"), (fully_shard, "fully_shard")):
+        model = _net()
+        for block in model.blocks:
+            shard(block)
+        words = rf"^{called}\(\) was called before .* of this Net .*towpath.shard\(model, 'mics', units=\[Block\]\)"
+        with pytest.raises(ShardError, match=words):
+            towpath.shard(model, "mics")
+    model = _net()
+    towpath.shard(model.blocks[1], "zero3")
+    with pytest.raises(ShardError, match=r"was called before .*towpath.shard\(model, 'auto', units=\[Block\]\)"):
+        towpath.shard(model, "auto", workload=towpath.Workload(tokens=4))
+    whole = towpath.shard(_net(), "zero3")
+    with pytest.raises(ShardError, match=r"the Block is a part of a model that is sharded already"):
+        towpath.shard(whole.blocks[0], "zero3")
+    with pytest.raises(ShardError, match=r"a model that is sharded already cannot be sharded again"):
+        towpath.shard(nn.Sequential(*whole.blocks), "zero3")
+    with pytest.raises(ShardError, match=r"the model is sharded already"):
+        towpath.shard(whole, "zero3")
+
+
+def test_what_is_no_strategy_names_the_preset_that_is_meant(world: Worlds) -> None:
+    world(1).run(_name_sharding_strategies)
+
+
+def _name_sharding_strategies() -> None:
+    meant = {"FULL_SHARD": "zero3", "SHARD_GRAD_OP": "zero2", "NO_SHARD": "ddp", "HYBRID_SHARD": "mics"}
+    for theirs in ShardingStrategy:
+        ours = meant.get(theirs.name, "paro-nii")
+        for given in (theirs, theirs.name):
+            with pytest.raises(StrategyError, match=rf"[Dd]id you mean '{ours}'\?"):
+                towpath.shard(_net(), given)  # pyright: ignore[reportArgumentType]
+    for given in (3, None, copy):
+        with pytest.raises(StrategyError, match=r"shard: expected a preset's name, or a Strategy"):
+            towpath.shard(_net(), given)  # pyright: ignore[reportArgumentType]
+
+
+# --- methods ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_method_of_theirs_is_ours_or_names_its_counterpart(world: Worlds) -> None:
+    world(1).run(_call_their_methods)
+
+
+def _call_their_methods() -> None:
+    assert sorted(COUNTERPARTS) == THEIR_METHODS, "FSDPModule has other methods: add them to engine/fsdp_methods.py"
+    model: Any = towpath.shard(_net(), "zero3", units=[Block])
+    for name in THEIR_METHODS:
+        for module in (model, model.blocks[0], model.head):
+            if module is model and name in ("unshard", "reshard"):
+                continue
+            with pytest.raises(ShardError, match=rf"{name}: a sharded model has no such method\. [A-Z]"):
+                getattr(module, name)(True)
+            # What looks for a method, or for the class, is not led to believe that this is FSDP2.
+            assert not hasattr(module, name) and getattr(module, name, None) is None
+        assert name in ("unshard", "reshard") or name not in dir(model)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    with pytest.raises(AttributeError, match="no attribute 'set_nothing'"):
+        model.set_nothing(True)
+
+
+# --- functions beside the methods -------------------------------------------------------------------------------------
+
+
+def test_the_typed_functions_do_what_the_methods_do(world: Worlds) -> None:
+    world(2).run(_call_functions)
+
+
+def _call_functions() -> None:
+    model = towpath.shard(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "zero3", topology=SHAPE)
+    weight = model.get_parameter("0.weight")
+    batches = [_batch()] * (1 + dist.get_rank())
+    assert len(list(towpath.join(model, batches))) == 2
+    with towpath.no_sync(model):
+        model(_batch()).square().mean().backward()
+    assert weight.grad is None
+    model(_batch()).square().mean().backward()
+    assert weight.grad is not None and towpath.full_tensor(weight.grad).shape == (8, 8)
+    everyones = [torch.empty(8) for _ in range(2)]
+    towpath.broadcast_buffers(model, 1)
+    dist.all_gather(everyones, model.get_buffer("1.running_mean"))
+    assert torch.equal(*everyones)
+    whole = towpath.full_tensor(weight)
+    towpath.unshard(model)
+    assert torch.equal(model.get_parameter("0.weight"), whole)
+    with torch.no_grad():
+        model.get_parameter("0.weight").fill_(dist.get_rank())
+    towpath.reshard(model, modifier_rank=1)
+    assert torch.equal(towpath.full_tensor(weight), torch.ones(8, 8))
+
+
+def test_the_typed_functions_take_a_compiled_model(world: Worlds) -> None:
+    world(1).run(_call_functions_on_compiled)
+
+
+def _call_functions_on_compiled() -> None:
+    model: Any = torch.compile(towpath.shard(_net(), "zero3"), backend="eager")
+    with towpath.no_sync(model):
+        pass
+    towpath.unshard(model)
+    towpath.reshard(model)
+
+
+def test_the_typed_functions_refuse_what_is_not_sharded() -> None:
+    plain = nn.Linear(2, 2)
+    for call in (
+        lambda: towpath.no_sync(plain),
+        lambda: next(towpath.join(plain, [1])),
+        lambda: towpath.unshard(plain),
+        lambda: towpath.reshard(plain),
+        lambda: towpath.broadcast_buffers(plain),
+    ):
+        with pytest.raises(
+            ShardError, match=r"expected a model that towpath.shard\(\) returned, got a plain Linear\. Call"
+        ):
+            call()
+    with pytest.raises(ShardError, match=r"full_tensor: expected a ShardTensor.*got a plain Parameter"):
+        towpath.full_tensor(plain.weight)
