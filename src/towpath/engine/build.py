@@ -29,6 +29,7 @@ from towpath.engine.initialise import FromModel, FromValues, Source, Values, mat
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial_sums import Replica
+from towpath.engine.trial_steps import watch_optimizers
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError
@@ -145,6 +146,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     source = _source(options.values, wiring, mesh)
     trainable, frozen = (_replica(strategy.of(trains), groups, mesh) for trains in (True, False))
     shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, WriteMark())
+    watch_optimizers()
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
