@@ -483,6 +483,14 @@ class Around(optim.Optimizer):
         self.inner.step()
 
 
+class Communicates(ClippedTogether):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= 0.1 * p.grad
+                dist.all_reduce(p.data)
+
+
 COUPLED = {
     OneStepSize: "what step.. writes into its groups depends on the parameters there: '(d|numerator)'",
     ClippedTogether: "depends on the gradients of the others",
@@ -490,6 +498,7 @@ COUPLED = {
     Noisy: "draws random numbers",
     CountsWhereItHasParameters: "other values into its groups where they have no parameters: 'k'",
     Around: "steps another optimizer, SGD",
+    Communicates: "communicates with other ranks .c10d.allreduce_",
 }
 
 

@@ -110,8 +110,10 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> Iterator[Optimizer]:
     wanted = {id(p) for p in parameters}
     kinds = _with_subclasses(Optimizer)
     for thing in gc.get_objects():  # nobody keeps a list of them; a tenth of a second in a large process
-        if type(thing) in kinds and any(id(p) in wanted for group in thing.param_groups for p in group["params"]):
-            yield thing
+        if type(thing) in kinds:
+            groups = getattr(thing, "param_groups", ())  # one whose constructor raised has none
+            if any(id(p) in wanted for group in groups for p in group["params"]):
+                yield thing
 
 
 def _with_subclasses(kind: type[Any]) -> set[type[Any]]:

@@ -26,6 +26,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from towpath.engine.partial_sums import Replica
 from towpath.engine.shard_tensor import ShardTensor
@@ -41,6 +43,9 @@ _SIDE = 6
 _ALIKE = 2
 # Products of batched matrices may round differently. What couples parameters moves them by far more.
 _TOLERANCE = 0.01
+# Smaller steps would vanish in the rounding of the parameters. A learning rate is zero where a warm-up begins.
+_LEARNING_RATE = 0.01
+_PLAIN = (int, float, complex, str, type(None))
 
 
 # One call with some of the parameters -------------------------------------------------------------------------------
@@ -55,16 +60,15 @@ class Common:
 
     @staticmethod
     def of(optimizer: Optimizer) -> Common:
-        attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float, str))}
+        attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
         return Common(tuple(map(options_of, optimizer.param_groups)), attributes)
 
     def difference(self, other: Common, tensors: bool = True) -> str | None:
-        """The first option that differs, with both values; of `tensors`, too, which may wait for a device."""
+        """Return the first option that differs, with both values; compare `tensors` too, which waits for a device."""
         for number, (mine, theirs) in enumerate(zip(self.options, other.options, strict=True)):
-            for key in mine.keys() | theirs.keys():
+            for key in dict.fromkeys([*mine, *theirs]):
                 here, there = mine.get(key), theirs.get(key)
-                is_tensor = isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor)
-                if (tensors or not is_tensor) and not _same(here, there):
+                if not _same(here, there, tensors):
                     return f"{key!r} of group {number} is {here} or {there}"
         return None
 
@@ -125,10 +129,25 @@ def coupling(optimizer: Optimizer) -> str | None:
         return beside
     devices = {p.device for group in optimizer.param_groups for p in group["params"]}
     try:
-        with _undisturbed(devices, compiles=False):
+        with _undisturbed(devices, compiles=False), _Alone():
             return _difference(optimizer, devices)
+    except _CommunicatesError as error:
+        return f"it communicates with other ranks ({error})"
     except Exception as error:
         return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
+
+
+class _CommunicatesError(Exception):
+    """Raised in a trial step in the place of a collective operation."""
+
+
+class _Alone(TorchDispatchMode):
+    """Raise where an optimizer communicates: a rank steps only what it owns, and the others do not answer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise _CommunicatesError(func)
+        return func(*args, **(kwargs or {}))
 
 
 def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
@@ -154,7 +173,7 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
             if difference := expected.difference(found):
                 return f"what step() writes into its groups depends on the parameters there: {difference}"
         for (p, q), old in zip(pairs, start, strict=True):
-            if (p - q).abs().max() > _TOLERANCE * (p - old).abs().max():
+            if (p - q).abs().nan_to_num().max() > _TOLERANCE * (p - old).abs().nan_to_num().max():
                 return "the step of a parameter depends on the gradients of the others"
         # A rank that owns none of the parameters counts the step all the same.
         alone = alone or expected.difference(call_with(apart, "step", before, {}, {}))
@@ -241,7 +260,7 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     memo: dict[int, Any] = {id(optimizer): made}
     for p in _parameters(optimizer):
         small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
-        memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)))
+        memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
     groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, _kind_of_group)]
     memo[id(optimizer.param_groups)], memo[id(optimizer.state)] = groups, defaultdict[Any, Any](dict)
     for key, value in vars(optimizer).items():
@@ -256,7 +275,13 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
 
 def _small_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     small = _seldom_alike([memo[id(p)] for p in group["params"]], _shape_of)
-    return {**copy.deepcopy(options_of(group), memo), "params": list(small)}
+    options = copy.deepcopy(options_of(group), memo)
+    rate = options.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.clamp_(min=_LEARNING_RATE)
+    elif isinstance(rate, (int, float)):
+        options["lr"] = max(rate, _LEARNING_RATE)
+    return {**options, "params": list(small)}
 
 
 def _shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -290,12 +315,19 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _same(here: Any, there: Any) -> bool:
-    if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor):
-        return torch.equal(here, there)
+def _same(here: Any, there: Any, tensors: bool) -> bool:
+    """Compare numbers, strings and tensors, and what contains them; other objects count as equal."""
+    (mine, form), (theirs, other) = tree_flatten(here), tree_flatten(there)
+    return form == other and all(_same_leaf(x, y, tensors) for x, y in zip(mine, theirs, strict=True))
+
+
+def _same_leaf(here: Any, there: Any, tensors: bool) -> bool:
     if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
-        return False
-    return here is there or bool(here == there) or (here != here and there != there)  # NaN is NaN
+        if not tensors:
+            return True
+        return isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and torch.equal(here, there)
+    plain = isinstance(here, _PLAIN) and isinstance(there, _PLAIN)
+    return not plain or here == there or (here != here and there != there)  # NaN is NaN
 
 
 @contextmanager
