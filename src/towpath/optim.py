@@ -16,16 +16,23 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from towpath.core.wire import Wire
 from towpath.engine.agreement import agree
 from towpath.engine.executor import Engine, engine_with
 from towpath.engine.matrix_steps import MatrixSteps, Whole
 from towpath.engine.shard_tensor import ShardTensor
-from towpath.errors import ShardError, TowpathError
+from towpath.engine.trial_steps import Common, call_with, coupling, options_of
+from towpath.errors import ShardError, StepError, TowpathError
 
 __all__ = ["Together", "WholeMatrices", "together", "whole_matrices"]
 
+_INSTEAD = (
+    "pass an optimizer that handles each parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor, or "
+    "take an elementwise one, such as torch.optim.AdamW, without whole_matrices()"
+)
 _ADVICE = "Make the same optimizer of the same parameters on every rank."
 
 
@@ -87,57 +94,72 @@ class WholeMatrices(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before, after = [_options(group) for group in self.param_groups], list[dict[str, Any]]()
-        for part in self._parts:
-            part.run(lambda wholes, part=part: after.extend(self._iterate(part, wholes, before)))
-        if not after:  # this rank owns none of them: it counts the step all the same
-            after = self._step_of({}, before)
-        # What an optimizer keeps in its groups (numbers of steps, say) is the same after each of the calls.
-        for group, options in zip(self.param_groups, after[-len(self.param_groups) :], strict=True):
-            group.update(options)
+        self._call("step", Common.of(self.inner))
         return loss
 
-    def _iterate(
-        self, part: MatrixSteps, wholes: Sequence[Whole], options: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """Let the wrapped optimizer step matrices that this rank owns; the options of its groups afterwards."""
+    def train(self) -> None:
+        """Call the wrapped optimizer's `train()`, if it has one, as schedule-free optimizers do. Every rank must call
+        it."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Call the wrapped optimizer's `eval()`, if it has one, as schedule-free optimizers do. Every rank must call
+        it."""
+        self._switch("eval")
+
+    @torch.no_grad()
+    def _switch(self, mode: str) -> None:
+        method = getattr(self.inner, mode, None)
+        if not callable(method):
+            return
+        if not self._parts:
+            method()
+            return
+        # Trainers call train() before each batch. Where that changes nothing without parameters, the optimizer is in
+        # this mode already, on every rank, and nothing has to travel.
+        before = Common.of(self.inner)
+        after = call_with(self.inner, mode, before, {}, {})
+        if before.attributes != after.attributes or before.difference(after, tensors=False):
+            self._call(mode, before)
+
+    def _call(self, method: str, before: Common) -> None:
+        """Let each owner call a method of the wrapped optimizer for the parameters it owns, some at a time."""
+        after: list[Common] = []
+        for part in self._parts:
+            part.run(
+                lambda wholes, part=part: after.append(self._iterate(part, wholes, method, before)),
+                gradients=method == "step",
+            )
+        if not after:  # this rank owns none of them: it counts the step all the same
+            after.append(call_with(self.inner, method, before, {}, {}))
+        # What an optimizer keeps in its groups (numbers of steps, say) is the same after each of the calls.
+        for group, options in zip(self.param_groups, after[-1].options, strict=True):
+            group.update(options)
+        for each in after[:-1]:
+            if difference := each.difference(after[-1], tensors=False):
+                raise StepError(
+                    f"whole_matrices({self.kind}): {method}() wrote values into its groups that depend on the "
+                    f"parameters that it was called with: {difference}. It does not handle each parameter by itself, "
+                    f"so this step is not that of one process. Go back to the last checkpoint, and {_INSTEAD}."
+                )
+
+    def _iterate(self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: Common) -> Common:
+        """Let the wrapped optimizer step matrices that this rank owns; return what it then keeps for all of them."""
         parameters = [part.parameters[whole.name] for whole in wholes]
         stand_ins: dict[int, nn.Parameter] = {}
         for whole, parameter in zip(wholes, parameters, strict=True):
             stand_in = self._stand_ins.setdefault(id(parameter), nn.Parameter(whole.weight))
             stand_in.data, stand_in.grad = whole.weight, whole.gradient
             stand_ins[id(parameter)] = stand_in
-        found = self._step_of(stand_ins, options, {stand_ins[id(p)]: self.state[p] for p in parameters})
+        states = {stand_ins[id(p)]: self.state[p] for p in parameters}
+        found = call_with(self.inner, method, before, stand_ins, states)
         for whole, parameter in zip(wholes, parameters, strict=True):
-            stand_in, state = stand_ins[id(parameter)], self.state[parameter]
+            stand_in = stand_ins[id(parameter)]
             if stand_in.data_ptr() != whole.weight.data_ptr():  # it was assigned, not written to
                 whole.weight.copy_(stand_in)
             stand_in.grad = None
-            memory = {tensor.untyped_storage().data_ptr() for tensor in (whole.weight, whole.gradient)}
-            for key, value in state.items():  # the memory will hold other matrices
-                if isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in memory:
-                    state[key] = value.clone()
+            self.state[parameter] = _kept(states[stand_in], [whole.weight, whole.gradient])
         return found
-
-    def _step_of(
-        self,
-        stand_ins: dict[int, nn.Parameter],
-        options: Sequence[dict[str, Any]],
-        states: dict[nn.Parameter, dict[str, Any]] | None = None,
-    ) -> list[dict[str, Any]]:
-        """A step of the wrapped optimizer of these parameters alone."""
-        inner: Any = self.inner
-        groups, state = inner.param_groups, inner.state
-        inner.param_groups = [
-            {**each, "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]}
-            for each, group in zip(options, self.param_groups, strict=True)
-        ]
-        inner.state = defaultdict(dict, states or {})
-        try:
-            inner.step()
-            return [_options(group) for group in inner.param_groups]
-        finally:
-            inner.param_groups, inner.state = groups, state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_made:
@@ -229,6 +251,20 @@ class Together(Optimizer):
             each.step()
         return loss
 
+    def train(self) -> None:
+        """Call `train()` of the members that have it, as schedule-free optimizers do. Every rank must call it."""
+        self._switch("train")
+
+    def eval(self) -> None:
+        """Call `eval()` of the members that have it, as schedule-free optimizers do. Every rank must call it."""
+        self._switch("eval")
+
+    def _switch(self, mode: str) -> None:
+        for each in self.members:
+            method = getattr(each, mode, None)
+            if callable(method):
+                method()
+
     def state_dict(self) -> dict[str, Any]:
         for each in self.members:
             if isinstance(each, WholeMatrices):
@@ -263,8 +299,22 @@ def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
+def _kept(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[str, Any]:
+    """Return a state with copies of what lies in the `lent` tensors, whose memory will hold other matrices."""
+    memory = set[int]().union(*(_memory_of(tensor) for tensor in lent if tensor is not None))
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if memory & _memory_of(tensor) else tensor
+
+    return tree_map_only(torch.Tensor, kept, state)
+
+
+def _memory_of(tensor: torch.Tensor) -> set[int]:
+    """Return the addresses of the storages that hold a tensor; of a quantized state, those of its parts."""
+    if is_traceable_wrapper_subclass(tensor):
+        parts, _ = tensor.__tensor_flatten__()
+        return set[int]().union(*(_memory_of(getattr(tensor, part)) for part in parts))
+    return {tensor.untyped_storage().data_ptr()}
 
 
 def _checked(inner: Optimizer) -> list[Engine]:
@@ -292,10 +342,10 @@ def _check_optimizer(inner: Optimizer) -> None:
         raise ShardError(f"whole_matrices(): expected a torch optimizer, got {name}.")
     if isinstance(inner, WholeMatrices):
         raise ShardError("whole_matrices(): this optimizer is wrapped already.")
-    if isinstance(inner, torch.optim.LBFGS):
+    if reason := coupling(inner):
         raise ShardError(
-            f"whole_matrices(): {name} computes with all parameters at once. Expected an optimizer that handles each "
-            "parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor."
+            f"whole_matrices(): {name} cannot step its parameters one at a time, each on the rank that owns it: "
+            f"{reason}. {_INSTEAD.capitalize()}."
         )
     if inner.state:
         raise ShardError(f"whole_matrices(): this {name} has stepped already. Wrap it before its first step.")
@@ -323,6 +373,6 @@ def _lines(inner: Optimizer) -> list[str]:
     """What all ranks must have alike."""
     lines = [f"optimizer {type(inner).__name__}"]
     for number, group in enumerate(inner.param_groups):
-        lines.append(f"options of group {number}: {_options(group)}")
+        lines.append(f"options of group {number}: {options_of(group)}")
         lines += [f"group {number}: {p.span.name if isinstance(p, ShardTensor) else p.shape}" for p in group["params"]]
     return lines

@@ -153,6 +153,26 @@ def _step_inside(label: str) -> None:
     twin.check_parameters()
 
 
+# --- norms and sums of which each rank has a part --------------------------------------------------------------------
+
+
+def test_norms_and_sums_print_and_convert_as_those_of_whole_tensors(world: Worlds) -> None:
+    world(2).run(_convert)
+
+
+def _convert() -> None:
+    twin = _twin("zero3")
+    twin.backward()
+    for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
+        for mine, whole in ((found.detach(), expected.detach()), (found.grad, expected.grad)):
+            for norm, value in ((mine.norm(), whole.norm()), (mine.sum(), whole.sum())):
+                assert f"{norm:.4f}" == f"{value:.4f}" and f"{norm:10.2e}" == f"{value:10.2e}"
+                assert float(norm) == pytest.approx(value.item(), abs=1e-12)
+                assert round(norm, 3) == round(value.item(), 3) and round(norm) == round(value.item())
+                assert norm.tolist() == pytest.approx(value.item(), abs=1e-12)
+                assert norm.cpu().numpy() == pytest.approx(value.numpy(), abs=1e-12)
+
+
 # --- what units do with their inputs and outputs ---------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from torch import optim
 import towpath
 from tests.ranks.server import World
 from tests.ranks.test_never_silent import Net, _loss
+from tests.ranks.test_whole_matrices import OneStepSize
 from tests.ranks.twin import Twin
 from towpath import checkpoint
 from towpath.errors import ShardTensorError
@@ -124,3 +125,19 @@ def _refuse() -> dict[str, str]:
         texts[name] = str(caught.value)
         assert all(torch.equal(p.to_local(), b) for p, b in zip(twin.sharded.parameters(), before, strict=True)), name
     return texts
+
+
+def test_what_couples_parameters_is_not_sent_to_whole_matrices(world: Worlds) -> None:
+    """Its first step says so: whole_matrices() would refuse it."""
+    for text in world(2).run(_refuse_coupled):
+        assert "OneStepSize works on whole tensors" in text, text
+        assert "whole_matrices(OneStepSize(…)) cannot step it either: what step() writes into its groups" in text, text
+        assert "Instead, take an elementwise optimizer" in text and "Call towpath" not in text, text
+
+
+def _refuse_coupled() -> str:
+    twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1))
+    twin.backward()
+    with pytest.raises(ShardTensorError) as caught:
+        OneStepSize(twin.sharded.parameters()).step()
+    return str(caught.value)

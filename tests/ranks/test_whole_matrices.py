@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.testing._internal.two_tensor import TwoTensor
 
 import towpath
 from tests.ranks.models import MODELS
@@ -28,7 +29,7 @@ from towpath.collectives import messages
 from towpath.core.owner_messages import owner_messages, piece_bytes
 from towpath.core.payload import Matrices
 from towpath.core.strategy import Kind
-from towpath.errors import MismatchError, ShardError, StepError, StrategyError
+from towpath.errors import CheckpointError, MismatchError, ShardError, ShardTensorError, StepError, StrategyError
 from towpath.optim import together, whole_matrices
 
 Worlds = Callable[[int], World]
@@ -400,6 +401,340 @@ def _full_state_dicts() -> None:
     for parameter, state in resumed.state.items():
         assert torch.equal(state["momentum_buffer"], twin.optimizer.state[parameter]["momentum_buffer"])
     assert fresh.state.keys() == adamw.state.keys()
+
+
+# --- optimizers that couple parameters --------------------------------------------------------------------------------
+
+
+class OneStepSize(optim.Optimizer):
+    """As Prodigy and D-Adaptation: one step size, estimated from all parameters, which it keeps in its groups."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "d": 1e-3, "numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        gain, size = 0.0, 0.0
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                start = state.setdefault("start", p.detach().clone().flatten())
+                summed = state.setdefault("summed", torch.zeros_like(start))
+                summed.add_(p.grad.flatten(), alpha=group["d"])
+                gain += group["d"] * torch.dot(p.grad.flatten(), start - p.flatten()).item()
+                size += summed.abs().sum().item()
+        for group in self.param_groups:
+            group["numerator"] += gain
+            group["d"] = max(group["d"], group["numerator"] / size if size else 0.0)
+            for p in group["params"]:
+                p.sub_(p.grad.sign(), alpha=group["lr"] * group["d"])
+
+
+class ClippedTogether(optim.Optimizer):
+    """As LAMB and Adan with a maximum: gradients are divided by the norm of all of them. Its groups do not change."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+        for p in parameters:
+            p.data -= 0.1 * p.grad / (1 + norm)
+
+
+class CountsBesideItsParameters(optim.Optimizer):
+    """As MADGRAD: a count in `state` that belongs to no parameter."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[call-overload]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= 0.1 / self.state["k"] * p.grad  # type: ignore[index]
+
+
+class Noisy(ClippedTogether):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= 0.1 * torch.randn_like(p) * p.grad
+
+
+class CountsWhereItHasParameters(ClippedTogether):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= 0.1 * p.grad
+            if group["params"]:
+                group["k"] = group.get("k", 0) + 1
+
+
+class Around(optim.Optimizer):
+    """As Lookahead: it steps another optimizer."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.inner = optim.SGD(self.param_groups, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Communicates(ClippedTogether):
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data -= 0.1 * p.grad
+                dist.all_reduce(p.data)
+
+
+COUPLED = {
+    OneStepSize: "what step.. writes into its groups depends on the parameters there: '(d|numerator)'",
+    ClippedTogether: "depends on the gradients of the others",
+    CountsBesideItsParameters: "keeps state.'k'., which belongs to no parameter",
+    Noisy: "draws random numbers",
+    CountsWhereItHasParameters: "other values into its groups where they have no parameters: 'k'",
+    Around: "steps another optimizer, SGD",
+    Communicates: "communicates with other ranks .c10d.allreduce_",
+}
+
+
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+def test_optimizers_that_couple_parameters_are_refused_by_name_when_wrapped(world: Worlds, label: str) -> None:
+    world(2).run(_refuse_coupled, label)
+
+
+def _refuse_coupled(label: str) -> None:
+    model: Any = towpath.shard(Net(), label, topology=towpath.Topology(2, 1))
+    before = [p.full_tensor() for p in model.parameters()]
+    for kind, reason in COUPLED.items():
+        with pytest.raises(ShardError, match=rf"{kind.__name__} cannot step its parameters one at a time.*{reason}"):
+            whole_matrices(kind(model.parameters()))
+        with pytest.raises(ShardError, match=kind.__name__):  # before an integration shards the model
+            whole_matrices(kind(Net().parameters()))
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+class LateStepSize(optim.Optimizer):
+    """Its step size depends on gradients from its 20th step on, which no trial at the start can see."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"steps": 0, "d": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            if group["steps"] >= 20:
+                group["d"] = sum(p.grad.abs().sum().item() for p in group["params"])
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["d"])
+
+
+def test_an_optimizer_that_couples_parameters_later_is_refused_in_that_step(world: Worlds) -> None:
+    assert world(2).run(_couple_late) == [20, 20]
+
+
+def _couple_late() -> int:
+    model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
+    optimizer = whole_matrices(LateStepSize(_matrices(model)))
+    model(torch.ones(2, 6)).sum().backward()
+    for _ in range(19):
+        optimizer.step()
+    with pytest.raises(StepError, match=r"LateStepSize.: step.. wrote values into its groups .* 'd' of group 0"):
+        optimizer.step()
+    return int(optimizer.param_groups[0]["steps"])
+
+
+class CountsByItself(Iterated):
+    """Right under the wrapper, though it counts in an attribute and makes the states of a parameter anew."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    sums = self.state[p].get("sums", 0) + p.grad @ p.grad.T @ p.grad
+                    self.state[p] = {"sums": sums}
+                    p.sub_(sums, alpha=0.1 / self.steps)
+
+
+def test_counts_in_attributes_and_states_made_anew_are_kept(world: Worlds) -> None:
+    world(2).run(_count_by_itself)
+
+
+def _count_by_itself() -> None:
+    twin = Twin(Net, _loss, "zero3", towpath.Topology(2, 1))
+    twin.optimizer = whole_matrices(CountsByItself(_matrices(twin.sharded)))
+    twin.plain_optimizer = CountsByItself(_matrices(twin.plain))
+    twin.train(4)
+    twin.check_parameters()
+    assert twin.optimizer.inner.steps == 4
+
+
+# --- schedule-free optimizers, and those that compile their step ------------------------------------------------------
+
+
+class Averaged(Iterated):
+    """As a schedule-free optimizer: `z` is trained, gradients are taken between it and its average, and the average is
+    what is evaluated. Needs whole matrices, and starts in no mode."""
+
+    def __init__(self, params: Any, whole: bool = True) -> None:
+        super().__init__(params)
+        self.whole = whole
+        for group in self.param_groups:
+            group["train_mode"] = False
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._switch(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._switch(True, 1 - 0.9)
+
+    def _switch(self, train: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(self.state[p]["z"], weight)
+                group["train_mode"] = train
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            assert group["train_mode"], "call train() first"
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    z = self.state[p].setdefault("z", p.detach().clone())
+                    change = p.grad @ p.grad.T @ p.grad if self.whole else p.grad
+                    p.lerp_(z, 1 / group["steps"]).sub_(change, alpha=0.1 * (1 - 1 / group["steps"]))
+                    z.sub_(change, alpha=0.2)
+
+
+@pytest.mark.parametrize("wrap", ["wrapped", "as it is", "together"])
+def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(world: Worlds, wrap: str) -> None:
+    world(4).run(_schedule_free, wrap)
+
+
+def _schedule_free(wrap: str) -> None:
+    for label in ("zero3", "mics", "paro-iig", "ddp"):
+        twin = Twin(Net, _loss, label, SHAPE)
+        twin.optimizer, twin.plain_optimizer = _averaged(twin.sharded, wrap), _averaged(twin.plain, wrap, _as_it_is)
+        for step in range(4):
+            twin.optimizer.train()
+            twin.plain_optimizer.train()
+            twin.backward(step)
+            if step == 3:  # a parameter without a gradient is switched, too
+                twin.sharded.blocks[0].a.weight.grad = twin.plain.blocks[0].a.weight.grad = None
+            twin.step()
+            twin.plain.zero_grad()
+            if step % 2:
+                twin.optimizer.eval()
+                twin.plain_optimizer.eval()
+                twin.check_parameters()
+                x = torch.ones(2, 6, dtype=torch.float64)
+                with torch.no_grad():  # what is evaluated was published
+                    assert torch.allclose(twin.sharded(x), twin.plain(x), rtol=0, atol=1e-9), (label, step)
+
+
+def _averaged(model: nn.Module, kind: str, wrap: Callable[[Any], Any] = whole_matrices) -> Any:
+    if kind == "as it is":
+        return Averaged(model.parameters(), whole=False)
+    whole = wrap(Averaged(_matrices(model)))
+    return whole if kind == "wrapped" else together(whole, Averaged(_others(model), whole=False))
+
+
+def test_a_mode_that_an_optimizer_is_in_already_moves_nothing(world: Worlds) -> None:
+    world(2).run(_switch_twice)
+
+
+def _switch_twice() -> None:
+    model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
+    optimizer = whole_matrices(Averaged(_matrices(model)))
+    muon = whole_matrices(optim.Muon([_matrices(model)[0]]))
+
+    def runs() -> Counter[Kind]:
+        counts: Counter[Kind] = Counter()
+        for total in towpath.stats(model).transfers:
+            counts[total.transfer.kind] += total.calls if total.transfer.kind in OWNERS else 0
+        return counts
+
+    def moved(action: Callable[[], None]) -> set[Kind]:
+        before = runs()
+        action()
+        return set(runs() - before)
+
+    optimizer.train()
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert moved(optimizer.train) == set()
+    assert moved(muon.eval) == set()
+    assert moved(optimizer.eval) == {Kind.MATRIX_WEIGHTS, Kind.MATRIX_UPDATES}
+    assert moved(optimizer.eval) == set()
+
+
+def _momentum(p: Tensor, grad: Tensor, sums: Tensor) -> None:
+    sums.copy_(sums + grad.float())
+    p.copy_(p - 0.1 * sums)
+
+
+class Compiled(optim.Optimizer):
+    """As torchao's AdamW8bit: its step is compiled, and its states are tensors of a class of their own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        compiled: Any = torch.compile(_momentum, fullgraph=True, dynamic=False, backend="eager")
+        with torch._dynamo.utils.disable_cache_limit():
+            for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["sums"] = TwoTensor(torch.zeros(p.shape), torch.zeros(p.shape))
+                compiled(p.detach(), p.grad, state["sums"].a)
+
+
+def test_an_optimizer_that_compiles_its_step_works_wrapped_and_is_refused_otherwise(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(_compile, tmp_path)
+
+
+def _compile(root: Path) -> None:
+    sharded: Any = towpath.shard(MODELS["gpt"].make(torch.float32), "zero3", topology=towpath.Topology(2, 1))
+    plain = MODELS["gpt"].make(torch.float32)
+    _backward(sharded)
+    unwrapped = Compiled(sharded.parameters())
+    words = rf"rank {dist.get_rank()}: Compiled compiles its step.*Call towpath.optim.whole_matrices.Compiled"
+    with pytest.raises(ShardTensorError, match=words):
+        unwrapped.step()
+    optimizer, expected = whole_matrices(Compiled(sharded.parameters())), Compiled(plain.parameters())
+    for step in range(2):
+        _backward(sharded, step)
+        for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
+            q.grad = p.grad.full_tensor()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    for (key, p), q in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q), key
+    failure = checkpoint.save(root, 2, checkpoint.State(sharded, optimizer)).failure
+    assert failure is not None and "is a TwoTensor, which checkpoints cannot hold" in failure, failure
+    options = StateDictOptions(full_state_dict=True)
+    with pytest.raises(CheckpointError, match="is a TwoTensor, which checkpoints cannot hold"):
+        checkpoint.get_optimizer_state_dict(sharded, optimizer, options=options)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

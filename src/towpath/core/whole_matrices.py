@@ -149,9 +149,12 @@ class Iterate:
     way: int
 
 
-def step_actions(plan: MatrixPlan, rounds: Sequence[Round]) -> Iterator[Submit | Wait | Iterate]:
-    """What is done in one step of the optimizer."""
-    gathers = [_task(Kind.MATRIX_GRADIENTS, number, plan.gathers(each)) for number, each in enumerate(rounds)]
+def step_actions(
+    plan: MatrixPlan, rounds: Sequence[Round], gradients: bool = True
+) -> Iterator[Submit | Wait | Iterate]:
+    """Yield what is done in one step of the optimizer, or in one call without gradients, such as its `eval()`."""
+    travels = [[t for t in plan.gathers(each) if gradients or t.kind is Kind.MATRIX_WEIGHTS] for each in rounds]
+    gathers = [_task(Kind.MATRIX_GRADIENTS, number, tuple(each)) for number, each in enumerate(travels)]
     scatters = [_task(Kind.MATRIX_UPDATES, number, plan.scatters(each)) for number, each in enumerate(rounds)]
     for number in range(len(rounds)):
         for ahead in range(0 if number == 0 else number + 1, min(number + ROUNDS_IN_FLIGHT, len(rounds))):

@@ -30,6 +30,7 @@ from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial_sums import Replica
 from towpath.engine.program import note_optimizer_steps
+from towpath.engine.trial_steps import watch_optimizers
 from towpath.engine.unit import Unit
 from towpath.engine.wiring import Wiring
 from towpath.errors import ShardError
@@ -110,8 +111,10 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> Iterator[Optimizer]:
     wanted = {id(p) for p in parameters}
     kinds = _with_subclasses(Optimizer)
     for thing in gc.get_objects():  # nobody keeps a list of them; a tenth of a second in a large process
-        if type(thing) in kinds and any(id(p) in wanted for group in thing.param_groups for p in group["params"]):
-            yield thing
+        if type(thing) in kinds:
+            groups = getattr(thing, "param_groups", ())  # one whose constructor raised has none
+            if any(id(p) in wanted for group in groups for p in group["params"]):
+                yield thing
 
 
 def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
@@ -147,6 +150,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     trainable, frozen = (_replica(strategy, trains, wiring, mesh) for trains in (True, False))
     shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, WriteMark())
     note_optimizer_steps()
+    watch_optimizers()
     materialise_buffers(model, wiring.device)
     with _optimizers_told(layouts):
         plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]

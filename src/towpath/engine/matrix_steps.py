@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.collectives.bound_transfer import BoundMatrices
 from towpath.collectives.workspace import Workspace
@@ -27,7 +28,7 @@ from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.engine.streams import Handle
-from towpath.errors import StepError
+from towpath.errors import CheckpointError, StepError
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Whole:
 
     name: str
     weight: torch.Tensor
-    gradient: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 Iteration = Callable[[Sequence[Whole]], None]
@@ -88,23 +89,24 @@ class MatrixSteps:
         """Of the memory that matrices are brought together in."""
         return sum(memory.nbytes for memory in self._memory.values())
 
-    def run(self, iterate: Iteration) -> None:
+    def run(self, iterate: Iteration, gradients: bool = True) -> None:
         """`iterate` is given the matrices that this rank owns, round by round, and changes their weights.
 
+        With `gradients`, these are the parameters that have one; without, they are all, and no gradient travels.
         Where it fails, this rank still takes part in all that the others wait for; then it raises.
         """
         self._reserve()
-        names = frozenset(name for name, p in self.parameters.items() if p.grad is not None)
+        names = frozenset(name for name, p in self.parameters.items() if p.grad is not None) if gradients else self._all
         rounds = self.plan.step(None if names == self._all else names)
         failure: BaseException | None = None
-        for action in step_actions(self.plan, rounds):
+        for action in step_actions(self.plan, rounds, gradients):
             match action:
                 case Submit(task):
                     task.handle, task.after = self._submit(task, rounds[task.unit]), ()
                 case Wait(task):
                     cast(Handle, task.handle).wait()
                 case Iterate(number, way):
-                    wholes = self._wholes(rounds[number], way)
+                    wholes = self._wholes(rounds[number], way, gradients)
                     try:
                         if wholes and failure is None:
                             iterate(wholes)
@@ -135,6 +137,11 @@ class MatrixSteps:
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
             {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
         )
+        for name, key, outline in (
+            (n, k, o) for theirs in told for n, state in theirs.items() for k, o in state.items()
+        ):
+            if isinstance(outline, _Outline) and outline.kind:
+                raise not_savable(f"{name}.{key}", outline.kind)
         for name in self.parameters:
             rank = next((rank for rank, theirs in enumerate(told) if name in theirs), None)
             if rank is None:
@@ -175,12 +182,16 @@ class MatrixSteps:
                 start = end
         return found
 
-    def _wholes(self, each: Round, way: int) -> list[Whole]:
+    def _wholes(self, each: Round, way: int, gradients: bool) -> list[Whole]:
         brought = self._brought(each, way)
         found: list[Whole] = []
         for matrix in each.owned(self._slot):
-            gradient, weight = brought.get(matrix.name) or (self._gradient(matrix), self._weight(matrix))
-            found.append(Whole(matrix.name, weight.view(matrix.shape), gradient.view(matrix.shape)))
+            there = brought.get(matrix.name)
+            gradient = None
+            if gradients:
+                gradient = (self._gradient(matrix) if there is None else there[0]).view(matrix.shape)
+            weight = self._weight(matrix) if there is None else there[1]
+            found.append(Whole(matrix.name, weight.view(matrix.shape), gradient))
         return found
 
     # Transfers -------------------------------------------------------------------------------------------------------
@@ -209,16 +220,26 @@ class MatrixSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """Of a state that is a tensor; a number is told as it is."""
+    """Of a state that is a tensor; a number is told as it is. `kind`: of a tensor that is made of others, its class."""
 
     shape: torch.Size
     dtype: torch.dtype
+    kind: str = ""
 
 
 def _outline(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return _Outline(value.shape, value.dtype) if value.dim() else value.cpu()
+    kind = type(value).__name__ if is_traceable_wrapper_subclass(value) else ""
+    return _Outline(value.shape, value.dtype, kind) if value.dim() or kind else value.cpu()
+
+
+def not_savable(path: str, kind: str) -> CheckpointError:
+    """Return the error about an optimizer's state of a class that is made of other tensors, such as torchao's."""
+    return CheckpointError(
+        f"the optimizer's state {path} is a {kind}, which checkpoints cannot hold: expected plain tensors. Save the "
+        "model alone, and start with a new optimizer; or take an optimizer without quantized states."
+    )
 
 
 def _exchange(

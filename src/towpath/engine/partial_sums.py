@@ -69,7 +69,11 @@ class Replica:
 
 
 class Partial(torch.Tensor):
-    """Tensor of partial norms (`order` p) or sums. Stacking and casting keep it partial; all else combines it."""
+    """Tensor of partial norms (`order` p) or sums. Stacking and casting keep it partial; all else combines it.
+
+    `print()` and `repr()` show this rank's part and combine nothing, so that a debugger on one rank does not wait for
+    the others.
+    """
 
     part: torch.Tensor
     order: float | str
@@ -133,6 +137,20 @@ class Partial(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Partial({self.order}, this rank's part: {self.part})"
+
+    # What PyTorch does only for plain tensors.
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.resolve(), format_spec) if format_spec else str(self)
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self.item(), ndigits)
+
+    def tolist(self) -> Any:
+        return self.resolve().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.resolve().numpy(force=True)  # what .cpu() returned may be another device's still
 
     __torch_function__ = NO_TORCH_FUNCTION
 

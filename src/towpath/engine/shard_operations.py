@@ -25,6 +25,7 @@ from towpath.engine.encoded_shard import EncodedSlice
 from towpath.engine.partial_sums import Partial
 from towpath.engine.shard_tensor import Handler, ShardTensor, in_backward
 from towpath.engine.span import Span
+from towpath.engine.trial_steps import remedy_for
 from towpath.errors import ShardTensorError
 
 aten = torch.ops.aten
@@ -285,9 +286,8 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     optimizer = _calling_optimizer()
     if optimizer is not None:
         raise ShardTensorError(
-            f"rank {span.replica.rank}: {optimizer} works on whole tensors ({func}), and each rank holds slices of "
-            f"them. If it handles each parameter by itself, call towpath.optim.whole_matrices({optimizer}(…)). Else "
-            "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)."
+            f"rank {span.replica.rank}: {type(optimizer).__name__} works on whole tensors ({func}), and each rank "
+            f"holds slices of them. {remedy_for(optimizer)}"
         )
     raise ShardTensorError(
         f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "
@@ -309,13 +309,13 @@ def _where_whole(span: Span) -> str:
     )
 
 
-def _calling_optimizer() -> str | None:
-    """The class of the optimizer whose step this is part of."""
+def _calling_optimizer() -> Optimizer | None:
+    """The optimizer whose step this is part of."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
         if isinstance(caller, Optimizer):
-            return type(caller).__name__
+            return caller
         frame = frame.f_back
     return None
 

@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.checkpoint.disk.files import TORCH_DTYPES, empty
 from towpath.checkpoint.disk.manifest import Manifest
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.disk.safe_open import DamagedError, shown
 from towpath.checkpoint.memory.names import Named
+from towpath.engine.matrix_steps import not_savable
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 from towpath.optim import WholeMatrices, members_of, whole_of
@@ -102,6 +104,9 @@ def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
 def _state(
     name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor], whole: bool
 ) -> Any:
+    for key, value in state.items():
+        if whole and is_traceable_wrapper_subclass(value):
+            raise not_savable(f"{name}.{key}", type(value).__name__)
     like = [key for key, value in state.items() if is_like(key, value, parameter)]
     if isinstance(parameter, ShardTensor) and not whole:  # then what is like it was made like it
         like = [key for key in like if isinstance(state[key], ShardTensor)]
