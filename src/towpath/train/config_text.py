@@ -33,10 +33,11 @@ def _refuse_decided(kind: type[Any], values: Mapping[str, Any]) -> None:
         if f.name in values and values.get(f.metadata["unless"]):
             decided.setdefault(f.metadata["unless"], []).append(f"{kind.NAME}.{f.name}")
     for other, keys in decided.items():
-        given = f"{', '.join(keys)} {'is' if len(keys) == 1 else 'are'} given"
+        one = len(keys) == 1
         raise ConfigError(
-            f"{given} beside {kind.NAME}.{other} = {values[other]!r}, which decides {'it' if len(keys) == 1 else 'them'}: "
-            f"expected one of the two. Leave out {'this key' if len(keys) == 1 else 'these keys'}, or {kind.NAME}.{other}."
+            f"{', '.join(keys)} {'is' if one else 'are'} given beside {kind.NAME}.{other} = {values[other]!r}, which "
+            f"decides {'it' if one else 'them'}: expected one of the two. Leave out {'it' if one else 'them'}, or "
+            f"{kind.NAME}.{other}."
         )
 
 
