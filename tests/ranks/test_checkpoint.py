@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from tests.ranks.strategies import seldom, strategy_of
 from tests.ranks.test_tensor_parallel_checkpoints import _one_model
 from towpath import Topology, checkpoint
 from towpath.checkpoint.dcp import storage
+from towpath.checkpoint.disk import claim as claims
 from towpath.checkpoint.disk import files
 from towpath.checkpoint.memory.snapshot import Snapshot
 from towpath.errors import CheckpointError
@@ -561,7 +563,7 @@ def _load_by_pytorch(root: Path, label: str, shape: Topology, expected: Content)
 
 
 def _stagers() -> dict[str, Any]:
-    """PyTorch's: what `async_save` takes by itself, with a writer and without; with a thread; with memory that is kept."""
+    """PyTorch's: what `async_save` takes by itself, with a writer and without; with a thread; with kept memory."""
     from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 
     in_a_thread = StagingOptions(
@@ -697,3 +699,75 @@ def _refusals() -> list[str]:
             refused()
         told.append(str(error.value))
     return told
+
+
+# --- one job at a time ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_job_in_a_folder_is_refused_by_name_on_every_rank(world: Worlds, tmp_path: Path) -> None:
+    first = checkpoint.Saver(tmp_path, checkpoint.State(nn.Linear(2, 2)))
+    for told in world(2).run(_second_job, tmp_path):
+        assert told is not None and f"process {os.getpid()} on host" in told and "since" in told
+    assert first.save(1).outcome().ok
+    first.close()
+    assert world(2).run(_second_job, tmp_path) == [None, None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def _second_job(root: Path) -> str | None:
+    run = Run.of("zero3", Topology(2, 1))
+    try:
+        saver = checkpoint.Saver(root, run.state())
+    except CheckpointError as error:
+        return str(error)
+    assert saver.save(2).outcome().ok
+    return None
+
+
+def test_of_jobs_that_claim_a_folder_at_the_same_instant_one_gets_it(world: Worlds, tmp_path: Path) -> None:
+    """Each rank is a job of its own here. At first the folder is free, then a dead job has left its claim."""
+    for held in zip(*world(4).run(_contend, tmp_path), strict=True):
+        assert sorted(held) == [False, False, False, True]
+
+
+def _contend(root: Path) -> list[bool]:
+    held: list[bool] = []
+    for number in range(20):
+        folder = root / f"{number // 2}"
+        mine = claims.Claim(folder)
+        dist.barrier()
+        try:
+            while not mine.take():
+                pass
+            held.append(True)
+        except CheckpointError:
+            held.append(False)
+        dist.barrier()
+        if held[-1]:  # as one that has died
+            [path] = folder.iterdir()
+            path.write_text(path.read_text().replace('"started": ', '"started": 1'))
+    return held
+
+
+def test_a_job_that_loses_its_folder_saves_no_more_and_says_so_on_every_rank(world: Worlds, tmp_path: Path) -> None:
+    first = checkpoint.Saver(tmp_path / "first", checkpoint.State(nn.Linear(2, 2)))  # a claim of a job that lives
+    for background in (True, False):
+        root = tmp_path / str(background)
+        for failure, refusal in world(2).run(_lose_the_folder, root, background):
+            assert f"was taken over by the job of process {os.getpid()}" in failure
+            assert "It saves no more there" in refusal
+        assert sorted(path.name for path in root.iterdir()) == ["claim-000002.json", "step-000001"]
+    first.close()
+
+
+def _lose_the_folder(root: Path, background: bool) -> tuple[str | None, str]:
+    saver = checkpoint.Saver(root, Run.of("zero3", Topology(2, 1)).state(), background=background)
+    assert saver.save(1).outcome().ok
+    if rank() == 0:
+        shutil.copyfile(root.parent / "first" / "claim-000001.json", root / "claim-000002.json")
+        (root / "claim-000001.json").unlink()
+    dist.barrier()
+    failure = saver.save(2).outcome().failure
+    with pytest.raises(CheckpointError) as refused:
+        saver.save(3)
+    return failure, str(refused.value)

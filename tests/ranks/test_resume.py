@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
@@ -466,6 +467,40 @@ def _fail_last(options: tuple[str, ...]) -> Seen:
     seen = _train((*options, "checkpoint.background=false"), {1: (4, signal.SIGTERM)}, before)
     storage.free_bytes = real_free
     return seen
+
+
+def test_a_run_in_the_folder_of_a_run_that_lives_is_refused_and_moves_nothing(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=2"))
+    assert not world(2).run(_train, options)[0].error
+    first = checkpoint.Saver(tmp_path / "checkpoints", checkpoint.State(nn.Linear(2, 2)))
+    for resume in ("auto", "off"):  # which would set its checkpoints aside
+        for seen in world(2).run(_train, (*options, f"checkpoint.resume={resume}")):
+            assert f"process {os.getpid()} on host" in seen.error and seen.losses == []
+    assert [path.name for path in tmp_path.glob("checkpoints*")] == ["checkpoints"]
+    first.close()
+    assert not world(2).run(_train, (*options, "train.steps=3"))[0].error
+
+
+def test_a_run_whose_folder_another_has_taken_over_ends_with_the_reason(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "checkpoint.every=2"))
+    for seen in world(2).run(_taken_over, options, tmp_path / "checkpoints"):
+        assert "It saves no more there" in seen.error
+        assert (
+            len(seen.losses) == 6
+        )  # what was to be saved after the fourth step has failed, and after the sixth it ended
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def _taken_over(options: tuple[str, ...], folder: Path) -> Seen:
+    def before(step: int) -> None:
+        if step == 4 and dist.get_rank() == 0:  # by one that has ended since
+            (folder / "claim-000001.json").unlink()
+
+    return _train((*options, "checkpoint.background=false"), None, before)
 
 
 # --- stopping --------------------------------------------------------------------------------------------------------

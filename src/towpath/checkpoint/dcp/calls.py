@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from towpath.checkpoint.control_group import ControlGroup
 from towpath.checkpoint.dcp.planning import JsonLoadPlanner, JsonSavePlanner
 from towpath.checkpoint.dcp.storage import FolderReader, FolderWriter
+from towpath.checkpoint.disk.claim import FolderInUseError
 from towpath.errors import CheckpointError, TowpathError
 
 
@@ -50,7 +51,8 @@ def _explained(work: Callable[[], object]) -> None:
         rank, (first, _) = min(error.failures.items())
         others = len(error.failures) - 1
         more = f" ({others} more ranks failed)" if others else ""
-        raise CheckpointError(f"rank {rank}: {described(first)}{more}") from None
+        kind = FolderInUseError if isinstance(first, FolderInUseError) else CheckpointError
+        raise kind(f"rank {rank}: {described(first)}{more}") from None
 
 
 def described(error: BaseException) -> str:
