@@ -5,6 +5,7 @@ Its `CheckpointException` is no `Exception`, and holds the failures of all ranks
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,10 @@ def _explained(work: Callable[[], object]) -> None:
         rank, (first, _) = min(error.failures.items())
         others = len(error.failures) - 1
         more = f" ({others} more ranks failed)" if others else ""
+        for each in (error, *(failed for failed, _ in error.failures.values())):
+            # A frame of DCP's holds the error that holds it: the saver, its memory and its claim on the folder would
+            # live on until Python collects.
+            traceback.clear_frames(each.__traceback__)
         kind = FolderInUseError if isinstance(first, FolderInUseError) else CheckpointError
         raise kind(f"rank {rank}: {described(first)}{more}") from None
 
