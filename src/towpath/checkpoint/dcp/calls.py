@@ -53,11 +53,17 @@ def _explained(work: Callable[[], object]) -> None:
         others = len(error.failures) - 1
         more = f" ({others} more ranks failed)" if others else ""
         for each in (error, *(failed for failed, _ in error.failures.values())):
-            # A frame of DCP's holds the error that holds it: the saver, its memory and its claim on the folder would
-            # live on until Python collects.
-            traceback.clear_frames(each.__traceback__)
+            _clear(each)
         kind = FolderInUseError if isinstance(first, FolderInUseError) else CheckpointError
         raise kind(f"rank {rank}: {described(first)}{more}") from None
+
+
+def _clear(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold. Some of DCP's hold the error itself: the saver, its memory and its
+    claim on the folder would live on until Python collects."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def described(error: BaseException) -> str:
