@@ -6,11 +6,14 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable
 from itertools import pairwise
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import towpath
 from tests.ranks.checkpoints import Content, Run, content, differing, rank
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom, strategy_of
+from tests.ranks.test_tensor_parallel_checkpoints import _one_model
 from towpath import Topology, checkpoint
 from towpath.checkpoint.dcp import storage
+from towpath.checkpoint.disk import claim as claims
 from towpath.checkpoint.disk import files
 from towpath.checkpoint.memory.snapshot import Snapshot
 from towpath.errors import CheckpointError
@@ -554,3 +560,214 @@ def _load_by_pytorch(root: Path, label: str, shape: Topology, expected: Content)
     wrong = differing(run.content(), expected)
     run.train([0])  # the weights that were loaded are published
     return wrong
+
+
+def _stagers() -> dict[str, Any]:
+    """PyTorch's: what `async_save` takes by itself, with a writer and without; with a thread; with kept memory."""
+    from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
+
+    in_a_thread = StagingOptions(
+        use_pinned_memory=False, use_shared_memory=True, use_async_staging=True, use_non_blocking_copy=False
+    )
+    return {
+        "the writer": None,
+        "default": DefaultStager(StagingOptions(False, False, False, False)),
+        "in a thread": DefaultStager(in_a_thread),
+        "blocking": BlockingAsyncStager(cache_staged_state_dict=True),
+    }
+
+
+@pytest.mark.parametrize("label", ["zero3", seldom("mics"), seldom("ddp"), seldom("paro-iig")])
+def test_pytorchs_async_save_writes_the_values_of_its_call_while_training_goes_on(
+    world: Worlds, tmp_path: Path, label: str
+) -> None:
+    """And another strategy loads them, bit for bit as from `dcp.save`."""
+    expected = world(4).run(_save_by_pytorch_beside_training, tmp_path, label)[0]
+    folders = sorted(folder.name for folder in tmp_path.iterdir())
+    assert folders == ["at once", "blocking", "default", "in a thread", "sent", "the writer"]
+    for name in folders:
+        for wrong in world(3).run(_load_by_pytorch, tmp_path / name, "paro-iig", Topology(3, 1), expected):
+            assert wrong == [], name
+
+
+@pytest.mark.parity  # what reaches the process is "sent" above
+def test_pytorchs_async_save_writes_from_another_process(world: Worlds, tmp_path: Path) -> None:
+    expected = world(2).run(_save_by_pytorch_elsewhere, tmp_path)[0]
+    for wrong in world(3).run(_load_by_pytorch, tmp_path, "paro-iig", Topology(3, 1), expected):
+        assert wrong == []
+
+
+def _save_by_pytorch_elsewhere(root: Path) -> Content:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    run, group = Run.of("zero3", Topology(2, 1)), dist.new_group(backend="gloo")
+    run.train(range(2))
+    expected, state = run.content(), {"model": run.model.state_dict(), "optimizer": _by_name(run)}
+    config: dict[str, Any] = vars(multiprocessing.current_process())["_config"]
+    config["daemon"] = False  # the ranks of these tests are daemons, which may start no process
+    saving: Any = dcp.async_save(
+        state, checkpoint_id=root, process_group=group, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+    run.train([2])
+    saving.result(100)
+    config["daemon"] = True
+    return expected
+
+
+def _save_by_pytorch_beside_training(root: Path, label: str) -> Content:
+    import torch.distributed.checkpoint as dcp
+
+    trained = threading.Event()
+
+    class Writer(dcp.FileSystemWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            assert trained.wait(60)
+            return super().write_data(plan, planner)
+
+    run, group = Run.of(label, SHAPE), dist.new_group(backend="gloo")
+    run.train(range(2))
+    expected, state = run.content(), {"model": run.model.state_dict(), "optimizer": _by_name(run)}
+    dcp.save(state, checkpoint_id=root / "at once")
+    dcp.save(ForkingPickler.loads(ForkingPickler.dumps(state)), checkpoint_id=root / "sent")
+    for name, stager in _stagers().items():
+        dcp.load(state, checkpoint_id=root / "at once")
+        trained.clear()
+        saving: Any = dcp.async_save(
+            state, storage_writer=Writer(root / name), process_group=group, async_stager=stager
+        )
+        if name == "in a thread":  # as PyTorch has it, before the next step
+            saving.staging_completion.result(60)
+            saving = saving.upload_completion
+        run.train([2])
+        trained.set()
+        saving.result(60)
+        if stager is not None:
+            stager.close()
+    return expected
+
+
+def test_what_rests_encoded_or_lies_on_a_mesh_is_staged_as_it_is_saved(world: Worlds) -> None:
+    for alike in world(4).run(_staged_boxes):
+        assert alike == [True, True]
+
+
+def _staged_boxes() -> list[bool]:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    encoded = towpath.shard(Adapted(), towpath.strategy("zero3", SHAPE, frozen_codec="int8:64"), topology=SHAPE)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found: list[bool] = []
+    for model in (encoded, _one_model(mesh, "zero3")):
+        state = model.state_dict()
+        staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+        written = [_written(name, tensor) for name, tensor in state.items()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.fill_(123.0)
+        found.append(written == [_written(name, staged[name]) for name in state])
+    return found
+
+
+class Adapted(nn.Sequential):
+    """A frozen layer and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 64), nn.Linear(64, 8))
+        self[0].requires_grad_(False)
+
+
+def _written(name: str, tensor: Any) -> list[Any]:
+    """What torch.distributed.checkpoint writes of it: indices, shapes and values."""
+    items = tensor.__create_write_items__(name, tensor)
+    return [(i.index, i.tensor_data, tensor.__get_tensor_shard__(i.index).tolist()) for i in items]
+
+
+def test_only_pytorchs_checkpoints_are_told_that_a_shard_has_no_address(world: Worlds) -> None:
+    """To others a 0 would be wrong without a word, and what was sent to another process is not a whole tensor there."""
+    for told in world(2).run(_refusals):
+        assert "holds a slice" in told[0] and "holds the elements" in told[1] and "can only be saved there" in told[2]
+
+
+def _refusals() -> list[str]:
+    parameter = next(Run.of("zero3", Topology(2, 1)).model.parameters())
+    sent = ForkingPickler.loads(ForkingPickler.dumps(parameter))
+    told: list[str] = []
+    for refused in (parameter.data_ptr, lambda: parameter.new_empty(3), sent.sum):
+        with pytest.raises(towpath.errors.ShardTensorError) as error:
+            refused()
+        told.append(str(error.value))
+    return told
+
+
+# --- one job at a time ------------------------------------------------------------------------------------------------
+
+
+def test_a_second_job_in_a_folder_is_refused_by_name_on_every_rank(world: Worlds, tmp_path: Path) -> None:
+    first = checkpoint.Saver(tmp_path, checkpoint.State(nn.Linear(2, 2)))
+    for told in world(2).run(_second_job, tmp_path):
+        assert told is not None and f"process {os.getpid()} on host" in told and "since" in told
+    assert first.save(1).outcome().ok
+    first.close()
+    assert world(2).run(_second_job, tmp_path) == [None, None]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001", "step-000002"]
+
+
+def _second_job(root: Path) -> str | None:
+    run = Run.of("zero3", Topology(2, 1))
+    try:
+        saver = checkpoint.Saver(root, run.state())
+    except CheckpointError as error:
+        return str(error)
+    assert saver.save(2).outcome().ok
+    return None
+
+
+def test_of_jobs_that_claim_a_folder_at_the_same_instant_one_gets_it(world: Worlds, tmp_path: Path) -> None:
+    """Each rank is a job of its own here. At first the folder is free, then a dead job has left its claim."""
+    for held in zip(*world(4).run(_contend, tmp_path), strict=True):
+        assert sorted(held) == [False, False, False, True]
+
+
+def _contend(root: Path) -> list[bool]:
+    held: list[bool] = []
+    for number in range(20):
+        folder = root / f"{number // 2}"
+        mine = claims.Claim(folder)
+        dist.barrier()
+        try:
+            while not mine.take():
+                pass
+            held.append(True)
+        except CheckpointError:
+            held.append(False)
+        dist.barrier()
+        if held[-1]:  # as one that has died
+            [path] = folder.iterdir()
+            path.write_text(path.read_text().replace('"started": ', '"started": 1'))
+    return held
+
+
+def test_a_job_that_loses_its_folder_saves_no_more_and_says_so_on_every_rank(world: Worlds, tmp_path: Path) -> None:
+    first = checkpoint.Saver(tmp_path / "first", checkpoint.State(nn.Linear(2, 2)))  # a claim of a job that lives
+    for background in (True, False):
+        root = tmp_path / str(background)
+        for failure, refusal in world(2).run(_lose_the_folder, root, background):
+            assert f"was taken over by the job of process {os.getpid()}" in failure
+            assert "It saves no more there" in refusal
+        assert sorted(path.name for path in root.iterdir()) == ["claim-000002.json", "step-000001"]
+    first.close()
+
+
+def _lose_the_folder(root: Path, background: bool) -> tuple[str | None, str]:
+    saver = checkpoint.Saver(root, Run.of("zero3", Topology(2, 1)).state(), background=background)
+    assert saver.save(1).outcome().ok
+    if rank() == 0:
+        shutil.copyfile(root.parent / "first" / "claim-000001.json", root / "claim-000002.json")
+        (root / "claim-000001.json").unlink()
+    dist.barrier()
+    failure = saver.save(2).outcome().failure
+    with pytest.raises(CheckpointError) as refused:
+        saver.save(3)
+    return failure, str(refused.value)

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
@@ -68,6 +69,7 @@ class Seen:
     samples: list[int] = field(default_factory=list)  # that it computed, in the order of the data
     said: str = ""
     error: str = ""
+    code: int | None = None  # that the command ends with
 
 
 def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[[int], object] | None = None) -> Seen:
@@ -98,7 +100,7 @@ def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[
         patch.setattr(Training, "step", step)
         patch.setattr(Windows, "batch", batch)
         try:
-            run.train(Config.load(os.devnull, options))
+            seen.code = run.train(Config.load(os.devnull, options))
         except TowpathError as error:
             seen.error = str(error)
     seen.said = said.getvalue()
@@ -467,6 +469,40 @@ def _fail_last(options: tuple[str, ...]) -> Seen:
     return seen
 
 
+def test_a_run_in_the_folder_of_a_run_that_lives_is_refused_and_moves_nothing(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "train.steps=2"))
+    assert not world(2).run(_train, options)[0].error
+    first = checkpoint.Saver(tmp_path / "checkpoints", checkpoint.State(nn.Linear(2, 2)))
+    for resume in ("auto", "off"):  # which would set its checkpoints aside
+        for seen in world(2).run(_train, (*options, f"checkpoint.resume={resume}")):
+            assert f"process {os.getpid()} on host" in seen.error and seen.losses == []
+    assert [path.name for path in tmp_path.glob("checkpoints*")] == ["checkpoints"]
+    first.close()
+    assert not world(2).run(_train, (*options, "train.steps=3"))[0].error
+
+
+def test_a_run_whose_folder_another_has_taken_over_ends_with_the_reason(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path
+) -> None:
+    options = (*options, *_in(tmp_path, "checkpoint.every=2"))
+    for seen in world(2).run(_taken_over, options, tmp_path / "checkpoints"):
+        assert "It saves no more there" in seen.error
+        assert (
+            len(seen.losses) == 6
+        )  # what was to be saved after the fourth step has failed, and after the sixth it ended
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def _taken_over(options: tuple[str, ...], folder: Path) -> Seen:
+    def before(step: int) -> None:
+        if step == 4 and dist.get_rank() == 0:  # by one that has ended since
+            (folder / "claim-000001.json").unlink()
+
+    return _train((*options, "checkpoint.background=false"), None, before)
+
+
 # --- stopping --------------------------------------------------------------------------------------------------------
 
 
@@ -531,12 +567,26 @@ def _command(options: tuple[str, ...]) -> Generator[subprocess.Popen[str]]:
             process.terminate()
 
 
-def test_the_command_told_to_stop_has_its_ranks_save_and_ends_well(options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"])
+def test_the_command_told_to_stop_has_its_ranks_save_and_tells_by_its_exit_code(
+    options: tuple[str, ...], tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     with _command((*options, *_in(tmp_path, "train.steps=100000"))) as process:
-        process.terminate()
+        process.send_signal(number)
         _, said = process.communicate(timeout=HANGS_SECONDS)
-    assert process.returncode == 0, said
+    assert process.returncode == code, said
     stopped = re.search(r"stopped after step (\d+). The same command goes on from there.", said)
     assert stopped, said
     newest = checkpoint.latest(tmp_path / "checkpoints")
     assert newest is not None and newest.name == f"step-{int(stopped[1]):06}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_every_rank_ends_with_the_code_of_the_signal_that_one_of_them_got(
+    world: Worlds, options: tuple[str, ...], tmp_path: Path, number: signal.Signals
+) -> None:
+    """As torchrun sees it. A run that was at its last step is through, whatever it was told."""
+    seen = world(2).run(_train, (*options, *_in(tmp_path / "early")), {1: (4, number)})
+    assert [rank.code for rank in seen] == [128 + number] * 2
+    seen = world(2).run(_train, (*options, *_in(tmp_path / "late")), {1: (STEPS, number)})
+    assert [rank.code for rank in seen] == [0] * 2

@@ -9,9 +9,9 @@ import contextlib
 import io
 import json
 import math
+import tomllib
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,8 @@ def config(tokens: Path, tmp_path: Path) -> Callable[..., Config]:
     def of(**sections: dict[str, Any]) -> Config:
         table = {"data": {"tokens": str(tokens)}, "log": {"folder": str(tmp_path / "run")}} | TINY
         table["checkpoint"] = {"resume": "off"}
+        if "hf" in sections.get("model", {}):  # which decides what TINY says of the model
+            table["model"] = {}
         names = table.keys() | sections.keys()
         return Config.of({name: table.get(name, {}) | sections.get(name, {}) for name in names})
 
@@ -89,7 +91,7 @@ def _on(nodes: int, ranks_per_node: int) -> dict[str, Any]:
 
 
 def _with(config: Config, **sections: dict[str, Any]) -> Config:
-    table = asdict(config)
+    table = tomllib.loads(str(config))
     return Config.of({name: table[name] | sections.get(name, {}) for name in table})
 
 

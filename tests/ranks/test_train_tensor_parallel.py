@@ -181,7 +181,7 @@ def test_what_cannot_be_shared_is_told_on_every_rank(
     for case, (sections, words) in REFUSED.items():
         if case in ("gpt2", "mixtral"):
             _hugging_face(case).save_pretrained(tmp_path / case)
-            sections = {"model": {"hf": str(tmp_path / case), "heads": 2}}
+            sections = {"model": {"hf": str(tmp_path / case)}}
         mine = config(**({"strategy": {"name": "ddp", **NO_NODES}, "parallel": {"tensor": 2}} | sections))
         for told in world(4).run(_refused, mine):
             assert words in told, case

@@ -34,6 +34,13 @@ def test_what_is_written_loads_as_the_same() -> None:
     assert Config.of(tomllib.loads(str(config))) == config
 
 
+def test_what_is_written_beside_a_hugging_face_model_loads_as_the_same() -> None:
+    config = Config.of({"model": {"hf": "llama", "weights": "llama"}})
+    written = tomllib.loads(str(config))
+    assert written["model"] == {"hf": "llama", "weights": "llama"}
+    assert Config.of(written) == config
+
+
 @given(texts=st.lists(st.text()), column=st.text(), rate=st.floats(min_value=0, exclude_min=True, allow_nan=False))
 @example(texts=['a "name"', "C:\\new\nline\x7f\x00"], column="🚣 # not a comment", rate=5e-324)
 def test_whatever_its_texts_and_numbers_what_is_written_loads_as_the_same(
@@ -89,6 +96,9 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
         ({"train": {"batch": 6, "micro_batch": 4}}, "train.micro_batch = 4: expected a divisor of train.batch = 6"),
         ({"model": {"width": 100, "heads": 8}}, "model.width = 100: expected a multiple of 2 × heads = 16"),
         ({"model": {"heads": 8, "kv_heads": 3}}, "expected a divisor of heads = 8"),
+        ({"model": {"hf": "llama", "width": 64}}, "model.width is given beside model.hf = 'llama', which decides it"),
+        ({"model": {"hf": "llama", "depth": 8}}, "model.depth is given beside model.hf"),
+        ({"model": {"hf": "llama", "width": 100, "tied": False}}, "model.width, model.tied are given beside model.hf"),
         ({"data": {"text": ["a"], "tokens": "b"}}, "expected only one source; data.text is given too"),
         ({"data": {"text": ["a", "b"], "weights": [1]}}, "as many numbers as data.text has entries, 2"),
         ({"data": {"tokens": ["a", "b"]}}, "as many numbers as data.tokens has entries, 2"),

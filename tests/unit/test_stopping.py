@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from towpath.train import launch
 from towpath.train.stopping import stopping
 
 
@@ -59,6 +60,27 @@ def test_in_another_thread_nothing_is_handled() -> None:
     thread.start()
     thread.join()
     assert seen == [False] and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize(
+    ("codes", "told", "expected", "ends_the_others"),
+    [
+        ((143, 143), [15], 143, False),
+        ((130, 130), [2], 130, False),
+        ((143, 1), [15], 1, True),  # it could not save
+        ((1, 143), [15], 1, True),
+        ((143, 0), [], 143, True),  # something else ended it
+        ((0, 0), [15], 0, False),  # they were at their last step
+    ],
+)
+def test_the_launcher_tells_ranks_that_stopped_as_told_from_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], told: list[int], expected: int, ends_the_others: bool
+) -> None:
+    signalled: list[int] = []
+    monkeypatch.setattr(launch, "_signal", lambda _, number: signalled.append(number))
+    ranks = [(rank, subprocess.Popen(["sh", "-c", f"exit {code}"])) for rank, code in enumerate(codes)]
+    assert launch._until_all_ended({process.pid: (rank, process) for rank, process in ranks}, told) == expected
+    assert bool(signalled) == ends_the_others
 
 
 STUCK = """

@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 
 from towpath.checkpoint.disk import files, folders
+from towpath.checkpoint.disk.claim import claim_of, release
 from towpath.checkpoint.disk.headers import INDEX, check_names, read_header, read_index
 from towpath.checkpoint.disk.manifest import Manifest, read_manifest, write_manifest
 from towpath.checkpoint.disk.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
@@ -260,9 +261,11 @@ def import_safetensors(
     if final.exists():
         raise CheckpointError(f"{final} is there already: import into a new folder.")
     partial = folders.partial_of(root, 0, uuid.uuid4().hex[:8])
-    with files.writing(root):
-        partial.mkdir(parents=True)
+    claim = claim_of(root)
     try:
+        with files.writing(root):
+            claim.hold()
+            partial.mkdir()
         facts: dict[str, File] = {}
         tensors: dict[str, Stored] = {}
         for number, (path, names) in enumerate(sources.items()):
@@ -287,6 +290,7 @@ def import_safetensors(
             folders.publish(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        release(claim)
     return final
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from towpath.checkpoint.control_group import ControlGroup
 from towpath.checkpoint.dcp import calls as run
 from towpath.checkpoint.dcp.planning import JsonSavePlanner
 from towpath.checkpoint.dcp.storage import FolderWriter
-from towpath.checkpoint.disk import folders
+from towpath.checkpoint.disk import claim, folders
+from towpath.checkpoint.disk.claim import FolderInUseError, claim_of, release
 from towpath.checkpoint.memory.snapshot import Pool, Snapshot
 from towpath.checkpoint.memory.state import State
 from towpath.errors import CheckpointError
@@ -83,6 +86,8 @@ class Saver:
     `keep_last`: how many of the newest stay (all, unless given); `keep_every`: besides, those whose step it divides.
     `background=False`: `save` returns when it is done. `lane`: savers that work at the same time need one each. What
     dead runs left unfinished in `root` is taken away.
+
+    Until `close()` the folder is this job's: another job that opens or writes it gets a CheckpointError on every rank.
     """
 
     def __init__(
@@ -106,23 +111,51 @@ class Saver:
         self._pool = Pool()
         self._under_way: Saving | None = None
         self._hook: RemovableHandle | None = None
+        self._lost: FolderInUseError | None = None
+        self._open()
         state.savers.add(self)
-        if self._control.rank == 0:
+
+    def _open(self) -> None:
+        """Claim the folder; on every rank FolderInUseError if another job has it."""
+        self._claim = claim_of(self.root)
+        self._release = weakref.finalize(self, release, self._claim)
+        while (problem := self._control.first(self._claimed)) is None:
+            pass
+        if problem:
+            self._release()
+            raise FolderInUseError(problem)
+
+    def _claimed(self) -> str | None:
+        """Empty if it is this job's now, or else why it is not; None while that is not known."""
+        try:
+            if not self._claim.take():
+                time.sleep(claim.PAUSE_SECONDS)
+                return None
             folders.sweep(self.root)
+        except FolderInUseError as error:
+            return str(error)
+        except OSError:  # a folder that cannot be written to: each save tries again, and says so
+            return ""
+        return ""
 
     def save(self, step: int) -> Saving:
         """Begin to save `step`; if the one before is still being written, first wait for it."""
         began = time.perf_counter()
         self.wait()
+        if self._lost is not None:  # on every rank
+            raise FolderInUseError(str(self._lost))
+        if not self._release.alive:  # it was closed
+            self._open()
         if self._background and self._hook is None and self.state.optimizer is not None:
-            self._hook = self.state.optimizer.register_step_pre_hook(self._before_step)
+            self._hook = self.state.optimizer.register_step_pre_hook(_settling(weakref.ref(self)))
         saving = self._under_way = Saving()
         problem: str | None = None
         found: dict[str, Any] = {}
         try:
             found = self.state.collect()
             if self._background:
-                found, saving.snapshot = self._pool.snapshot(found, lambda: self.state.writes)
+                state = self.state
+                found, saving.snapshot = self._pool.snapshot(found, lambda: state.writes)
         except Exception as error:  # told to all ranks by the planner, which would else wait for this one
             problem, found = run.described(error), {}
 
@@ -143,17 +176,15 @@ class Saver:
         if self._under_way is not None and self._under_way.snapshot is not None:
             self._under_way.snapshot.before_step()
 
-    def _before_step(self, *_: object) -> None:
-        self.settle()
-
     def wait(self) -> Outcome | None:
         """For the checkpoint that is under way; its outcome."""
         saving, self._under_way = self._under_way, None
         return saving.outcome() if saving is not None else None
 
     def close(self) -> Outcome | None:
-        """Wait, and give the memory back."""
+        """Wait, and give memory and folder back."""
         outcome = self.wait()
+        self._release()
         self._pool = Pool()
         if self._hook is not None:
             self._hook.remove()
@@ -161,7 +192,7 @@ class Saver:
         return outcome
 
     def _write(self, step: int, found: dict[str, Any], problem: str | None, began: float) -> Outcome:
-        writer = FolderWriter(self.root, step, self.state.strategy)
+        writer = FolderWriter(self.root, step, self._claim, self.state.strategy)
         failure: str | None = None
         try:
             if self._control.lost:
@@ -169,6 +200,7 @@ class Saver:
             run.save(found, writer, JsonSavePlanner(problem), self._control)
         except CheckpointError as error:  # the same on every rank
             failure = str(error)
+            self._lost = error if isinstance(error, FolderInUseError) else None
         except Exception as error:
             failure = run.described(error)
             self._control.leave()
@@ -189,6 +221,17 @@ class Saver:
             _LOG.warning("old checkpoints in %s cannot be taken away: %s", self.root, error)
 
 
+def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
+    """What an optimizer calls before its step. It does not keep the saver, and so the folder's claim, alive."""
+
+    def before_step(*_: object) -> None:
+        found = saver()
+        if found is not None:
+            found.settle()
+
+    return before_step
+
+
 def _taken(snapshot: Snapshot | None) -> str | None:
     try:
         if snapshot is not None:
@@ -200,4 +243,7 @@ def _taken(snapshot: Snapshot | None) -> str | None:
 
 def save(root: str | Path, step: int, state: State) -> Outcome:
     """Save `state` once, and wait for it."""
-    return Saver(root, state, background=False, lane="checkpoint at once").save(step).outcome()
+    saver = Saver(root, state, background=False, lane="checkpoint at once")
+    outcome = saver.save(step).outcome()
+    saver.close()
+    return outcome

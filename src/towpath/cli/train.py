@@ -32,7 +32,7 @@ def train(
     The same under torchrun: `torchrun --nproc-per-node 4 -m towpath train gpt.toml`; and on a shaped cluster:
     `towpath lab run --nodes 2 --ranks 2 --inter 200mbit -- -m towpath train gpt.toml`
 
-    Exit code: 0; 1 if the training failed; 2 if it could not begin.
+    Exit code: 0; 1 if the training failed; 2 if it could not begin; 130 or 143 if Ctrl-C or SIGTERM ended it.
     """
     read = Config.load(config, overrides or ())
     if print_config:
@@ -50,4 +50,4 @@ def train(
         raise typer.Exit(run_ranks(["train", str(config), *(overrides or ())], ranks))
     from towpath.train.run import train as run
 
-    run(read)
+    raise typer.Exit(run(read))

@@ -7,6 +7,8 @@ encoding it again might round it once more.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
@@ -94,3 +96,7 @@ class EncodedSlice:
 
     def write(self, values: torch.Tensor) -> None:
         self._shard.write(self._start, values.to(self.dtype))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Return the decoded elements on the host, which is what PyTorch's stagers of checkpoints ask for."""
+        return self.read().cpu()

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn, cast
 
 import torch
@@ -155,6 +156,22 @@ def _detach(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
     """An alias: the same span and the same mark, so that writes through it are noticed."""
     tensor: ShardTensor = args[0]
     return ShardTensor(tensor.held, tensor.span, tensor.mark)
+
+
+def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
+    """new_empty of the tensor's own shape, as PyTorch's stagers of checkpoints ask for on the CPU."""
+    tensor, size = args[0], args[1]
+    if torch.Size(size) != tensor.shape:
+        _refuse(func, args, kwargs)
+    start, end = tensor.span.bounds()
+    return ShardTensor(func(tensor.local, [end - start], **kwargs), tensor.span)
+
+
+def _sent(tensor: ShardTensor) -> tuple[Any, ...]:
+    """How multiprocessing sends it; pickle itself is refused."""
+    from towpath.engine.dcp_chunks import SentShard  # loads what only checkpoints need
+
+    return SentShard, (tensor.shape, tensor.local.detach(), tensor.boxes())
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -325,6 +342,7 @@ _SPECIAL: dict[Any, Handler] = {
     aten.copy_: _copy,
     aten.zero_: _zero,
     aten._foreach_zero_: _zero,
+    aten.new_empty: _new_empty,
     aten.index_put_: _put,
     aten.linalg_vector_norm: _norm,
     aten.norm: _norm,
@@ -341,3 +359,4 @@ _SPECIAL: dict[Any, Handler] = {
 for _known in (known_to_clipping, known_to_optimizers):
     if ShardTensor not in _known:
         cast(list[type], _known).append(ShardTensor)
+ForkingPickler.register(ShardTensor, _sent)

@@ -5,6 +5,7 @@ What operations make of it stands in `shard_operations.py`; `full_tensor()` gath
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
@@ -126,7 +127,11 @@ class ShardTensor(torch.Tensor):
     def storage(self) -> NoReturn:
         self.untyped_storage()
 
-    def data_ptr(self) -> NoReturn:
+    def data_ptr(self) -> int:
+        # PyTorch's stagers (dcp.async_save) take a 0 to mean that a tensor keeps its values in attributes, as a DTensor
+        # does, and copy those. Anybody else would be misled by a 0: safetensors would write no bytes.
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):
+            return 0
         self.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
@@ -175,11 +180,9 @@ class ShardTensor(torch.Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """The box that begins at the index's offsets: a view of this rank's slice."""
-        start, _ = self.span.bounds()
-        box = next((b for b in self.boxes() if b.offsets == tuple(index.offset or ())), None)
-        if box is None:
-            raise ShardTensorError(f"{index.fqn}: no box of {self} begins at {index.offset}. Plan the load anew.")
-        return self.local.detach()[box.start - start : box.end - start].view(box.sizes)
+        from towpath.engine.dcp_chunks import box_at
+
+        return box_at(index, self.local.detach(), self.boxes())
 
     def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
         """Where this rank's elements lie in the whole tensor; or those `among` [start, end), counted as `span` does."""

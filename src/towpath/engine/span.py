@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +29,10 @@ class Span:
     holders: tuple[int, ...] = ()  # the ranks that hold the same slice, this one among them
     name: str = ""  # of the parameter
     unit: str = ""  # whose forward it is whole in; the root's has no name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Span:
+        """Return itself: a copy of the tensor holds the same elements, and a process group cannot be copied."""
+        return self
 
     @property
     def whole_shape(self) -> torch.Size:

@@ -31,7 +31,9 @@ def save_into(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
     state = State(model, optimizer)
     newest = _on_rank_0(model, lambda: latest(folder, quiet=True))
     step = 0 if newest is None else step_of(newest) + 1
-    outcome = Saver(folder, state, keep_last=1, background=False, lane="checkpoint at once").save(step).outcome()
+    saver = Saver(folder, state, keep_last=1, background=False, lane="checkpoint at once")
+    outcome = saver.save(step).outcome()
+    saver.close()
     if outcome.failure is not None:
         raise CheckpointError(outcome.failure)
 

@@ -305,6 +305,12 @@ def meeting_point() -> str:
     return f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
+def launcher_run() -> str:
+    """Return the name that the launcher gave this run, the same after each restart; empty if it gave none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return "" if name == "none" else name
+
+
 def as_rank(rank: int, world: int, port: int) -> dict[str, str]:
     """The variables that make a process this rank of one node, whose ranks meet at a store that listens already."""
     return {

@@ -30,13 +30,13 @@ class ModelConfig:
 
     hf: str = option("", "a Hugging Face model: folder or config.json; of the rest, weights")
     weights: str = option("", "safetensors to start from, file or folder; empty: new weights")
-    width: int = option(256, "of the embedding")
-    depth: int = option(8, "blocks")
-    heads: int = option(8, "attention heads in a block")
-    kv_heads: int = option(0, "key and value heads, shared by groups of heads; 0: as many")
-    hidden: int = option(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32")
-    tied: bool = option(True, "whether the output uses the embedding's weights")
-    vocabulary: int = option(0, "tokens the model knows; 0: as many as the tokenizer has")
+    width: int = option(256, "of the embedding", unless="hf")
+    depth: int = option(8, "blocks", unless="hf")
+    heads: int = option(8, "attention heads in a block", unless="hf")
+    kv_heads: int = option(0, "key and value heads, shared by groups of heads; 0: as many", unless="hf")
+    hidden: int = option(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32", unless="hf")
+    tied: bool = option(True, "whether the output uses the embedding's weights", unless="hf")
+    vocabulary: int = option(0, "tokens the model knows; 0: as many as the tokenizer has", unless="hf")
 
     def __post_init__(self) -> None:
         positive(self, "width", "depth", "heads")

@@ -8,9 +8,12 @@ from typing import Any
 from towpath.errors import ConfigError
 
 
-def option(default: Any, about: str) -> Any:
-    """A key of a section, with what the written file says of it."""
-    return field(default=default, metadata={"about": about})
+def option(default: Any, about: str, *, unless: str = "") -> Any:
+    """A key of a section, with what the written file says of it.
+
+    `unless`: another key of the section that decides this one. Where that one is set, this one must not be given.
+    """
+    return field(default=default, metadata={"about": about, "unless": unless})
 
 
 def refuse(section: Any, key: str, got: Any, expected: str) -> None:

@@ -22,7 +22,23 @@ def section_of(kind: type[Any], keys: Mapping[str, Any]) -> Any:
         if key not in known:
             raise ConfigError(f"unknown key {kind.NAME}.{key}; {closest(key, known)}")
         values[key] = _typed(types[key], value, f"{kind.NAME}.{key}")
+    _refuse_decided(kind, values)
     return kind(**values)
+
+
+def _refuse_decided(kind: type[Any], values: Mapping[str, Any]) -> None:
+    """Refuse keys that another given key decides: they would be ignored."""
+    decided: dict[str, list[str]] = {}
+    for f in fields(kind):
+        if f.name in values and values.get(f.metadata["unless"]):
+            decided.setdefault(f.metadata["unless"], []).append(f"{kind.NAME}.{f.name}")
+    for other, keys in decided.items():
+        one = len(keys) == 1
+        raise ConfigError(
+            f"{', '.join(keys)} {'is' if one else 'are'} given beside {kind.NAME}.{other} = {values[other]!r}, which "
+            f"decides {'it' if one else 'them'}: expected one of the two. Leave out {'it' if one else 'them'}, or "
+            f"{kind.NAME}.{other}."
+        )
 
 
 def _typed(kind: Any, value: Any, key: str) -> Any:
@@ -77,8 +93,9 @@ def closest(name: str, known: Any) -> str:
 
 
 def written_section(section: Any) -> str:
-    """As TOML, each key with what it means."""
-    pairs = [(f, f"{f.name} = {written(getattr(section, f.name))}") for f in fields(section)]
+    """As TOML, each key with what it means, but for those that another one decides."""
+    own = [f for f in fields(section) if not getattr(section, f.metadata["unless"], None)]
+    pairs = [(f, f"{f.name} = {written(getattr(section, f.name))}") for f in own]
     assert all(f.default is not MISSING for f, _ in pairs)
     lines = [f"{text:<32} # {f.metadata['about']}" for f, text in pairs]
     return "\n".join([f"[{section.NAME}]", *lines, ""])

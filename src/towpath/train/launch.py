@@ -15,6 +15,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from towpath.topology.groups import as_rank
+from towpath.train.stopping import exit_code
 
 # By process: the rank, and what it runs in.
 Running = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
@@ -24,10 +25,13 @@ _GRACE_SECONDS = 30.0
 
 
 def run_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """`towpath ARGUMENTS` as each of `ranks` ranks, to their end. The exit code of the first that failed, or 0.
+    """Run `towpath ARGUMENTS` as each of `ranks` ranks, to their end.
 
     Where one fails the others are ended. A signal to this process reaches each of them once; it then waits for what
     they do.
+
+    Returns:
+        The exit code of the first rank that failed. If none did, 128 + N where signal N ended them, or 0.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
     running: Running = {}
@@ -44,11 +48,11 @@ def run_ranks(arguments: Sequence[str], ranks: int) -> int:
             for _, process in running.values():
                 process.kill()
                 process.wait()
-    return 128 + told[0] if failure and told else failure
+    return failure
 
 
 def _until_all_ended(running: Running, told: Sequence[int]) -> int:
-    failure = 0
+    failure = stopped = 0
     killer = threading.Timer(_GRACE_SECONDS, _signal, (running, signal.SIGKILL))
     try:
         while running:
@@ -56,16 +60,20 @@ def _until_all_ended(running: Running, told: Sequence[int]) -> int:
             if pid not in running:
                 continue
             rank, process = running.pop(pid)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode and not failure:
-                failure = process.returncode
-                if failure < 0 and not told:  # it could say nothing itself
-                    _say(f"rank {rank} was ended by {_named(-failure)}; the other ranks are ended too.")
+            process.returncode = code = os.waitstatus_to_exitcode(status)
+            if code and not (failure or stopped):
                 killer.start()
+            number = max(code - 128, -code)  # of the signal that ended it, if one did
+            if number in told:
+                stopped = exit_code(number)  # the others stop, too: a second signal would end them before they are done
+            elif code and not failure:
+                failure = code
+                if code < 0 and not told:  # it could say nothing itself
+                    _say(f"rank {rank} was ended by {_named(-code)}; the other ranks are ended too.")
                 _signal(running, signal.SIGTERM)
     finally:
         killer.cancel()
-    return failure if failure >= 0 else 1
+    return 1 if failure < 0 else failure or stopped
 
 
 def _signal(running: Running, number: int) -> None:

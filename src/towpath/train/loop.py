@@ -27,6 +27,7 @@ from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import Built
 from towpath.train.optimizers import peak_of
 from towpath.train.passes import Passes
+from towpath.train.stopping import SIGNALS
 
 # So many steps in a row without a finite gradient, and skipping them does not help.
 _SKIPPED_AT_MOST = 10
@@ -87,7 +88,7 @@ class Training:
     done: int = 0  # optimizer steps
     samples: int = 0  # read so far, by all ranks together
     skipped: int = 0  # steps in a row whose gradient was not finite
-    stopped: bool = False  # some rank was told to stop, and now all know
+    stopped: int = 0  # the signal by which some rank was told to stop, and now all know
     save_wanted: bool = False  # this rank's clock says that it is time to save
     save_due: bool = False  # some rank's did before this step, and now all know
     clocks: Clocks = field(default_factory=Clocks)
@@ -120,8 +121,8 @@ class Training:
         before = state_dict.get("order", self.order)
         self.reordered = tuple(what for what, value in self.order.items() if before.get(what) != value)
 
-    def step(self, stop: bool = False) -> Step:
-        """`stop`: this rank was told to. After this step all ranks know."""
+    def step(self, stop: int = 0) -> Step:
+        """`stop`: the signal by which this rank was told to. After this step all ranks know."""
         began = time.perf_counter()
         rate = learning_rate(self.config, self.done)
         for group in self.optimizer.param_groups:
@@ -168,13 +169,14 @@ class Training:
         inputs, targets = (t.pin_memory().to(device, non_blocking=True) for t in pair)
         return inputs, targets
 
-    def _agree(self, loss: Tensor, norm: Tensor, stop: bool) -> tuple[float, float, bool]:
+    def _agree(self, loss: Tensor, norm: Tensor, stop: int) -> tuple[float, float, bool]:
         """The job's loss and norm, and whether both are finite: the same answer on every rank, from one all-reduce."""
         with self._on("agreement"):
-            flags = loss.new_tensor([stop, self.save_wanted], dtype=torch.float64)
+            flags = loss.new_tensor([self.save_wanted, *(stop == number for number in SIGNALS)], dtype=torch.float64)
             mine = torch.cat([torch.stack([loss.double(), norm.to(loss.device).double()]), flags])
-            mean_loss, mean_norm, stopping, saving = self.job.mean(mine)
-        self.stopped, self.save_due = stopping > 0, saving > 0
+            mean_loss, mean_norm, saving, *stopping = self.job.mean(mine)
+        self.stopped = next((number for number, share in zip(SIGNALS, stopping, strict=True) if share > 0), 0)
+        self.save_due = saving > 0
         return mean_loss, mean_norm, math.isfinite(mean_loss) and math.isfinite(mean_norm)
 
     def _guard(self, finite: bool, loss: float, norm: float) -> None:

@@ -32,10 +32,16 @@ from towpath.train.optimizers import optimizer_for
 from towpath.train.passes import OneModel, Passes
 from towpath.train.saves import Saves, goes_on
 from towpath.train.stages import pipelined
-from towpath.train.stopping import stopping
+from towpath.train.stopping import exit_code, stopping
 
 
-def train(config: Config) -> None:
+def train(config: Config) -> int:
+    """Train on this rank; every rank must call it.
+
+    Returns:
+        The exit code of the command, the same on every rank: 0 if it trained to its last step, 130 or 143 if a rank was
+        told to stop before, by Ctrl-C or SIGTERM, and the state was saved.
+    """
     with stopping() as stop, joined() as job, job.answering():
         with job.alike():
             if job.rank == 0:
@@ -52,6 +58,7 @@ def train(config: Config) -> None:
                 if _evaluates(config.train, training.done) and not training.stopped:  # there may be 25 s to save in
                     watch.evaluated(*training.evaluate())
         watch.summarise()
+        return exit_code(training.stopped) if training.done < config.train.steps else 0
 
 
 def _evaluates(config: TrainConfig, done: int) -> bool:

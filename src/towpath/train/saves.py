@@ -12,7 +12,7 @@ from types import TracebackType
 from towpath import checkpoint
 from towpath.checkpoint.disk import folders
 from towpath.checkpoint.disk.manifest import NAME as MANIFEST
-from towpath.errors import ConfigError, TrainError
+from towpath.errors import CheckpointError, ConfigError, TrainError
 from towpath.train.config import Config
 from towpath.train.job import Job
 from towpath.train.loop import Training
@@ -60,9 +60,6 @@ class Saves:
         self._seconds = 60 * told.every_minutes
         self._training, self._job = training, training.job
         self._rank = training.job.rank  # which a process group that is gone no longer tells
-        if self._source != self._folder:
-            with self._job.alike():
-                self._set_aside()
         built = training.built
         self._state = checkpoint.State(
             training.model, training.optimizer, config=built.config_json, names=built.names, training=training
@@ -74,6 +71,9 @@ class Saves:
             keep_every=told.keep_every or None,
             background=told.background,
         )
+        if self._source != self._folder:
+            with self._job.alike():
+                self._set_aside()
         self._saved: int | None = None  # the step whose state is in the folder, or on its way
         self._saving: checkpoint.Saving | None = None
         self._since = monotonic()  # the last one, or the beginning
@@ -132,7 +132,10 @@ class Saves:
         training.save_wanted = 0 < self._seconds <= monotonic() - self._since
 
     def _save(self) -> None:
-        self._saving = self._saver.save(self._training.done)
+        try:
+            self._saving = self._saver.save(self._training.done)
+        except CheckpointError as error:  # another job has taken the folder
+            raise TrainError(str(error)) from None
         self._saved = self._training.done
         self._since = monotonic()
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Where ranks got different ones, the first of these counts.
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 # torchrun gives its ranks 30 seconds, and then kills them without a word.
 _WORRIED_SECONDS = 20.0
@@ -23,15 +24,21 @@ _WORRIED_SECONDS = 20.0
 _GRACE_SECONDS = 3.0
 
 
+def exit_code(number: int) -> int:
+    """Return what a process ends with that signal `number` has ended, as a shell counts it."""
+    return 128 + number
+
+
 @dataclass(slots=True)
 class Stop:
-    """`wanted`: on this rank. The ranks tell each other with the loss of every step, and so stop after the same one.
+    """`wanted`: the signal that this rank got, or 0. The ranks tell each other with the loss of every step, and so stop
+    after the same one.
 
     `begun`: steps are being taken. Before, there is nothing to save, and the first signal ends the process.
     """
 
     begun: bool = False
-    wanted: bool = False
+    wanted: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
 
@@ -45,18 +52,18 @@ def stopping() -> Generator[Stop]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         if stop.begun and not stop.wanted:
-            stop.wanted = True
+            stop.wanted = number
             return
         handler = before[signal.Signals(number)]
         if callable(handler):
             handler(number, frame)
         elif handler is not signal.SIG_IGN:
-            sys.exit(128 + number)
+            sys.exit(exit_code(number))
 
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     woken_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, ask) for number in _SIGNALS}
+    before = {number: signal.signal(number, ask) for number in SIGNALS}
     threading.Thread(target=_listen, args=(reading, stop), name="towpath signals", daemon=True).start()
     try:
         yield stop
@@ -72,11 +79,11 @@ def _listen(reading: int, stop: Stop) -> None:
     asked = False
     with os.fdopen(reading, "rb", buffering=0) as signals:
         while number := signals.read(1):
-            if number[0] not in _SIGNALS:
+            if number[0] not in SIGNALS:
                 continue
             if asked or not stop.begun:
                 if not stop.over.wait(_GRACE_SECONDS):
-                    os._exit(128 + number[0])
+                    os._exit(exit_code(number[0]))
                 return  # what the process does after the run is its own affair
             asked = True
             threading.Thread(target=_worry, args=(stop,), name="towpath signals", daemon=True).start()

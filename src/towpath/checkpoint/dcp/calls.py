@@ -5,6 +5,7 @@ Its `CheckpointException` is no `Exception`, and holds the failures of all ranks
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from towpath.checkpoint.control_group import ControlGroup
 from towpath.checkpoint.dcp.planning import JsonLoadPlanner, JsonSavePlanner
 from towpath.checkpoint.dcp.storage import FolderReader, FolderWriter
+from towpath.checkpoint.disk.claim import FolderInUseError
 from towpath.errors import CheckpointError, TowpathError
 
 
@@ -50,7 +52,18 @@ def _explained(work: Callable[[], object]) -> None:
         rank, (first, _) = min(error.failures.items())
         others = len(error.failures) - 1
         more = f" ({others} more ranks failed)" if others else ""
-        raise CheckpointError(f"rank {rank}: {described(first)}{more}") from None
+        for each in (error, *(failed for failed, _ in error.failures.values())):
+            _clear(each)
+        kind = FolderInUseError if isinstance(first, FolderInUseError) else CheckpointError
+        raise kind(f"rank {rank}: {described(first)}{more}") from None
+
+
+def _clear(error: BaseException | None) -> None:
+    """Let go of what the frames of an error hold. Some of DCP's hold the error itself: the saver, its memory and its
+    claim on the folder would live on until Python collects."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def described(error: BaseException) -> str:

@@ -37,6 +37,7 @@ from torch.futures import Future
 
 from towpath.checkpoint.dcp.planning import JsonSavePlanner
 from towpath.checkpoint.disk import files, folders
+from towpath.checkpoint.disk.claim import Claim
 from towpath.checkpoint.disk.manifest import Manifest, write_manifest
 from towpath.checkpoint.disk.stored import File, Stored, StoredBox
 from towpath.errors import CheckpointError
@@ -61,10 +62,10 @@ class _Value:
 
 
 class FolderWriter(StorageWriter):
-    """Of the checkpoint of one step in `root`."""
+    """Of the checkpoint of one step in `root`, which is this job's by its `claim`."""
 
-    def __init__(self, root: Path, step: int, strategy: str | None = None) -> None:
-        self._root, self._step, self._strategy = root, step, strategy
+    def __init__(self, root: Path, step: int, claim: Claim, strategy: str | None = None) -> None:
+        self._root, self._step, self._claim, self._strategy = root, step, claim, strategy
         self._world = 1
         self._partial: Path | None = None
 
@@ -74,7 +75,7 @@ class FolderWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if is_coordinator:
             with files.writing(self._root):
-                self._root.mkdir(parents=True, exist_ok=True)
+                self._claim.hold()  # it makes the folder, where it is not there
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         needed = sum(item.tensor_storage_size() or 0 for item in plan.items)
@@ -136,6 +137,7 @@ class FolderWriter(StorageWriter):
         )
         with files.writing(self._partial):
             write_manifest(self._partial, manifest)
+            self._claim.hold()  # still: it may have taken long
             folders.publish(self._partial, folders.checkpoint_of(self._root, self._step))
         self._partial = None
 
