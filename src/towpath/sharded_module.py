@@ -31,6 +31,37 @@ class ShardedModule(nn.Module):
         _refuse_state_dict(self.towpath_engine, frame.f_back if frame is not None else None)
         return super().named_children()
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """The mark that Accelerate looks for before it wraps a model, and sets afterwards.
+
+        Accelerate's own Accelerator, which transformers' Trainer uses, would leave gradients of whole parameters to
+        DistributedDataParallel. Ours calls `admit_accelerate` first.
+        """
+        marked: bool | None = self.__dict__.get("_is_accelerate_prepared")
+        if marked is None:
+            raise ShardError(
+                f"{_sharded(self)} was given to Accelerate's own Accelerator, or to transformers' own Trainer. Neither "
+                "trains a sharded model. Give the model, before shard(), to "
+                "towpath.integrations.accelerate.Accelerator(strategy=…) or to "
+                "towpath.integrations.transformers.Trainer(…, strategy=…), which shard it."
+            )
+        return marked
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, marked: bool) -> None:
+        self.__dict__["_is_accelerate_prepared"] = marked
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What DistributedDataParallel asks of a module before it touches its parameters."""
+        raise ShardError(
+            f"{_sharded(self)} was given to DistributedDataParallel, which needs whole parameters. Leave out "
+            "DistributedDataParallel: the model reduces its gradients itself. In a framework, give the model, before "
+            "shard(), to towpath.integrations.accelerate, towpath.integrations.transformers or "
+            "towpath.integrations.lightning, with a strategy."
+        )
+
     def no_sync(self) -> AbstractContextManager[None]:
         """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
         return self.towpath_engine.no_sync()
@@ -75,6 +106,15 @@ class PretrainedModule(ShardedModule):
 
         whole: Any = super()
         return save_pretrained(self, whole.save_pretrained, *args, **kwargs)
+
+
+def admit_accelerate(model: ShardedModule) -> None:
+    """Let an Accelerator prepare `model`: one that knows that it is sharded."""
+    model.__dict__.setdefault("_is_accelerate_prepared", False)
+
+
+def _sharded(model: ShardedModule) -> str:
+    return f"{type(model).__name__}, which towpath.shard() has sharded,"
 
 
 def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:

@@ -11,8 +11,11 @@ import torch.distributed as dist
 
 
 @contextmanager
-def launched() -> Generator[int]:
-    """Inside, frameworks find themselves on one node of all ranks. Their warnings are theirs."""
+def launched(**more: str) -> Generator[int]:
+    """Inside, frameworks find themselves on one node of all ranks. Their warnings are theirs.
+
+    `more`: variables of the environment beside torchrun's, `ACCELERATE_USE_CPU="true"` unless given.
+    """
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     ours = {
         "RANK": rank,
@@ -23,21 +26,21 @@ def launched() -> Generator[int]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "1",  # the process group is there already: nobody listens, nobody asks
         "TORCHELASTIC_RUN_ID": "tests",
-        "ACCELERATE_USE_CPU": "true",
+        **(more or {"ACCELERATE_USE_CPU": "true"}),
     }
     before = dict(os.environ)
     os.environ.update(ours)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _forget()
+            forget()
             yield int(rank)
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def _forget() -> None:
+def forget() -> None:
     """Accelerate keeps what it found out for the whole process."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -5,22 +5,27 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import towpath
 import towpath.optim
-from tests.ranks.launched import launched
+from tests.ranks.launched import forget, launched
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
-from towpath.errors import CheckpointError, ShardError, StrategyError
+from towpath.errors import CheckpointError, MismatchError, ShardError, StrategyError, TopologyError
 
 Worlds = Callable[[int], World]
 
@@ -327,3 +332,229 @@ def _refused() -> None:
         with pytest.raises(ShardError, match=r"model.join\(loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)
     dist.barrier()
+
+
+def test_a_plugin_that_shards_is_refused_on_cpu_ranks_too(world: Worlds) -> None:
+    world(2).run(_plugin)
+
+
+def _plugin() -> None:
+    import accelerate
+
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched(), pytest.raises(ShardError, match=r"FSDP, which shards the model itself"):
+        Accelerator(strategy="zero3", cpu=True, fsdp_plugin=accelerate.FullyShardedDataParallelPlugin())
+
+
+def test_auto_is_refused_before_a_model_is_prepared_unless_the_workload_is_given(world: Worlds) -> None:
+    world(1).run(_auto)
+
+
+def _auto() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
+        Accelerator(strategy="auto", cpu=True)
+
+
+# --- the world as Accelerate counts it --------------------------------------------------------------------------------
+
+
+def test_ranks_that_accelerate_counts_as_one_process_each_are_refused(world: Worlds) -> None:
+    """As under torchrun, without a GPU and without cpu=True: every rank would train on the same batches."""
+    world(2).run(_uncounted)
+
+
+def _uncounted() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched(ACCELERATE_USE_CPU="false"), pytest.raises(TopologyError, match=r"1 process.*2 ranks.*cpu=True"):
+        Accelerator(strategy="mics")
+
+
+def test_a_process_group_made_after_the_accelerator_is_compared_when_a_model_is_prepared(world: Worlds) -> None:
+    world(2).run(_made_later)
+
+
+def _made_later() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched(ACCELERATE_USE_CPU="false"):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            del os.environ[name]
+        with mock.patch.object(dist, "is_initialized", lambda: False):
+            accelerator = Accelerator(strategy="mics")
+        with pytest.raises(TopologyError, match=r"1 process.*2 ranks"):
+            accelerator.prepare(Net())
+
+
+def test_where_accelerate_miscounts_one_rank_all_ranks_raise(world: Worlds) -> None:
+    world(2).run(_miscounted)
+
+
+def _miscounted() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched() as rank:
+        accelerator = Accelerator(strategy="mics")
+        accelerator.state.process_index = 0
+        expected = MismatchError if rank == 0 else TopologyError
+        with pytest.raises(expected, match=r"number 0, but it is rank 1 of 2 ranks"):
+            accelerator.prepare(Net())
+
+
+_CONFIGURATION = """\
+compute_environment: LOCAL_MACHINE
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+use_cpu: true
+mixed_precision: 'no'
+debug: false
+"""
+_MULTI_CPU = "distributed_type: MULTI_CPU\n" + _CONFIGURATION
+_FSDP = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: NO_WRAP}\n" + _CONFIGURATION
+
+
+def _started_by_accelerate(configuration: str, folder: Path) -> dict[str, str]:
+    """The environment that `accelerate launch` starts a script in, or starts torchrun in."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    (folder / "config.yaml").write_text(configuration)
+    command = ["--config_file", str(folder / "config.yaml"), "--main_process_port", "1", "script.py"]
+    found: list[dict[str, str]] = []
+
+    def started(*_: Any, env: dict[str, str] | None = None) -> mock.Mock:
+        found.append({**(os.environ if env is None else env)})
+        return mock.Mock(returncode=0)
+
+    with (
+        mock.patch.object(subprocess, "Popen", started),
+        mock.patch.object(torch.distributed.run, "run", started),
+        mock.patch("accelerate.utils.launch.is_port_in_use", lambda _: False),
+    ):
+        launch_command(launch_command_parser().parse_args(command))
+    (environment,) = found
+    return environment
+
+
+def test_the_one_process_that_accelerate_starts_for_several_on_cpus_is_refused(tmp_path: Path) -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with mock.patch.dict(os.environ, _started_by_accelerate(_MULTI_CPU, tmp_path), clear=True):
+        forget()
+        with pytest.raises(TopologyError, match=r"one process.*torchrun --nproc-per-node.*cpu=True"):
+            Accelerator(strategy="mics")
+
+
+def test_a_configuration_of_fsdp_on_cpus_is_refused(world: Worlds, tmp_path: Path) -> None:
+    added = _started_by_accelerate(_FSDP, tmp_path).items() - os.environ.items()
+    world(2).run(_fsdp_configured, {name: value for name, value in added if name.startswith(("ACCELERATE_", "FSDP_"))})
+
+
+def _fsdp_configured(environment: dict[str, str]) -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    for options in ({}, {"cpu": True}):
+        with launched(**environment), pytest.raises(ShardError, match=r"FSDP, which shards.*torchrun.*cpu=True"):
+            Accelerator(strategy="mics", **options)
+
+
+_SCRIPT = """\
+import os
+
+import torch
+from accelerate.state import AcceleratorState
+
+from towpath.errors import TopologyError
+from towpath.integrations.accelerate import Accelerator
+
+try:
+    Accelerator(strategy="mics")
+except TopologyError as error:
+    refused = str(error)
+AcceleratorState._reset_state(True)
+accelerator = Accelerator(strategy="mics", cpu=True)
+model, loader = accelerator.prepare(torch.nn.Linear(4, 1), torch.utils.data.DataLoader(torch.arange(8), batch_size=2))
+told = accelerator.gather_for_metrics([refused, [batch.tolist() for batch in loader]], use_gather_object=True)
+if accelerator.is_main_process:
+    print(*told, sep="\\n", flush=True)
+os._exit(0)  # how the interpreter takes its threads down is not tested here
+"""
+
+
+def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(_SCRIPT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.run(
+        [sys.executable, "-m", *command, str(folder / "script.py")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+    )
+
+
+def test_under_torchrun_cpu_ranks_are_refused_and_with_cpu_they_share_the_batches(tmp_path: Path) -> None:
+    done = _run(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.splitlines()
+    assert all("cpu=True" in refused for refused in told[::2])
+    assert told[1::2] == ["[[0, 1], [4, 5]]", "[[2, 3], [6, 7]]"]
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(("configuration", "said"), [(_MULTI_CPU, "one process"), (_FSDP, "shards the model itself")])
+def test_accelerate_launch_itself_ends_in_the_same_errors(tmp_path: Path, configuration: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(configuration)
+    at = ["--config_file", str(tmp_path / "config.yaml"), "--main_process_port", "0"]
+    done = _run(tmp_path, "accelerate.commands.launch", *at)
+    assert done.returncode != 0
+    assert said in done.stderr
+    assert "torchrun --nproc-per-node" in done.stderr
+
+
+# --- Accelerate without us --------------------------------------------------------------------------------------------
+
+
+def test_accelerate_itself_refuses_a_sharded_model_and_names_the_integration(world: Worlds) -> None:
+    world(2).run(_stock)
+
+
+def _stock() -> None:
+    import accelerate
+
+    for cpu in ("true", "false"):
+        with launched(ACCELERATE_USE_CPU=cpu):
+            accelerator = accelerate.Accelerator()
+            model = towpath.shard(Net(), "zero3")
+            optimizer = torch.optim.AdamW(model.parameters())
+            with pytest.raises(ShardError, match=r"towpath\.integrations\.accelerate\.Accelerator\(strategy="):
+                accelerator.prepare(model, optimizer)
+            with pytest.raises(ShardError, match=r"towpath\.integrations"):
+                accelerator.prepare_model(model, evaluation_mode=True)
+
+
+def test_distributed_data_parallel_refuses_a_sharded_model(world: Worlds) -> None:
+    world(2).run(_wrapped)
+
+
+def _wrapped() -> None:
+    model = towpath.shard(Net(), "zero3")
+    with pytest.raises(ShardError, match=r"Leave out DistributedDataParallel.*towpath\.integrations"):
+        nn.parallel.DistributedDataParallel(model)
+
+
+def test_a_model_that_the_user_has_sharded_is_prepared_as_it_is(world: Worlds) -> None:
+    world(2).run(_sharded_before)
+
+
+def _sharded_before() -> None:
+    from towpath.integrations.accelerate import Accelerator
+
+    with launched():
+        accelerator = Accelerator(strategy="zero3")
+        model = towpath.shard(Net(), "zero3")
+        for _ in range(2):
+            assert accelerator.prepare(model) is model

@@ -224,5 +224,24 @@ def test_what_is_meant_for_ddp_is_refused(world: Worlds) -> None:
 def _refused() -> None:
     from towpath.integrations.lightning import TowpathStrategy
 
-    with launched(), pytest.raises(ShardError, match="find_unused_parameters"):
-        TowpathStrategy("mics", find_unused_parameters=True)
+    with launched():
+        with pytest.raises(ShardError, match="find_unused_parameters"):
+            TowpathStrategy("mics", find_unused_parameters=True)
+        with pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
+            TowpathStrategy("auto")
+
+
+def test_a_strategy_of_lightning_refuses_a_sharded_module_and_names_the_integration(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(_stock, tmp_path)
+
+
+def _stock(folder: Path) -> None:
+    import towpath
+
+    with launched():
+        module = towpath.shard(_module(), "zero3")
+        for work in ("fit", "validate"):
+            with pytest.raises(ShardError, match=r"towpath\.integrations\.lightning"):
+                getattr(_trainer("ddp", folder), work)(module, _rows())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.ranks.launched import launched
 from tests.ranks.server import World
-from towpath.errors import ShardError
+from towpath.errors import ShardError, TopologyError
 from towpath.optim import whole_matrices
 
 Worlds = Callable[[int], World]
@@ -141,6 +141,64 @@ def _whole_matrices(folder: Path) -> float:
         return _differences(found, expected) if rank == 0 else 0.0
 
 
+def test_optim_adafactor_steps_whole_matrices_and_resumes(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_adafactor, tmp_path)) <= 1e-9
+
+
+def _adafactor(folder: Path) -> float:
+    """By its name, as Trainer makes it: transformers' own Adafactor, with groups with and without decay."""
+    options = {"optim": "adafactor", "lr_scheduler_type": "constant", "weight_decay": 0.1}
+    with launched() as rank:
+        plain = _trainer(None, folder, **options)
+        plain.train()
+        first = _trainer("zero3", folder, steps=6, save_strategy="steps", save_steps=6, **options)
+        first.train()
+        again = _trainer("mics", folder, **options)
+        again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
+        found, expected = _whole(again), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
+def test_an_adafactor_of_transformers_that_is_not_wrapped_is_refused(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_unwrapped, tmp_path)
+
+
+def _unwrapped(folder: Path) -> None:
+    from transformers.optimization import Adafactor
+
+    with launched():
+        trainer = _trainer("zero3", folder, optimizer=lambda model: Adafactor(model.parameters()))
+        with pytest.raises(ShardError, match=r"Pass towpath.optim.whole_matrices\(Adafactor\(…\)\) instead"):
+            trainer.train()
+
+
+def test_optimizers_by_name_that_cannot_step_slices_are_refused_at_construction(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_refused_by_name, tmp_path)
+
+
+def _refused_by_name(folder: Path) -> None:
+    with launched():
+        for name in ("adamw_bnb_8bit", "paged_lion_8bit", "galore_adamw", "lomo", "adamw_torch_8bit"):
+            with pytest.raises(ShardError, match=rf'optim="{name}".*Trainer\(optimizers=\(.*, None\)\)'):
+                _trainer("zero3", folder, optim=name)
+        made = _trainer("zero3", folder, optim="adamw_bnb_8bit", optimizer=lambda m: torch.optim.SGD(m.parameters()))
+        assert type(made.optimizer) is torch.optim.SGD
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "rmsprop", "adamw_torch_fused"])
+def test_elementwise_optimizers_by_name_train_as_under_ddp(world: Worlds, tmp_path: Path, name: str) -> None:
+    assert max(world(2).run(_by_name, tmp_path, name)) <= 1e-9
+
+
+def _by_name(folder: Path, name: str) -> float:
+    with launched() as rank:
+        plain, ours = (_trainer(strategy, folder, steps=3, optim=name) for strategy in (None, "zero3"))
+        for trainer in (plain, ours):
+            trainer.train()
+        found, expected = _whole(ours), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
+
+
 def test_a_run_that_ended_goes_on_under_another_strategy_and_its_checkpoints_are_pretrained_models(
     world: Worlds, tmp_path: Path
 ) -> None:
@@ -216,6 +274,21 @@ def _best(folder: Path) -> None:
         if rank == 0:
             expected = load_file(folder / "checkpoint-2" / "model.safetensors")
             assert _differences(dict(sorted(found.items())), dict(sorted(expected.items()))) == 0.0
+
+
+def test_a_model_is_evaluated_before_it_is_trained(world: Worlds, tmp_path: Path) -> None:
+    assert max(world(2).run(_evaluated_first, tmp_path)) <= 1e-9
+
+
+def _evaluated_first(folder: Path) -> float:
+    with launched() as rank:
+        plain, ours = _trainer(None, folder, steps=2), _trainer("zero3", folder, steps=2)
+        plain.train()
+        first = ours.evaluate()["eval_loss"]
+        ours.train()
+        assert ours.evaluate()["eval_loss"] < first
+        found, expected = _whole(ours), _whole(plain)
+        return _differences(found, expected) if rank == 0 else 0.0
 
 
 # --- PEFT -------------------------------------------------------------------------------------------------------------
@@ -347,3 +420,31 @@ def _inherited(folder: Path) -> None:
         args.fsdp = ["full_shard"]
         with pytest.raises(ShardError, match="leave them out"):
             Ours(_model(), args, strategy="mics")
+
+
+def test_what_it_cannot_do_it_says_when_it_is_made(world: Worlds, tmp_path: Path) -> None:
+    world(2).run(_refused, tmp_path)
+
+
+def _refused(folder: Path) -> None:
+    with launched(), pytest.raises(ShardError, match=r'Sharding\("auto", workload='):
+        _trainer("auto", folder)
+    with launched(ACCELERATE_USE_CPU="false"), pytest.raises(TopologyError, match=r"1 process.*2 ranks.*use_cpu=True"):
+        _trainer("mics", folder, use_cpu=False)
+
+
+def test_a_trainer_of_transformers_refuses_a_sharded_model_and_names_the_integration(
+    world: Worlds, tmp_path: Path
+) -> None:
+    world(2).run(_stock, tmp_path)
+
+
+def _stock(folder: Path) -> None:
+    import towpath
+
+    for use_cpu in (True, False):
+        with launched(ACCELERATE_USE_CPU="false"):
+            trainer = _trainer(None, folder, towpath.shard(_model(), "zero3"), use_cpu=use_cpu)
+            for work in (trainer.train, trainer.evaluate):
+                with pytest.raises(ShardError, match=r"towpath\.integrations\.transformers\.Trainer\(…, strategy="):
+                    work()

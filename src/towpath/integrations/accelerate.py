@@ -10,29 +10,42 @@ All else is as with `accelerate.Accelerator`, launched by `torchrun` or `acceler
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.strategy import Strategy
-from towpath.errors import CheckpointError, ShardError
+from towpath.engine.agreement import agree
+from towpath.errors import CheckpointError, ShardError, TopologyError
 from towpath.integrations.saved_states import FOLDER, load_from, save_into
 from towpath.integrations.sharding import Replaced, Sharding, is_sharded, need_process_group, not_installed
+from towpath.sharded_module import admit_accelerate
+from towpath.topology.groups import Groups
 
 try:
     import accelerate
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, parse_flag_from_env
+    from accelerate.utils.environment import get_cpu_distributed_information
 except ModuleNotFoundError as error:
     raise not_installed(error, "accelerate") from None
 
 _KNOWN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+# What Accelerate itself would shard the model with. On CPU ranks it ignores these settings.
+_PLUGINS = {
+    "ACCELERATE_USE_FSDP": DistributedType.FSDP,
+    "ACCELERATE_USE_DEEPSPEED": DistributedType.DEEPSPEED,
+    "ACCELERATE_USE_MEGATRON_LM": DistributedType.MEGATRON_LM,
+}
+_CPU_RANKS = "start CPU ranks with torchrun --nproc-per-node, and pass cpu=True (TrainingArguments: use_cpu=True)"
 
 
 class Accelerator(accelerate.Accelerator):
@@ -58,11 +71,15 @@ class Accelerator(accelerate.Accelerator):
         self.sharding = sharding
         self._replaced: list[Replaced] = []
         self._is_saving = False
-        if self.distributed_type not in _KNOWN:
+        plugins = [kind for variable, kind in _PLUGINS.items() if parse_flag_from_env(variable)]
+        if self.distributed_type not in _KNOWN or plugins:
+            kind = plugins[0] if plugins else self.distributed_type
             raise ShardError(
-                f"Accelerate is set up for {self.distributed_type.value}, which shards the model itself. Take its "
-                "plugin and its ACCELERATE_USE_… out of the configuration: launch as for DistributedDataParallel."
+                f"Accelerate is set up for {kind.value}, which shards the model itself. Take its plugin and its "
+                f"{kind.value.lower()}_config out of the configuration, and launch as for DistributedDataParallel; "
+                f"{_CPU_RANKS}."
             )
+        self._check_world()
         if self.parallelism_config is not None and self.parallelism_config.total_size > 1:
             raise ShardError(
                 "parallelism_config= is not known here: shard over the data-parallel ranks with "
@@ -71,22 +88,73 @@ class Accelerator(accelerate.Accelerator):
         if self.mixed_precision not in ("no", "bf16", "fp16"):
             raise ShardError(f'mixed_precision={self.mixed_precision!r}: expected "no", "bf16" or "fp16".')
 
+    def _check_world(self) -> None:
+        """Refuse ranks that Accelerate does not count: it would give each of them the batches of all."""
+        if dist.is_initialized():
+            world, rank = dist.get_world_size(), dist.get_rank()
+        else:
+            launcher = get_cpu_distributed_information()
+            world, rank = launcher.world_size, launcher.rank
+        if (self.num_processes, self.process_index) != (world, rank):
+            remedy = f"To train without a GPU, {_CPU_RANKS}."
+            if self.device.type == "cuda":
+                remedy = "Start one rank for each GPU with torchrun, and make the process group before the Accelerator."
+            raise TopologyError(
+                f"Accelerate counts {self.num_processes} process(es) and takes this one for number "
+                f"{self.process_index}, but it is rank {rank} of {world} ranks. Ranks that Accelerate does not count "
+                f"train on the same batches. {remedy}"
+            )
+        # `accelerate launch` sets MASTER_ADDR for several processes. Without a WORLD_SIZE it started only this one.
+        by_accelerate = "ACCELERATE_MIXED_PRECISION" in os.environ
+        if world == 1 and by_accelerate and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
+            raise TopologyError(
+                "accelerate launch was configured for several processes, and started one process, which would train "
+                "alone. Without GPUs it starts several by mpirun only. Instead "
+                f"{_CPU_RANKS}. To train in one process, start the script with python."
+            )
+
     # prepare ------------------------------------------------------------------------------------------------------
+
+    def shard_model(self, model: nn.Module, device_placement: bool | None = None) -> None:
+        """Shard `model` in place, and give its new parameters to the optimizers that were prepared before.
+
+        `prepare` calls this. A model that is sharded already stays as it is. Every rank must call it.
+
+        Args:
+            model: The model, on any device.
+            device_placement: Whether to move the model to the Accelerator's device first. Defaults to the
+                Accelerator's own setting.
+
+        Raises:
+            TopologyError: Accelerate counts other ranks than the process group has.
+        """
+        if is_sharded(model):
+            return
+        if getattr(model, "_is_accelerate_prepared", False):
+            raise ShardError("the model was prepared for evaluation: build it anew to train it.")
+        need_process_group()
+        failure: TopologyError | None = None
+        try:
+            self._check_world()
+        except TopologyError as error:
+            failure = error
+        agree(Groups(), [], failure, "prepare()")
+        if self.device_placement if device_placement is None else device_placement:
+            model.to(self.device)
+        self._replaced.append(self.sharding.apply(model, self.mixed_precision))
+        for optimizer in self._optimizers:
+            self._replaced[-1].tell(_plain(optimizer))
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """As it was, but that the model is sharded in place of being wrapped; in `evaluation_mode` it is neither."""
-        if not evaluation_mode and not is_sharded(model):
-            if getattr(model, "_is_accelerate_prepared", False):
-                raise ShardError("the model was prepared for evaluation: build it anew to train it.")
-            need_process_group()
-            if self.device_placement if device_placement is None else device_placement:
-                model.to(self.device)
-            self._replaced.append(self.sharding.apply(model, self.mixed_precision))
-            for optimizer in self._optimizers:
-                self._replaced[-1].tell(_plain(optimizer))
-        placement = False if is_sharded(model) else device_placement
+        if not evaluation_mode:
+            self.shard_model(model, device_placement)
+        placement = device_placement
+        if is_sharded(model):
+            placement = False
+            admit_accelerate(model)
         return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,14 @@ class Sharding:
     mesh: DeviceMesh | None = None
     workload: Workload | None = None
     offload: Offload | None = None
+
+    def __post_init__(self) -> None:
+        if self.strategy == "auto" and self.workload is None:
+            raise ShardError(
+                'strategy="auto" has to know what a step computes. Pass strategy=Sharding("auto", workload='
+                "towpath.Workload(tokens=…)), with the tokens of one rank's forward pass, and micro_steps=, optimizer= "
+                "and memory= as they are. Import Sharding from towpath.integrations."
+            )
 
     @staticmethod
     def of(strategy: str | Strategy | Sharding) -> Sharding:
@@ -83,7 +91,7 @@ class Replaced:
         if not any(parameter in self._by for group in optimizer.param_groups for parameter in group["params"]):
             return
         for member in members_of(optimizer):
-            if isinstance(member, (torch.optim.Muon, torch.optim.Adafactor)):
+            if needs_whole_matrices(member):
                 name = type(member).__name__
                 raise ShardError(
                     f"{name} computes with whole matrices, of which each rank has a part. Pass "
@@ -99,7 +107,12 @@ class Replaced:
             whole.share_out()
 
 
-def is_sharded(model: nn.Module) -> bool:
+def needs_whole_matrices(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` is an Adafactor or a Muon, PyTorch's or another package's, that is not wrapped."""
+    return any(kind.__name__ in ("Adafactor", "Muon") for kind in type(optimizer).__mro__)
+
+
+def is_sharded(model: nn.Module) -> TypeGuard[ShardedModule]:
     return isinstance(model, ShardedModule)
 
 

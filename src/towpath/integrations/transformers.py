@@ -20,13 +20,20 @@ from towpath.core.strategy import Strategy
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
 from towpath.integrations.saved_states import FOLDER, load_from, load_whole, on_cpu, save_into
-from towpath.integrations.sharding import Sharding, not_installed
+from towpath.integrations.sharding import Sharding, needs_whole_matrices, not_installed
+from towpath.optim import whole_matrices
 
 try:
     import transformers
     from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+    from transformers.training_args import OptimizerNames
 except ModuleNotFoundError as error:
     raise not_installed(error, "accelerate") from None
+
+# Parts of names that TrainingArguments(optim=…) takes: the optimizers of bitsandbytes, torchao, galore_torch,
+# apollo_torch and lomo_optim. They quantize, project or step parameters in kernels or hooks of their own, which know
+# nothing of slices.
+_REFUSED = ("4bit", "8bit", "bnb", "paged", "lion", "ademamix", "galore", "apollo", "lomo")
 
 if TYPE_CHECKING:
     _Base = transformers.Trainer
@@ -39,18 +46,29 @@ class ShardedTrainer(_Base):
 
     accelerator: Accelerator
     model: Any
+    optimizer: Any
     lr_scheduler: Any
     state: Any
 
     def __init__(self, *args: Any, strategy: str | Strategy | Sharding, **kwargs: Any) -> None:
         self._sharding = Sharding.of(strategy)
         super().__init__(*args, **kwargs)
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            _check_named(OptimizerNames(self.args.optim).value)
 
     def create_accelerator_and_postprocess(self) -> None:
         if self.args.fsdp or self.args.deepspeed:
             raise ShardError("TrainingArguments(fsdp=…, deepspeed=…) shard the model themselves: leave them out.")
         super().create_accelerator_and_postprocess()
         self.accelerator = Accelerator.adopt(self.accelerator, self._sharding)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """Make the optimizer that the arguments name, from the sharded parameters. Adafactor steps whole matrices."""
+        if self.optimizer is None:
+            self.accelerator.shard_model(self.model)  # first, since Adagrad makes its states at once
+            made = super().create_optimizer(*args, **kwargs)
+            self.optimizer = whole_matrices(made) if needs_whole_matrices(made) else made
+        return self.optimizer
 
     # Saving -------------------------------------------------------------------------------------------------------
 
@@ -96,9 +114,11 @@ class ShardedTrainer(_Base):
     # Evaluating ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.shard_model(self.model)  # evaluated whole, it could not be trained afterwards
         return super().evaluate(*args, **self._generating(kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
+        self.accelerator.shard_model(self.model)
         return super().predict(*args, **self._generating(kwargs))
 
     def _generating(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +134,17 @@ class Trainer(ShardedTrainer, transformers.Trainer):
 
 class Seq2SeqTrainer(ShardedTrainer, transformers.Seq2SeqTrainer):
     """`transformers.Seq2SeqTrainer`, with `strategy=`."""
+
+
+def _check_named(optim: str) -> None:
+    if any(part in optim for part in _REFUSED):
+        raise ShardError(
+            f'TrainingArguments(optim="{optim}") makes an optimizer that cannot step the slices of a sharded model. '
+            "Pass Trainer(optimizers=(towpath.optim.whole_matrices(optimizer), None)), with an optimizer that handles "
+            "each parameter by itself. Or take an elementwise one: optim= takes adamw_torch, adamw_torch_fused, sgd, "
+            "adagrad, rmsprop, schedule_free_… and adafactor. To keep the optimizer's states off the device, pass "
+            'strategy=Sharding(…, offload="optimizer").'
+        )
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
