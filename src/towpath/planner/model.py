@@ -55,16 +55,32 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`flops`: of a token's forward pass. `kept`: elements per token that autograd keeps for the backward pass, and
-    `entering`: those of the unit's input, all that checkpointing keeps. `kept_fp32`: elements that are kept in fp32,
-    whatever computes; `passing_fp32`: those that the backward pass has for a moment besides. `modules`: how many blocks
-    run in it. `measured`: else time follows from `flops`."""
+    """The parameters of a unit, and what it computes and keeps for one token.
+
+    Args:
+        spec: Its parameters.
+        flops: FLOPs of a forward pass.
+        kept: Elements in the compute dtype that autograd keeps for the backward pass.
+        entering: Elements of the input, which is all that checkpointing keeps. Of the root: what it keeps from before
+            the first block, until the backward pass ends.
+        kept_fp32: Elements that autograd keeps in fp32, whatever the compute dtype is.
+        kept_input: How many of `kept` are the input itself.
+        kept_input_fp32: How many of `kept_fp32` are the input itself if the unit computes in fp32, and a copy if not.
+        passing: Elements in the compute dtype that the backward pass needs at its peak, beside all that is kept. Of
+            one block, if the unit has several.
+        passing_fp32: The same in fp32.
+        modules: How many blocks run in the unit.
+        measured: Measured times. Without them, times follow from `flops`.
+    """
 
     spec: UnitSpec
     flops: float
     kept: float
     entering: float
     kept_fp32: float = 0.0
+    kept_input: float = 0.0
+    kept_input_fp32: float = 0.0
+    passing: float = 0.0
     passing_fp32: float = 0.0
     modules: int = 1
     measured: Measured | None = None
@@ -86,6 +102,9 @@ class Unit:
             kept=share * self.kept,
             entering=share * self.entering,
             kept_fp32=share * self.kept_fp32,
+            kept_input=share * self.kept_input,
+            kept_input_fp32=share * self.kept_input_fp32,
+            passing=share * self.passing,
             passing_fp32=share * self.passing_fp32,
             measured=None if self.measured is None else self.measured.times(share),
         )
@@ -99,6 +118,9 @@ class Unit:
             kept=self.kept + other.kept,
             entering=self.entering + other.entering,
             kept_fp32=self.kept_fp32 + other.kept_fp32,
+            kept_input=self.kept_input + other.kept_input,
+            kept_input_fp32=self.kept_input_fp32 + other.kept_input_fp32,
+            passing=max(self.passing, other.passing),
             passing_fp32=max(self.passing_fp32, other.passing_fp32),
             measured=None if mine is None or theirs is None else mine.plus(theirs),
         )
