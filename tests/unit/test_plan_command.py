@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 from tests.profiles import made_profile
 from towpath.cli import main, plan_report, probe_picture
+from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
@@ -110,6 +113,29 @@ def test_two_strategies_are_set_side_by_side_and_one_sentence_says_what_decides(
     assert re.search(r"GB out of a node +2\d\d\.\d +3\d\.\d", output)
 
 
+def test_one_strategy_alone_is_explained_by_what_it_waits_for() -> None:
+    output = told("explain", "zero3", *SIDES)
+
+    assert re.search(r"zero3 waits [\d.]+ m?s of [\d.]+ m?s, the longest for gather", output)
+    found = json.loads(told_wide("explain", "zero3", *SIDES, "--json"))
+    assert len(found["strategies"]) == 1 and "waits" in found["verdict"]
+    assert "ddp does not fit" in told("explain", "ddp", *SIDES)
+
+
+def test_what_takes_long_tells_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    @contextmanager
+    def bar(about: str) -> Generator[Callable[[int, int], None]]:
+        yield lambda done, total: said.append(f"{about} {0 <= done <= total}")
+
+    monkeypatch.setattr(plan_command, "progress_bar", bar)
+    told_wide("simulate", "zero3", *SIDES, "--jitter", "0.1")
+    told_wide("explain", "zero3", "mics", *SIDES)
+    told_wide(*PLAN)
+    assert set(said) == {"Simulating True", "Explaining True", "Planning True"}
+
+
 def test_what_does_not_fit_is_said_with_the_part_that_is_too_much() -> None:
     output = told("explain", "ddp", "zero3", *SIDES)
 
@@ -141,6 +167,27 @@ def test_where_nothing_fits_the_exit_code_is_1_and_the_message_names_what_would_
         (("simulate", "zero3", *SIDES, "--straggler", "64:2"), "a rank below 64"),
         (("simulate", "zero4", *SIDES), "unknown strategy 'zero4'; did you mean"),
         (("simulate", "missing.toml", *SIDES), "cannot read missing.toml"),
+        ((*PLAN, "--memory", "inf"), "'--memory': got inf; expected a number above 0, up to 1,000,000"),
+        ((*PLAN, "--memory", "nan"), "'--memory': got nan"),
+        ((*PLAN, "--memory", "0"), "'--memory': got 0"),
+        ((*PLAN, "--memory", "-1"), "'--memory': got -1"),
+        ((*PLAN, "--memory", "1e12"), "'--memory': got 1e12"),
+        ((*PLAN, "--batch", "1000000000000"), "'--batch': got 1000000000000; expected a whole number from 1 to"),
+        ((*PLAN, "--batch", "0"), "'--batch': got 0"),
+        ((*PLAN, "--nodes", "1000000000000"), "'--nodes': got 1000000000000"),
+        ((*PLAN, "--nodes", "-2"), "'--nodes': got -2"),
+        ((*PLAN, "--length", "inf"), "'--length': got inf"),
+        ((*PLAN, "--micro-batch", "1000000000000"), "'--micro-batch': got 1000000000000"),
+        ((*PLAN, "--top", "1000000000000"), "'--top': got 1000000000000"),
+        ((*PLAN, "--pipeline", "1"), "'--pipeline': got 1; expected a whole number from 2"),
+        ((*PLAN, "--pipeline", "2", "--tensor", "0"), "'--tensor': got 0"),
+        (("simulate", "zero3", *SIDES, "--micro-steps", "1000000000000"), "'--micro-steps': got 1000000000000"),
+        (("simulate", "zero3", *SIDES, "--micro-steps", "2000", "--jitter", "0.1"), "Expected at most 1,000"),
+        (("simulate", "zero3", *SIDES, "--jitter", "nan"), "jitter = nan: expected a share"),
+        (("simulate", "zero3", *SIDES, "--jitter", "inf"), "jitter = inf: expected a share"),
+        (("simulate", "zero3", *SIDES, "--straggler", "3:inf"), "straggler 3:inf: expected RANK:TIMES"),
+        (("simulate", "zero3", *SIDES, "--straggler", "3:nan"), "straggler 3:nan: expected RANK:TIMES"),
+        (("explain", "zero3"), "Missing option '--model'. Example: towpath explain zero3 mics --model"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from towpath.planner.clusters import shipped
 from towpath.planner.cost import computing
 from towpath.planner.memory import activation_bytes, engine_bytes
 from towpath.planner.model import MODELS, Model, Transformer, describe
+from towpath.planner.named_models import published_names
 from towpath.planner.probe_checks import collective_seconds, slowdowns
 from towpath.planner.profile import INTER, INTRA, NOTHING, SEVERAL, Point, Profile, beside_name, fitted, route_of
 from towpath.planner.request import BF16, Optimizer, Request
@@ -72,6 +74,91 @@ def test_every_name_gives_a_model_near_its_size() -> None:
         assert describe(name).parameters == pytest.approx(size, rel=0.1), name
 
 
+@pytest.mark.parametrize(
+    "name, parameters",
+    [
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("llama-3.3-70b", 70_553_706_496),
+        ("llama-3.1-405b", 405_853_388_800),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-1.7b", 1_720_574_976),
+        ("qwen3-4b", 4_022_468_096),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-14b", 14_768_307_200),
+        ("qwen3-32b", 32_762_123_264),
+        ("mistral-7b", 7_241_732_096),
+        ("mistral-7b-v0.3", 7_248_023_552),
+    ],
+)
+def test_published_models_have_the_parameters_that_were_published(name: str, parameters: int) -> None:
+    assert name in published_names()
+    assert describe(name).parameters == parameters
+
+
+@pytest.mark.parametrize(
+    "spelling, name",
+    [
+        ("llama3-8b", "llama-3-8b"),
+        ("Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Llama-3.1-8B", "llama-3.1-8b"),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", "llama-3-70b"),
+        ("meta-llama/Llama-2-13b-chat-hf", "llama-2-13b"),
+        ("llama_3.2_1b", "llama-3.2-1b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("qwen-3-0.6b", "qwen3-0.6b"),
+        ("mistralai/Mistral-7B-v0.1", "mistral-7b-v0.1"),
+        ("LLaMA-7B", "llama-7b"),
+    ],
+)
+def test_a_name_may_be_spelled_in_several_ways(spelling: str, name: str) -> None:
+    assert describe(spelling).name == name
+
+
+@pytest.mark.parametrize(
+    "name, family",
+    [
+        ("mixtral-8x7b", "Mixtral"),
+        ("openai/gpt-oss-120b", "GPT-OSS"),
+        ("deepseek-ai/DeepSeek-V3", "DeepSeek-V3"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen3-30B-A3B"),
+        ("qwen3-235b-a22b", "Qwen3-235B-A22B"),
+        ("meta-llama/Llama-4-Scout-17B-16E", "Llama 4"),
+    ],
+)
+def test_a_mixture_of_experts_is_refused_by_name(name: str, family: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(name)}.*{family} is a mixture of experts"):
+        describe(name)
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("llama-3.1-9b", "Did you mean 'llama-3.1-8b'"),
+        ("quen3-8b", "Did you mean 'qwen3-8b'"),
+        ("gpt-8.4b", "Did you mean 'gpt-8.3b'"),
+        ("./models/mine", "there is no such file or folder"),
+        ("missing/config.json", "there is no file missing/config.json"),
+        ("mine.toml", "there is no file mine.toml"),
+    ],
+)
+def test_what_is_no_model_is_told_with_the_nearest_name_or_the_missing_file(name: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        describe(name)
+
+
+def test_a_folder_without_a_configuration_is_told_which_file_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"there is no file {tmp_path / 'config.json'}"):
+        describe(tmp_path)
+
+
 def config(folder: Path, kind: str, **values: object) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps({"model_type": kind, **values}))
@@ -91,7 +178,12 @@ LLAMA = {
 GPT2 = {"vocab_size": 320, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 128}
 
 
-@pytest.mark.parametrize("kind, values", [("llama", LLAMA), ("gpt2", GPT2)])
+QWEN3 = LLAMA | {"head_dim": 32, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    "kind, values", [("llama", LLAMA), ("gpt2", GPT2), ("qwen3", QWEN3), ("mistral", LLAMA | {"head_dim": 16})]
+)
 def test_a_configuration_has_the_parameters_of_the_model_it_makes(
     kind: str, values: dict[str, object], tmp_path: Path
 ) -> None:
@@ -206,6 +298,20 @@ def test_checkpointing_keeps_less_and_more_tokens_keep_more() -> None:
     assert kept(1024, False) == pytest.approx(4 * kept(256, False), rel=1e-6)
 
 
+def test_a_recomputed_block_is_there_after_the_end_of_the_root_is_released() -> None:
+    """The loss of many words and the block are never in memory together."""
+    small, large = (Transformer(words, 64, 4, 4, 4096, gated=True).model("", 64) for words in (64, 640))
+    found = [activation_bytes(model, Precision(), 64, True) for model in (small, large)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_a_configuration_of_experts_is_refused(kind: str, tmp_path: Path) -> None:
+    key = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}[kind]
+    with pytest.raises(ConfigError, match=f"{key} = 8: it is a mixture of experts"):
+        describe(config(tmp_path, kind, **LLAMA, **{key: 8}))
+
+
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
@@ -294,6 +400,18 @@ def test_a_batch_that_cannot_be_shared_out_is_refused() -> None:
         solver(small_cluster(), batch=6).solve()
     with pytest.raises(ConfigError, match="micro-batch 3"):
         solver(small_cluster(), batch=16, micro_batches=(3,)).solve()
+
+
+def test_micro_batches_are_all_divisors_however_large_the_batch_is() -> None:
+    found = Request(4 * 10**12, 1 << 30).shares(4)
+    assert [size * steps for size, steps in found] == [10**12] * 169  # 10^12 has 13 x 13 divisors
+    assert [size for size, _ in Request(48, 1).shares(4)] == [1, 2, 3, 4, 6, 12]
+
+
+def test_progress_covers_bounds_and_replays() -> None:
+    told: list[float] = []
+    solver(small_cluster(), batch=16).solve(best=2, most=10, say=lambda done, total: told.append(done / total))
+    assert told == sorted(told) and told[0] == 0 and told[-1] > 0.5
 
 
 def test_planning_needs_no_torch() -> None:

@@ -8,6 +8,7 @@ pipe's reader has left (`| head`) changes none of them.
 from __future__ import annotations
 
 import gc
+import re
 import signal
 import sys
 from typing import Annotated, Any
@@ -100,8 +101,16 @@ def _run(arguments: list[str]) -> int:
         context: Any = getattr(error, "ctx", None)
         path = context.command_path if context is not None else "towpath"
         message: str = error.format_message()  # pyright: ignore[reportAttributeAccessIssue]
-        return _complain(f"{message.rstrip('.')}. See {path} --help.")
+        return _complain(f"{message.rstrip('.')}.{_example(context, error)} See {path} --help.")
     return status if isinstance(status, int) else 0
+
+
+def _example(context: Any, error: Exception) -> str:
+    """Return the example in a command's help, if something is missing from its command line."""
+    if type(error).__name__ != "MissingParameter":
+        return ""
+    found = re.search(r"Example: `([^`]*)`", getattr(getattr(context, "command", None), "help", None) or "")
+    return "" if found is None else f" Example: {found[1]}."
 
 
 def _delivered(status: int, output: Output) -> int:

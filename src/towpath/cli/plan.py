@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.table import Table
 
 from towpath.cli.plan_pipelines import Asked, simulated, with_pipelines
 from towpath.cli.plan_pipelines import settings as of_stages
+from towpath.cli.ranges import above_zero, whole
 from towpath.core import presets
 from towpath.core.pipeline import SCHEDULES
 from towpath.core.precision import Precision
@@ -43,12 +44,15 @@ class Offload(StrEnum):
     OPTIMIZER = "optimizer"
 
 
+_PER_RANK = whole(1, 1_000_000)
+# A trace, and ranks that are not alike, take every micro-step of a step; all others are taken to be like the third.
+_MOST_REPLAYED = 1_000
 _PRECISIONS = {Dtype.BF16: BF16, Dtype.FP32: Precision()}
 
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A name (llama-7b, gpt-8.3b, bert-10b, …), a config.json or its folder, a .toml."
+        metavar="MODEL", help="A name (llama-3.1-8b, qwen3-8b, gpt-8.3b, …), a config.json or its folder, a .toml."
     ),
 ]
 ClusterName = Annotated[
@@ -59,34 +63,43 @@ ClusterName = Annotated[
         help="A shipped one (p4d, ethernet-10g, …), a .toml file, or what `towpath probe` wrote.",
     ),
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, help="So many nodes, in place of what the cluster says.")]
-Length = Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")]
-Memory = Annotated[float | None, typer.Option(min=0, help="GiB that a rank may hold, in place of the cluster's.")]
+Nodes = Annotated[
+    int | None, typer.Option(parser=whole(1, 100_000), help="So many nodes, in place of what the cluster says.")
+]
+Length = Annotated[int | None, typer.Option(parser=whole(1, 10_000_000), help="Tokens of a sequence.")]
+Memory = Annotated[
+    float | None, typer.Option(parser=above_zero(1e6), help="GiB that a rank may hold, in place of the cluster's.")
+]
 Dtypes = Annotated[Dtype, typer.Option(help="What computes and travels; masters are fp32.")]
 OptimizerName = Annotated[str, typer.Option(help=f"One of {', '.join(OPTIMIZERS)}.")]
-MicroBatch = Annotated[int, typer.Option(min=1, help="Sequences that a rank computes at once.")]
-MicroSteps = Annotated[int, typer.Option(min=1, help="Micro-steps of one optimizer step.")]
+MicroBatch = Annotated[int, typer.Option(parser=_PER_RANK, help="Sequences that a rank computes at once.")]
+MicroSteps = Annotated[int, typer.Option(parser=_PER_RANK, help="Micro-steps of one optimizer step.")]
 OffloadOf = Annotated[Offload | None, typer.Option(help="What lies in the host's memory: what the optimizer works on.")]
 Checkpointing = Annotated[bool, typer.Option("--checkpointing", help="Recompute blocks in the backward pass.")]
-Batch = Annotated[int, typer.Option(min=1, help="Sequences of one optimizer step, over all ranks.")]
+Batch = Annotated[
+    int, typer.Option(parser=whole(1, 1_000_000_000), help="Sequences of one optimizer step, over all ranks.")
+]
 MicroBatches = Annotated[
-    list[int] | None, typer.Option(min=1, help="May be given several times; else all that fit are tried.")
+    list[int] | None, typer.Option(parser=_PER_RANK, help="May be given several times; else all that fit are tried.")
 ]
 EitherCheckpointing = Annotated[
     bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Else both are tried.")
 ]
 Codecs = Annotated[str, typer.Option(metavar="CODECS", help="Such as int8,int4 (gradients only); else lossless.")]
-Top = Annotated[int, typer.Option(min=1, help="How many to show.")]
+Top = Annotated[int, typer.Option(parser=whole(1, 10_000), help="How many to show.")]
 Output = Annotated[
     Path | None, typer.Option("-o", "--output", help="The first one, as the TOML that `towpath train` takes.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
 PipelineSizes = Annotated[
     list[int] | None,
-    typer.Option("--pipeline", min=2, help="Ranks with stages of their own; may be given several times."),
+    typer.Option(
+        "--pipeline", parser=whole(2, 100_000), help="Ranks with stages of their own; may be given several times."
+    ),
 ]
 TensorSizes = Annotated[
-    list[int] | None, typer.Option("--tensor", min=1, help="Ranks that share each layer of a stage; likewise.")
+    list[int] | None,
+    typer.Option("--tensor", parser=whole(1, 10_000), help="Ranks that share each layer of a stage; likewise."),
 ]
 Schedules = Annotated[
     list[str] | None, typer.Option("--schedule", help=f"Of {', '.join(SCHEDULES)}; likewise. Default: 1F1B.")
@@ -193,9 +206,11 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
 
 def explain(
     first: Annotated[str, typer.Argument(metavar="A", help="A strategy: a preset, or a .toml file of `towpath plan`.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another.")],
     model: Annotated[str, typer.Option(metavar="MODEL", help="As for `towpath plan`.")],
     cluster: ClusterName,
+    second: Annotated[
+        str | None, typer.Argument(metavar="[B]", help="Another, to compare with. Default: A is explained alone.")
+    ] = None,
     micro_batch: MicroBatch = 1,
     micro_steps: MicroSteps = 1,
     checkpointing: Checkpointing = False,
@@ -207,13 +222,18 @@ def explain(
     offload: OffloadOf = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say where the time of two strategies goes, transfer by transfer, and what decides between them.
+    """Say where the time of one or two strategies goes, transfer by transfer, and what decides between two.
 
     Example: `towpath explain zero3 mics --model bert-10b --cluster p3dn --micro-batch 8 --micro-steps 4`
     """
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
-    sides = [solver.price(_strategy(name, solver, offload), batching) for name in (first, second)]
+    names = [first] if second is None else [first, second]
+    sides: list[Priced] = []
+    with progress_bar("Explaining") as say:
+        for name in names:
+            sides.append(solver.price(_strategy(name, solver, offload), batching))
+            say(len(sides), len(names))
     if as_json:
         told = {"verdict": tables.verdict(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
         print(json.dumps(told, indent=2))
@@ -241,8 +261,10 @@ def simulate(
     straggler: Annotated[
         list[str] | None, typer.Option(metavar="RANK:TIMES", help="A rank that computes so many times as long.")
     ] = None,
-    pipeline: Annotated[int, typer.Option(min=1, help="Ranks with stages of their own; 1: no stages.")] = 1,
-    tensor: Annotated[int, typer.Option(min=1, help="Ranks that share each layer of a stage.")] = 1,
+    pipeline: Annotated[
+        int, typer.Option(parser=whole(1, 100_000), help="Ranks with stages of their own; 1: no stages.")
+    ] = 1,
+    tensor: Annotated[int, typer.Option(parser=whole(1, 10_000), help="Ranks that share each layer of a stage.")] = 1,
     schedule: Annotated[str, typer.Option(help=f"Of {', '.join(SCHEDULES)}.")] = "1F1B",
     compression: Annotated[str, typer.Option(help="Of a pipeline: optimus-cb, …")] = "none",
     as_json: AsJson = False,
@@ -254,6 +276,11 @@ def simulate(
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
     check_output_file("--trace", trace)
+    if micro_steps > _MOST_REPLAYED and (trace is not None or jitter or straggler):
+        raise ConfigError(
+            f"--micro-steps {micro_steps}: --trace, --jitter and --straggler replay every micro-step. Expected at most "
+            f"{_MOST_REPLAYED:,} with them."
+        )
     if pipeline > 1:
         if jitter or straggler or offload:
             raise ConfigError("--jitter, --straggler and --offload are for steps without stages: leave out --pipeline.")
@@ -262,14 +289,16 @@ def simulate(
         _show_simulated(simulated(solver, model, length, layout, batching, trace), solver, None, trace, as_json)
         return
     made = _strategy(strategy, solver, offload)
-    if trace is not None:
-        _write_trace(trace, solver, made, batching)
     uneven = Uneven(jitter, dict(_straggler(text) for text in straggler or ()))
     uneven.check(made.topology.world)
-    priced = solver.price(made, batching)
     late = None
-    if uneven != Uneven():
-        late = lateness(solver.timeline(made, batching).moments, uneven, made.topology.world)
+    with progress_bar("Simulating") as say:
+        if trace is not None:
+            _write_trace(trace, solver, made, batching, say)
+        priced = solver.price(made, batching)
+        if uneven != Uneven():
+            moments = solver.timeline(made, batching, say).moments
+            late = lateness(moments, uneven, made.topology.world, say=say)
     _show_simulated(priced, solver, late, trace, as_json)
 
 
@@ -320,9 +349,7 @@ def _solver(
     batch: int,
 ) -> Solver:
     found = clusters.load(cluster, nodes)
-    limit = found.memory if memory is None else int(memory * GIB)
-    if limit < 1:
-        raise ConfigError(f"--memory {memory}: expected GiB above 0.")
+    limit = found.memory if memory is None else max(1, int(memory * GIB))
     asked = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
     return Solver(models.describe(model, length), found, asked)
 
@@ -383,9 +410,11 @@ def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
     }
 
 
-def _write_trace(path: Path, solver: Solver, strategy: Strategy, batching: Batching) -> None:
+def _write_trace(
+    path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
+) -> None:
     from towpath.train.observe import perfetto
     from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
 
-    intervals = intervals_of(solver.timeline(strategy, batching).events)
+    intervals = intervals_of(solver.timeline(strategy, batching, say).events)
     perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

@@ -212,14 +212,18 @@ def _sent_by_all(
         [_encoded(codec, _length(elements, members, s, codec.grain), parts) for s in range(members)] if codec else plain
     )
     inside, leaving = 0, [0] * topology.nodes
+    # Most groups are alike: their members lie on nodes in the same way, and hold their slices in the same order.
+    alike: dict[tuple[object, ...], tuple[int, Sent]] = {}
     for group in move.groups:
         nodes = tuple(map(topology.node_of, group.ranks))
-        grid = Grid.of(nodes)
-        sent = sent_bytes(
-            move.op, route, grid, [gathered[slot] for slot in group.slots], [reduced[slot] for slot in group.slots]
-        )
+        key = (group.slots, tuple(node - nodes[0] for node in nodes))
+        if key not in alike:
+            grid = Grid.of(nodes)
+            sizes = ([nbytes[slot] for slot in group.slots] for nbytes in (gathered, reduced))
+            alike[key] = grid.width, sent_bytes(move.op, route, grid, *sizes)
+        width, sent = alike[key]
         inside += sent.inside
-        for node, nbytes in zip(nodes[:: grid.width], sent.leaving, strict=True):
+        for node, nbytes in zip(nodes[::width], sent.leaving, strict=True):
             leaving[node] += nbytes
     return Sent(inside, tuple(leaving))
 

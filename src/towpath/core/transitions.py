@@ -111,6 +111,7 @@ def everyone(topology: Topology) -> tuple[Move, ...]:
     return _over_replicas(Cut(Extent(1), (0,) * topology.world), topology)
 
 
+@lru_cache(maxsize=256)
 def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> Cut:
     """Number the slices by mixed radix: one digit per level, so that each level's cut lies inside the one before."""
     digits: list[tuple[int, int, int, int]] = []
@@ -118,13 +119,18 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> C
     for extent in levels:
         digits.append((extent.local // outer.local, extent.nodes // outer.nodes, outer.local, outer.nodes))
         outer = extent
-    slots: list[int] = []
-    for node, local in product(range(topology.nodes), range(topology.ranks_per_node)):
-        slot = 0
+
+    def slot(node: int, local: int) -> int:
+        number = 0
         for locals_, nodes, outer_local, outer_nodes in digits:
             column, row = local // outer_local % locals_, node // outer_nodes % nodes
-            slot = slot * locals_ * nodes + (column * nodes + row if local_major else row * locals_ + column)
-        slots.append(slot)
+            number = number * locals_ * nodes + (column * nodes + row if local_major else row * locals_ + column)
+        return number
+
+    # A slot is the sum of what the node and what the rank inside it add.
+    of_nodes = [slot(node, 0) for node in range(topology.nodes)]
+    of_locals = [slot(0, local) for local in range(topology.ranks_per_node)]
+    slots = [of_node + of_local for of_node in of_nodes for of_local in of_locals]
     return Cut(levels[-1], tuple(slots))
 
 
@@ -137,6 +143,7 @@ def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
     return tuple(numbers.setdefault(copy, len(numbers)) for copy in copies)
 
 
+@lru_cache(maxsize=256)
 def _between(op: Op, coarse: Cut, fine: Cut, topology: Topology) -> tuple[Move, ...]:
     """The collective among the ranks of one fine copy that share a coarse slice; nothing where the cuts are equal."""
     ratio = fine.count // coarse.count
@@ -149,6 +156,7 @@ def _between(op: Op, coarse: Cut, fine: Cut, topology: Topology) -> tuple[Move, 
     return (_the_same(Move(op, coarse.count, groups)),)
 
 
+@lru_cache(maxsize=256)
 def _over_replicas(cut: Cut, topology: Topology) -> tuple[Move, ...]:
     if cut.count == topology.world:
         return ()

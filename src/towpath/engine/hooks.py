@@ -239,23 +239,8 @@ class _Forward:
         watched: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
 
-        def enter(value: Any) -> Any:
-            if type(value) is tuple:
-                return tuple(enter(v) for v in value)
-            if not isinstance(value, torch.Tensor):
-                # Lists, dicts and the like are the caller's, and may be there to be changed: they stay as they are.
-                inside.extend(t for t in _tensors(value) if t.requires_grad)
-                return value
-            tensor = value
-            if self._compute_dtype is not None and tensor.is_floating_point():
-                tensor = tensor.to(self._compute_dtype)
-            if use is None or not tensor.requires_grad:
-                return tensor
-            # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
-            watched.append(tensor.view_as(tensor))
-            return watched[-1]
-
-        args, kwargs = enter(args), {name: enter(value) for name, value in kwargs.items()}
+        args = self._entered(args, use, watched, inside)
+        kwargs = {name: self._entered(value, use, watched, inside) for name, value in kwargs.items()}
         if use is not None:
             use.entered = [id(t) for t in (*watched, *inside)]
             watched = watched or inside
@@ -263,6 +248,24 @@ class _Forward:
             for tensor in watched:
                 tensor.register_hook(partial(self._engine.input_gradient_done, use))
         return args, kwargs
+
+    def _entered(self, value: Any, use: Use | None, watched: list[torch.Tensor], inside: list[torch.Tensor]) -> Any:
+        """Return an input as the unit gets it, and note it in `watched` or `inside`."""
+        # No closure of `_enter`: one that calls itself would hold the inputs until Python's garbage collector runs.
+        if type(value) is tuple:
+            return tuple(self._entered(v, use, watched, inside) for v in value)
+        if not isinstance(value, torch.Tensor):
+            # Lists, dicts and the like are the caller's, and may be there to be changed: they stay as they are.
+            inside.extend(t for t in _tensors(value) if t.requires_grad)
+            return value
+        tensor = value
+        if self._compute_dtype is not None and tensor.is_floating_point():
+            tensor = tensor.to(self._compute_dtype)
+        if use is None or not tensor.requires_grad:
+            return tensor
+        # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
+        watched.append(tensor.view_as(tensor))
+        return watched[-1]
 
     def _watch(self, use: Use, output: Any) -> bool:
         """Watch the outputs for the first gradient that reaches them; whether one can."""

@@ -77,11 +77,16 @@ class DescribedStages:
             for place in bucket.places:
                 home = id(self._unit_of[id(place.parameter)])
                 elements[home] = elements.get(home, 0) + place.numel
-        parts = [units[home].computing(numel / units[home].numel) for home, numel in elements.items()]
+        parts = [_some_blocks(units[home], numel / units[home].numel) for home, numel in elements.items()]
         return replace(reduce(Unit.beside, parts), spec=layout.spec, modules=len(layout.modules))
 
 
 _NO_TIME = Measured(Line(0.0, 0.0), Line(0.0, 0.0))
+
+
+def _some_blocks(unit: Unit, share: float) -> Unit:
+    """What is there for a moment is of one block, however many there are."""
+    return replace(unit.computing(share), passing=unit.passing, passing_fp32=unit.passing_fp32)
 
 
 def _without(bucket: BucketLayout, tied: Mapping[int, int]) -> BucketSpec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from towpath.core.formats import item_bytes
 from towpath.core.precision import Precision
@@ -33,18 +34,36 @@ def optimizer_bytes(plans: Sequence[UnitPlan], optimizer: Optimizer, on_host: bo
 
 
 def activation_bytes(model: Model, precision: Precision, tokens: int, checkpointing: bool) -> int:
-    """At most: when the backward pass begins, or, of blocks that are recomputed, when the first of them is."""
-    root, *others = model.units
+    """Return the peak of activations in a micro-step of `tokens` tokens.
 
-    def item(unit: Unit) -> int:
-        return item_bytes(precision.compute_dtype(unit.spec.buckets[0].dtype if unit.spec.buckets else "float32"))
+    The peak is either where the backward pass begins, with all that was kept and the gradient of the loss, or in the
+    backward pass of a unit. By then, what later units and the end of the root had kept is released. With
+    `checkpointing`, blocks are recomputed one at a time.
+    """
+    root, *others = [_PerToken.of(unit, precision) for unit in model.units]
+    stays = [unit.entering if checkpointing else unit.kept for unit in others]
+    peak = sum(stays) + root.kept + root.passing
+    before = root.entering
+    for unit, stay in zip(others, stays, strict=True):
+        before += stay
+        peak = max(peak, before + unit.passing + (unit.recomputed if checkpointing else 0.0))
+    return round(tokens * peak)
 
-    def kept(unit: Unit) -> float:
-        return unit.kept * item(unit) + 4 * unit.kept_fp32
 
-    end = kept(root) + 4 * root.passing_fp32
-    if not checkpointing:
-        return round(tokens * (sum(map(kept, others)) + end))
-    # Block by block: a unit of several recomputes one at a time.
-    block = max((kept(unit) / unit.modules for unit in others), default=0.0)
-    return round(tokens * (sum(unit.entering * item(unit) for unit in others) + max(end, kept(root) + block)))
+@dataclass(frozen=True, slots=True)
+class _PerToken:
+    """Bytes of a unit's activations for each token. `recomputed`: of one block, beside its input."""
+
+    entering: float
+    kept: float
+    recomputed: float
+    passing: float
+
+    @staticmethod
+    def of(unit: Unit, precision: Precision) -> _PerToken:
+        dtype = precision.compute_dtype(unit.spec.buckets[0].dtype if unit.spec.buckets else "float32")
+        item = item_bytes(dtype)
+        kept = unit.kept * item + 4 * unit.kept_fp32
+        kept_input = unit.kept_input * item + (4 * unit.kept_input_fp32 if dtype == "float32" else 0.0)
+        recomputed = (kept - kept_input) / unit.modules
+        return _PerToken(unit.entering * item, kept, recomputed, unit.passing * item + 4 * unit.passing_fp32)

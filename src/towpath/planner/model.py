@@ -18,6 +18,7 @@ from typing import Any
 from towpath.core.pipeline import balanced
 from towpath.core.units import BucketSpec, UnitSpec, together
 from towpath.errors import ConfigError
+from towpath.planner.named_models import nearest, published, published_names, words_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +56,32 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """`flops`: of a token's forward pass. `kept`: elements per token that autograd keeps for the backward pass, and
-    `entering`: those of the unit's input, all that checkpointing keeps. `kept_fp32`: elements that are kept in fp32,
-    whatever computes; `passing_fp32`: those that the backward pass has for a moment besides. `modules`: how many blocks
-    run in it. `measured`: else time follows from `flops`."""
+    """The parameters of a unit, and what it computes and keeps for one token.
+
+    Args:
+        spec: Its parameters.
+        flops: FLOPs of a forward pass.
+        kept: Elements in the compute dtype that autograd keeps for the backward pass.
+        entering: Elements of the input, which is all that checkpointing keeps. Of the root: what it keeps from before
+            the first block, until the backward pass ends.
+        kept_fp32: Elements that autograd keeps in fp32, whatever the compute dtype is.
+        kept_input: How many of `kept` are the input itself.
+        kept_input_fp32: How many of `kept_fp32` are the input itself if the unit computes in fp32, and a copy if not.
+        passing: Elements in the compute dtype that the backward pass needs at its peak, beside all that is kept. Of
+            one block, if the unit has several.
+        passing_fp32: The same in fp32.
+        modules: How many blocks run in the unit.
+        measured: Measured times. Without them, times follow from `flops`.
+    """
 
     spec: UnitSpec
     flops: float
     kept: float
     entering: float
     kept_fp32: float = 0.0
+    kept_input: float = 0.0
+    kept_input_fp32: float = 0.0
+    passing: float = 0.0
     passing_fp32: float = 0.0
     modules: int = 1
     measured: Measured | None = None
@@ -86,6 +103,9 @@ class Unit:
             kept=share * self.kept,
             entering=share * self.entering,
             kept_fp32=share * self.kept_fp32,
+            kept_input=share * self.kept_input,
+            kept_input_fp32=share * self.kept_input_fp32,
+            passing=share * self.passing,
             passing_fp32=share * self.passing_fp32,
             measured=None if self.measured is None else self.measured.times(share),
         )
@@ -99,6 +119,9 @@ class Unit:
             kept=self.kept + other.kept,
             entering=self.entering + other.entering,
             kept_fp32=self.kept_fp32 + other.kept_fp32,
+            kept_input=self.kept_input + other.kept_input,
+            kept_input_fp32=self.kept_input_fp32 + other.kept_input_fp32,
+            passing=max(self.passing, other.passing),
             passing_fp32=max(self.passing_fp32, other.passing_fp32),
             measured=None if mine is None or theirs is None else mine.plus(theirs),
         )
@@ -147,8 +170,21 @@ class StagedModel:
 class Transformer:
     """The shape of a decoder or encoder of like blocks.
 
-    `gated`: three matrices in the feed-forward part (Llama), not two (GPT). `biases`: matrices and norms have them.
-    `positions`: learned ones.
+    Args:
+        vocabulary: Rows of the embedding.
+        width: Elements of a token between two blocks.
+        depth: Number of blocks.
+        heads: Attention heads that ask.
+        hidden: Width of the feed-forward part.
+        kv_heads: Heads of keys and values. Default: as many as `heads`.
+        tied: The output layer shares the embedding's weights.
+        gated: The feed-forward part has three matrices (Llama), not two (GPT).
+        biases: Matrices and norms have biases.
+        positions: Number of learned positions.
+        head: Width of one head. Default: `width` divided by `heads`.
+        head_norms: Queries and keys are normalized head by head (Qwen 3).
+        norm_copies: Norms are written in plain PyTorch, as in transformers, so that autograd keeps of each a copy of
+            its input in fp32, and what it has before the weights.
     """
 
     vocabulary: int
@@ -161,13 +197,16 @@ class Transformer:
     gated: bool = False
     biases: bool = True
     positions: int = 0
+    head: int = 0
+    head_norms: bool = False
+    norm_copies: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocabulary", "width", "depth", "heads", "hidden"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"model: {name} = {value!r}: expected a whole number of at least 1.")
-        if self.width % self.heads:
+        if self.width % self.heads and not self.head:
             raise ConfigError(f"model: width = {self.width}: expected a multiple of heads = {self.heads}.")
 
     def model(self, name: str, length: int) -> Model:
@@ -212,36 +251,53 @@ class Transformer:
         return first, Unit(of([], []), 0.0, 0.0, 0), replace(root, spec=of(table, norms))
 
     @property
+    def _asking(self) -> int:
+        """Width of queries, and of what attention gives."""
+        return self.heads * self.head if self.head else self.width
+
+    @property
     def _shared(self) -> int:
         """Width of keys, and of values: several heads may share them."""
-        return self.width * (self.kv_heads or self.heads) // self.heads
+        return self._asking * (self.kv_heads or self.heads) // self.heads
 
     @property
     def matrices(self) -> list[tuple[int, int]]:
         """Of a block: the attention's four, and those of the feed-forward part."""
-        shared = self._shared
-        attention = [(self.width, self.width), (self.width, shared), (self.width, shared), (self.width, self.width)]
+        asking, shared = self._asking, self._shared
+        attention = [(self.width, asking), (self.width, shared), (self.width, shared), (asking, self.width)]
         feed = [(self.width, self.hidden)] * (2 if self.gated else 1) + [(self.hidden, self.width)]
         return attention + feed
 
     def attention_flops(self, length: int) -> int:
         """Of a token in a block: its scores, and their product with the values."""
-        return 4 * length * self.width
+        return 4 * length * self._asking
 
     def _block(self, length: int) -> Unit:
         matrices = self.matrices
+        asking, shared = self._asking, self._shared
         numels = [prod(shape) for shape in matrices]
         numels += [out for _, out in matrices] if self.biases else []
         numels += [self.width] * (4 if self.biases else 2)
+        numels += [asking // self.heads] * 2 if self.head_norms else []
         # What the norms, projections, attention (which recomputes its scores) and activation functions read again.
-        kept = 4 * self.width + 2 * self.width + 2 * self._shared
+        kept = 4 * self.width + 2 * asking + 2 * shared
         kept += self.hidden * (4 if self.gated else 2)
+        kept_fp32 = self.heads + 2  # of attention one number for each head, of each norm one
+        if self.head_norms:
+            kept += asking + shared
+            kept_fp32 += self.heads + (self.kv_heads or self.heads)
+        if self.norm_copies:
+            kept_fp32 += 2 * self.width + (asking + shared if self.head_norms else 0)
         return Unit(
             UnitSpec("block", (_bucket(numels, matrices),)),
             2 * sum(map(prod, matrices)) + self.attention_flops(length),
             kept,
             self.width,
-            kept_fp32=self.heads + 2,  # of attention one number for each head, of each norm one
+            kept_fp32=kept_fp32,
+            kept_input=0 if self.norm_copies else self.width,
+            kept_input_fp32=self.width if self.norm_copies else 0,
+            # The gradient of the block's output, and in the feed-forward part those of what the last matrix reads.
+            passing=self.width + self.hidden * (2 if self.gated else 1),
         )
 
     def _root(self) -> Unit:
@@ -251,9 +307,9 @@ class Transformer:
         return Unit(
             UnitSpec("", (_bucket(numels, matrices),), kept=True),
             2.0 * self.vocabulary * self.width,
-            2 * self.width + self.vocabulary,
+            2 * self.width,  # of the last norm; nobody keeps the logits, once there is a loss
             0,
-            kept_fp32=self.vocabulary,  # the loss
+            kept_fp32=self.vocabulary + (self.width if self.norm_copies else 0),  # the loss
             passing_fp32=2 * self.vocabulary,  # its gradient, before and after the softmax
         )
 
@@ -270,9 +326,8 @@ def _several(block: Unit, name: str, batch: list[int]) -> Unit:
     count = len(batch)
     (bucket,) = block.spec.buckets
     spec = UnitSpec(label, (replace(bucket, numels=bucket.numels * count, matrices=bucket.matrices * count),))
-    return Unit(
-        spec, block.flops * count, block.kept * count, block.entering * count, block.kept_fp32 * count, modules=count
-    )
+    several = block.computing(count)
+    return replace(several, spec=spec, passing=block.passing, passing_fp32=block.passing_fp32, modules=count)
 
 
 def _llama(width: int, depth: int, heads: int, hidden: int, vocabulary: int = 32000) -> Transformer:
@@ -306,7 +361,7 @@ MODELS: dict[str, tuple[Transformer, int]] = {
     "gpt-138b": (_gpt(12288, 76, 96, positions=2048), 2048),
 }
 
-_EXPECTED = f"a name ({', '.join(MODELS)}), a Hugging Face config.json or its folder, or a .toml file"
+_EXPECTED = "a name, a Hugging Face config.json or its folder, or a .toml file"
 
 
 def describe(what: str | Path, length: int | None = None) -> Model:
@@ -320,12 +375,11 @@ def describe(what: str | Path, length: int | None = None) -> Model:
 
 def shape_of(what: str | Path, length: int | None = None) -> tuple[Transformer, str, int]:
     """As `describe`: and what it is called, and how long its sequences are."""
-    if str(what) in MODELS:
-        shape, usual = MODELS[str(what)]
-        return shape, str(what), length or usual
     path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
-    if path.suffix not in (".json", ".toml") or not path.is_file():
-        raise ConfigError(f"model {str(what)!r}: expected {_EXPECTED}.")
+    if path.suffix not in (".json", ".toml"):
+        return _named(str(what), length)
+    if not path.is_file():
+        raise ConfigError(f"model {str(what)!r}: there is no file {path}. Expected {_EXPECTED}.")
     try:
         text = path.read_text(encoding="utf-8")
         table: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
@@ -337,6 +391,23 @@ def shape_of(what: str | Path, length: int | None = None) -> tuple[Transformer, 
     if not length:
         raise ConfigError(f"model: {path} does not say how long its sequences are: pass length=, or --length.")
     return shape, path.stem if path.suffix == ".toml" else path.parent.name or "model", length
+
+
+def _named(what: str, length: int | None) -> tuple[Transformer, str, int]:
+    of_papers = {name: words_of(name) for name in MODELS}
+    found = next((name for name, words in of_papers.items() if words == words_of(what)), None)
+    if found is not None:
+        shape, usual = MODELS[found]
+        return shape, found, length or usual
+    if (model := published(what)) is not None:
+        return Transformer(**model.fields), model.name, length or model.length
+    known = [*MODELS, *published_names()]
+    if what.startswith(("/", ".", "~")) or what.count("/") > 1:
+        raise ConfigError(f"model {what!r}: there is no such file or folder. Expected {_EXPECTED}.")
+    raise ConfigError(
+        f"model {what!r}: expected {_EXPECTED}; there is no such name, file or folder. Did you mean "
+        f"{nearest(what, known)!r}? Known names: {', '.join(known)}."
+    )
 
 
 def _from_table(table: Mapping[str, Any], path: Path) -> Transformer:
@@ -357,6 +428,7 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "num_heads"),
     "hidden": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
 }
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LIKE_GPT = ("gpt2", "gpt_neox", "gptj", "bert", "roberta", "opt", "bloom", "gpt_neo", "gpt_bigcode", "xlm-roberta")
 
 
@@ -364,6 +436,11 @@ def _from_config(config: Mapping[str, Any], path: Path) -> Transformer:
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, Mapping) else config
     kind = str(config.get("model_type", ""))
+    if experts := next((key for key in _EXPERTS if config.get(key)), None):
+        raise ConfigError(
+            f"model: {path} has {experts} = {config[experts]!r}: it is a mixture of experts, and the planner knows "
+            "only dense models, in which every token meets every parameter."
+        )
     found: dict[str, int] = {}
     for name, theirs in _NAMES.items():
         value = next((config[key] for key in theirs if config.get(key)), None)
@@ -382,4 +459,7 @@ def _from_config(config: Mapping[str, Any], path: Path) -> Transformer:
         gated=not plain,
         biases=plain,
         positions=positions if learned else 0,
+        head=config.get("head_dim") or 0,
+        head_norms=kind == "qwen3",
+        norm_copies=not plain,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Literal
 
 from towpath.core.formats import Codec, item_bytes
@@ -67,7 +68,8 @@ class Request:
                 f"batch = {self.batch} sequences cannot be shared out evenly to {world} ranks. Expected a multiple of "
                 f"{world}."
             )
-        sizes = [size for size in range(1, mine + 1) if mine % size == 0]
+        small = [size for size in range(1, isqrt(mine) + 1) if mine % size == 0]
+        sizes = sorted({*small, *(mine // size for size in small)})
         wanted = [size for size in sizes if not self.micro_batches or size in self.micro_batches]
         if not wanted:
             raise ConfigError(

@@ -41,6 +41,8 @@ from towpath.topology.cluster import Extent
 _REPLAYED = 3
 # So many candidates are replayed at most, unless told otherwise.
 MOST = 60
+# So many get their bounds before progress is told again.
+_BETWEEN_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,10 +283,17 @@ class Solver:
     def solve(
         self, best: int = 10, most: int = MOST, say: Callable[[int, int], None] = lambda done, total: None
     ) -> Ranking | Infeasible:
-        """The `best` candidates, of which `most` at most are replayed. `say` is told how many were."""
+        """The `best` candidates, of which `most` at most are replayed. `say` is told how much is done, of how much: the
+        first half when all have their bounds, the rest with each that is replayed."""
         candidates = list(self.candidates())
-        likely = [c for c in candidates if self.least_memory(c) <= self.request.memory]
-        order = [(*self.bound(c), i, c) for i, c in enumerate(likely)]
+        likely: list[Candidate] = []
+        order: list[tuple[float, float, int, Candidate]] = []
+        for number, candidate in enumerate(candidates):
+            if number % _BETWEEN_WORDS == 0:
+                say(number * most // len(candidates), 2 * most)
+            if self.least_memory(candidate) <= self.request.memory:
+                order.append((*self.bound(candidate), len(likely), candidate))
+                likely.append(candidate)
         heapq.heapify(order)
         priced: list[Priced] = []
         fitting = len(likely)
@@ -297,7 +306,7 @@ class Solver:
                 fitting -= 1
                 continue
             priced.append(self.price(strategy, candidate.batching))
-            say(len(priced), min(most, fitting))
+            say(most + len(priced), most + min(most, fitting))
         if not priced:
             return self._nearest(likely or candidates)
         proven = not order or self._is_settled(order[0][0], priced, best)
@@ -333,12 +342,15 @@ class Solver:
             host_copy_bytes=sum(b.host_copy_bytes(kind) for plan in plans for b in plan.buckets for kind in WIRED),
         )
 
-    def timeline(self, strategy: Strategy, batching: Batching) -> Timeline:
-        """Every micro-step of it, for those who want to look: each unit by its own name."""
+    def timeline(
+        self, strategy: Strategy, batching: Batching, say: Callable[[int, int], None] = lambda done, total: None
+    ) -> Timeline:
+        """Every micro-step of it, for those who want to look: each unit by its own name. `say` is told how many are
+        done."""
         strategy = self.with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, unit.spec, self.request.precision) for unit in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps).run()
+        return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps, say=say).run()
 
     def _replayed(self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: Seconds, micro_steps: int) -> Timeline:
         """A whole step; of many micro-steps, those in the middle are like one another."""

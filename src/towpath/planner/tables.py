@@ -128,17 +128,14 @@ def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]
 
 
 def verdict(sides: Sequence[Priced], solver: Solver) -> str:
-    """One sentence: what decides between the first and the second."""
-    first, second = sides
+    """One sentence: what decides between the first and the second, or what the only one waits for."""
     limit = solver.request.memory
+    if len(sides) == 1:
+        return _alone(sides[0], limit)
+    first, second = sides
     for one, other in ((first, second), (second, first)):
         if other.peak_bytes > limit >= one.peak_bytes:
-            over = (other.peak_bytes - limit) / GIB
-            part = max(other.memory, key=lambda name: other.memory[name])
-            return (
-                f"{other.strategy.name} does not fit: {over:.2f} GiB more than the {limit / GIB:.1f} GiB of a rank, "
-                f"most of it {part} ({other.memory[part] / GIB:.2f} GiB)."
-            )
+            return _does_not_fit(other, limit)
     if min(first.peak_bytes, second.peak_bytes) > limit:
         return f"Neither fits into the {limit / GIB:.1f} GiB of a rank."
     quicker, slower = (first, second) if first.seconds <= second.seconds else (second, first)
@@ -151,3 +148,25 @@ def verdict(sides: Sequence[Priced], solver: Solver) -> str:
     if most is not None and gain[most] > 0:
         why = f": it waits {seconds(gain[most])} less for {most.value} in a step"
     return f"{quicker.strategy.name} is {slower.seconds / quicker.seconds:.2f} times as fast{why}."
+
+
+def _alone(priced: Priced, limit: int) -> str:
+    if priced.peak_bytes > limit:
+        return _does_not_fit(priced, limit)
+    waits = sum(priced.exposed.values())
+    if waits < 0.005 * priced.seconds:
+        return f"{priced.strategy.name} waits for nothing: what it sends is hidden behind what it computes."
+    most = max(priced.exposed, key=lambda kind: priced.exposed[kind])
+    return (
+        f"{priced.strategy.name} waits {seconds(waits)} of {seconds(priced.seconds)}, the longest for {most.value} "
+        f"({seconds(priced.exposed[most])}). Name a second strategy to compare it with."
+    )
+
+
+def _does_not_fit(priced: Priced, limit: int) -> str:
+    over = (priced.peak_bytes - limit) / GIB
+    part = max(priced.memory, key=lambda name: priced.memory[name])
+    return (
+        f"{priced.strategy.name} does not fit: {over:.2f} GiB more than the {limit / GIB:.1f} GiB of a rank, "
+        f"most of it {part} ({priced.memory[part] / GIB:.2f} GiB)."
+    )

@@ -7,8 +7,9 @@ processors are shared as in the step where nobody does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from random import Random
 from statistics import fmean
 
@@ -65,7 +66,7 @@ class Uneven:
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter = {self.jitter}: expected a share of 0 to 1, such as 0.05.")
         for rank, times in self.stragglers.items():
-            if not 0 <= rank < world or times <= 0:
+            if not 0 <= rank < world or not 0 < times < inf:
                 raise ConfigError(
                     f"straggler {rank}:{times:g}: expected RANK:TIMES, a rank below {world} and how many times as long "
                     "it computes."
@@ -80,19 +81,36 @@ class Late:
     most: float
 
 
-def lateness(moments: Sequence[Moment], uneven: Uneven, world: int, draws: int = 20) -> Late:
-    """Of a step in which nobody is late. Without jitter all draws are alike, and one is enough."""
+def lateness(
+    moments: Sequence[Moment],
+    uneven: Uneven,
+    world: int,
+    draws: int = 20,
+    say: Callable[[int, int], None] = lambda done, total: None,
+) -> Late:
+    """Of a step in which nobody is late. Without jitter all draws are alike, and one is enough. `say` is told how much
+    is done, and of how much."""
     uneven.check(world)
-    seeds = range(draws if uneven.jitter else 1)
-    found = [max(_one(moments, uneven, world, Random(seed))) for seed in seeds]
+    draws = draws if uneven.jitter else 1
+    found: list[float] = []
+    for seed in range(draws):
+        before = seed * len(moments)
+
+        def told(done: int, before: int = before) -> None:
+            say(before + done, draws * len(moments))
+
+        found.append(max(_one(moments, uneven, world, Random(seed), told)))
     return Late(fmean(found), max(found))
 
 
-def _one(moments: Sequence[Moment], uneven: Uneven, world: int, draw: Random) -> list[float]:
+def _one(
+    moments: Sequence[Moment], uneven: Uneven, world: int, draw: Random, say: Callable[[int], None]
+) -> list[float]:
     """How late each rank is at the end."""
     late = [0.0] * world
     ends: dict[TimedTask, list[float]] = {}  # how late, for each rank, a task ended
-    for moment in moments:
+    for number, moment in enumerate(moments):
+        say(number)
         match moment:
             case Computed(seconds):
                 for rank in range(world):

@@ -5,7 +5,7 @@ The thread that trains computes, submits and waits, as `core/steady_step.py` has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from towpath.core.steady_step import Compute, Part, settled, steady_step
@@ -61,7 +61,8 @@ class SteppedWhole:
 
 
 class Replay:
-    """`plans`: the root's first. `stepped`: what the optimizer steps whole, if it needs whole matrices."""
+    """`plans`: the root's first. `stepped`: what the optimizer steps whole, if it needs whole matrices. `say`: told how
+    many micro-steps are done, and of how many."""
 
     def __init__(
         self,
@@ -71,7 +72,9 @@ class Replay:
         seconds: Seconds,
         micro_steps: int,
         stepped: SteppedWhole | None = None,
+        say: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
+        self._say = say
         self._seconds, self._micro_steps, self._stepped = seconds, micro_steps, stepped
         self._fluid, self._timeline = Fluid(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(strategy, plans, hardware, self._fluid, self._timeline)
@@ -84,7 +87,11 @@ class Replay:
 
     def _thread(self) -> Thread:
         engine, facts = self._engine, self._engine.facts
+        said = 0
         for micro_step, action in steady_step(settled(facts), facts, self._micro_steps):
+            if micro_step > said:
+                said = micro_step
+                self._say(said, self._micro_steps)
             if isinstance(action, Compute):
                 name = f"{action.part.value} of {facts[action.unit].name or 'root'}"
                 yield from engine.compute(self._seconds.of(action), name, self._seconds.share)
