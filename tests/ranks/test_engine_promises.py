@@ -20,7 +20,7 @@ from tests.ranks.models import MODELS, SEQUENCE, VOCABULARY, GPTBlock, TiedGPT
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from tests.ranks.twin import Twin, loss_on
+from tests.ranks.twin import Twin, loss_on, mean_of_all_ranks
 from towpath import Extent, Topology, errors
 
 Worlds = Callable[[int], World]
@@ -293,6 +293,91 @@ def _train_layer_drop(label: str, spare: bool) -> None:
         twin.check_gradients()
         twin.step()
     twin.check_parameters()
+
+
+# --- backward(inputs=...) ---------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two chains of blocks that do not feed each other, and a root with parameters before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.left = nn.ModuleList(Link(spare=False) for _ in range(3))
+        self.right = nn.ModuleList(Link(spare=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = right = self.first(x)
+        for block in self.left:
+            left = torch.tanh(block(left))
+        for block in self.right:
+            right = torch.tanh(block(right))
+        return self.last(left * right)
+
+
+# Names of parameters, by how they begin: all; those of a unit in the middle; of blocks that wait for one another's
+# memory; of the root alone; and others in each of two micro-steps.
+CROSSWISE = ("left.2.linear.bias", "right.0", "left.0.linear.weight")
+INPUTS = {
+    "all": (("",), ("",)),
+    "a-unit": (("left.1.",), ("left.1.",)),
+    "crosswise": (CROSSWISE, CROSSWISE),
+    "root": (("last",), ("last",)),
+    "others-later": (("right.2.linear.weight", "first"), ("left.0", "last.bias")),
+}
+
+
+@kinds
+@pytest.mark.parametrize("named", INPUTS.values(), ids=INPUTS)
+def test_backward_with_inputs_gives_gradients_to_these_parameters_only(world: Worlds, label: str, named: Any) -> None:
+    world(4).run(_backward_with_inputs, label, named)
+
+
+def _backward_with_inputs(label: str, named: tuple[tuple[str, ...], ...]) -> None:
+    """Two micro-steps, each for the parameters whose names begin so; and then a step as usual."""
+    twin = Twin(Towers, lambda *_: torch.zeros(()), label, SHAPE, units=[Link])
+
+    def backward(model: nn.Module, micro: int, step: int) -> None:
+        loss = model(_noise(dist.get_rank(), micro, step, 6)).square().mean()
+        if step == 1:
+            loss.backward()
+        else:
+            loss.backward(inputs=[p for name, p in model.named_parameters() if name.startswith(named[micro])])
+
+    for step in range(3):
+        with twin.sharded.no_sync():
+            backward(twin.sharded, 0, step)
+        backward(twin.sharded, 1, step)
+        with mean_of_all_ranks(twin.plain):
+            backward(twin.plain, 0, step)
+            backward(twin.plain, 1, step)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+@kinds
+def test_backward_with_inputs_may_pass_through_another_sharded_model(world: Worlds, label: str) -> None:
+    """As a generator is trained by its critic, which gets no gradient then."""
+    world(4).run(_backward_through_a_critic, label)
+
+
+def _backward_through_a_critic(label: str) -> None:
+    generator, critic = (Twin(Towers, lambda *_: torch.zeros(()), label, SHAPE, units=[Link]) for _ in range(2))
+
+    def backward(made_by: nn.Module, judged_by: nn.Module, step: int) -> None:
+        loss = judged_by(made_by(_noise(dist.get_rank(), 0, step, 6))).square().mean()
+        loss.backward(inputs=list((made_by if step % 2 else judged_by).parameters()))
+
+    for step in range(4):
+        backward(generator.sharded, critic.sharded, step)
+        with mean_of_all_ranks(generator.plain), mean_of_all_ranks(critic.plain):
+            backward(generator.plain, critic.plain, step)
+        for twin in (generator, critic):
+            twin.check_gradients()
+            twin.step()
+    generator.check_parameters()
 
 
 # --- models that use their units in other ways -----------------------------------------------------------------------

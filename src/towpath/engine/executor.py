@@ -9,12 +9,13 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
@@ -37,6 +38,8 @@ from towpath.errors import ShardError
 
 if TYPE_CHECKING:
     from towpath.engine.matrix_steps import MatrixSteps
+
+_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node  # pyright: ignore
 
 # So that an optimizer, which knows parameters only, finds out whose they are.
 _ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -67,6 +70,8 @@ class Engine:
         # these are being computed now.
         self._held_back: list[Pass] | None = None
         self._only_weight_gradients = False
+        # Of a backward pass with `inputs=`: the units whose inputs get gradients in it.
+        self._goes_on_behind: set[int] | None = None
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
         self._usage = Usage(strategy, self._trained, wiring)
@@ -166,11 +171,13 @@ class Engine:
 
     @eager
     @on_host
-    def output_gradient_arrives(self, use: Use, _: torch.Tensor) -> None:
+    def output_gradient_arrives(self, use: Use, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
         if use.passed.running or self._only_weight_gradients:
             return
-        use.inputs_done = 0
+        use.inputs_done, use.inputs_awaited = 0, use.inputs
+        if self._goes_on_behind is not None:
+            self._expect_some(use, inputs, self._goes_on_behind)
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
         self.carry_out(actions)
@@ -181,7 +188,7 @@ class Engine:
     def input_gradient_done(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
         use.inputs_done += 1
-        if use.inputs_done < use.inputs or self._only_weight_gradients:
+        if use.inputs_done < use.inputs_awaited or self._only_weight_gradients:
             return
         self.wiring.record.ends("backward", use.unit.name)
         self.carry_out(self.machine.input_gradients_done(use.passed))
@@ -189,6 +196,32 @@ class Engine:
             self._held_back.append(use.passed)
         else:
             self.carry_out(self.machine.weight_gradients_done(use.passed))
+
+    def _expect_some(self, use: Use, inputs: Sequence[Node], goes_on_behind: set[int]) -> None:
+        """In a pass with `inputs=`: autograd computes what leads to them, and no hook tells of the rest.
+
+        A unit that the pass ends in is through when the parameters that are named have their gradients. One that it
+        goes on behind is not: its weights may be read once more, for the gradients of its inputs.
+        """
+        unit = use.unit
+        use.inputs_awaited = sum(map(_will_run, inputs))
+        if use.inputs_awaited:
+            goes_on_behind.add(unit.index)
+        for bucket in unit.trainable:
+            leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
+            ends_here = unit.index not in goes_on_behind
+            bucket.gradients.expected = sum(map(_will_run, leaves)) if ends_here else len(bucket.views)
+
+    @contextmanager
+    def passing_to_inputs(self) -> Generator[None]:
+        """Inside, a backward pass computes the gradients of some tensors only."""
+        before, self._goes_on_behind = self._goes_on_behind, set()
+        try:
+            yield
+        finally:
+            self._goes_on_behind = before
+            for bucket in (bucket for unit in self.units for bucket in unit.trainable):
+                bucket.gradients.expected = len(bucket.views)
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Autograd has accumulated the whole gradient of one parameter: there are many of these in a step."""
@@ -381,6 +414,20 @@ class Engine:
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """The engine of the sharded model that `parameter` belongs to."""
     return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
+
+
+@contextmanager
+def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
+    """Around a backward pass with `inputs=`. Yields the views that the modules have computed with in place of those
+    inputs that are parameters of sharded models."""
+    wanted = {id(each) for each in inputs if isinstance(each, ShardTensor)}
+    engines = list(_ALIVE)
+    buckets = [bucket for engine in engines for unit in engine.units for bucket in unit.trainable]
+    pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.passing_to_inputs())
+        yield [view for place, view in pairs if id(place.parameter) in wanted and view.requires_grad]
 
 
 def engine_of(model: nn.Module) -> Engine:

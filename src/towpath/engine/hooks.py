@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial, update_wrapper
 from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
+from towpath.engine.backward_inputs import let_backward_take_parameters
 from towpath.engine.bucket import Bucket
 from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
@@ -25,6 +27,7 @@ from towpath.errors import ShardError
 
 def attach(model: nn.Module, engine: Engine) -> None:
     """Let `engine` run with the model."""
+    let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
     exact = {id(m) for outermost in kept for m in outermost.modules()}
     lower = torch_dtype(engine.precision.params) if engine.precision.params else None
@@ -191,9 +194,9 @@ class _Forward:
         graph_follows = False
         self._engine.machine.entered(self.unit.index)
         try:
-            use, args, kwargs = self._before(args, kwargs)
+            use, entries, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._watch_outputs(use, output)
+            graph_follows = self._watch_outputs(use, entries, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -202,7 +205,7 @@ class _Forward:
             self._after(graph_follows)
 
     @eager
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, Any, Any]:
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, list[Node], Any, Any]:
         self._engine.before_forward(self.unit, self._comes_back())
         # A recomputation of a use whose backward pass is under way is part of that use.
         machine, index = self._engine.machine, self.unit.index
@@ -212,9 +215,9 @@ class _Forward:
             return use, *self._enter(use, args, kwargs)
 
     @eager
-    def _watch_outputs(self, use: Use | None, output: Any) -> bool:
+    def _watch_outputs(self, use: Use | None, entries: Sequence[Node], output: Any) -> bool:
         with self._engine.host:
-            return use is not None and self._watch(use, output)
+            return use is not None and self._watch(use, entries, output)
 
     @eager
     def _after(self, graph_follows: bool) -> None:
@@ -225,8 +228,12 @@ class _Forward:
         module = self._module()
         return torch.is_grad_enabled() or (module is not None and module.training)
 
-    def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients."""
+    def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
+        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients.
+
+        First comes where these gradients will be computed. `use` does not keep that: hooks of these very nodes hold
+        it, and such a circle would never be freed.
+        """
         watched: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
 
@@ -253,15 +260,15 @@ class _Forward:
             use.inputs = len(watched)
             for tensor in watched:
                 tensor.register_hook(partial(self._engine.input_gradient_done, use))
-        return args, kwargs
+        return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
 
-    def _watch(self, use: Use, output: Any) -> bool:
+    def _watch(self, use: Use, entries: Sequence[Node], output: Any) -> bool:
         """Watch the outputs for the first gradient that reaches them; whether one can."""
         outputs = [t for t in _tensors(output) if t.requires_grad and id(t) not in use.entered]
         use.entered.clear()
         # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
         for tensor in outputs:
-            tensor.register_hook(partial(self._engine.output_gradient_arrives, use))
+            tensor.register_hook(partial(self._engine.output_gradient_arrives, use, entries))
         if not outputs:
             self._engine.machine.graph_dropped(use.passed)
         return bool(outputs)

@@ -186,12 +186,13 @@ class Unit:
 class Use:
     """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
 
-    __slots__ = ("entered", "inputs", "inputs_done", "passed", "unit")
+    __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
 
     def __init__(self, unit: Unit, passed: Pass) -> None:
         self.unit, self.passed = unit, passed
         self.entered: list[int] = []  # ids of its inputs, while its forward runs
-        self.inputs = self.inputs_done = 0  # how many inputs want gradients, and how many have got them in this pass
+        # How many inputs want gradients; how many get one in this backward pass, and how many have it.
+        self.inputs = self.inputs_awaited = self.inputs_done = 0
 
 
 def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:
