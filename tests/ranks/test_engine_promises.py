@@ -583,6 +583,52 @@ def _shard_different_models() -> str:
     return str(caught.value)
 
 
+def _register(module: nn.Module, **buffers: Tensor) -> None:
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+
+
+# What rank 1 has in place of a mean of four float32, and then a scale of four; and what the error says of it.
+OTHER_BUFFERS: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
+    "names": (lambda: {"average": torch.zeros(4), "scale": torch.ones(4)}, "0.average"),
+    "order": (lambda: {"scale": torch.ones(4), "mean": torch.zeros(4)}, "0.scale"),
+    "shape": (lambda: {"mean": torch.zeros(2, 2), "scale": torch.ones(4)}, "2×2"),
+    "longer": (lambda: {"mean": torch.zeros(400), "scale": torch.ones(4)}, "400"),
+    "dtype": (lambda: {"mean": torch.zeros(4).double(), "scale": torch.ones(4)}, "float64"),
+    "one more": (lambda: {"mean": torch.zeros(4), "scale": torch.ones(4), "steps": torch.zeros(())}, "0.steps"),
+    "one less": (lambda: {"mean": torch.zeros(4)}, "nothing more"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_BUFFERS)
+def test_ranks_with_different_buffers_all_fail_with_what_differs(world: Worlds, what: str) -> None:
+    for message in world(2).run(_shard_other_buffers, what):
+        assert "rank 1" in message and "buffer" in message
+        assert OTHER_BUFFERS[what][1] in message
+
+
+def _shard_other_buffers(what: str) -> str:
+    module = nn.Linear(4, 4)
+    _register(
+        module, **(OTHER_BUFFERS[what][0]() if dist.get_rank() else {"mean": torch.zeros(4), "scale": torch.ones(4)})
+    )
+    with pytest.raises(errors.MismatchError) as caught:
+        towpath.shard(nn.Sequential(module), "ddp", topology=Topology(2, 1))
+    return str(caught.value)
+
+
+def test_a_rank_may_build_its_buffers_on_the_meta_device(world: Worlds) -> None:
+    assert world(2).run(_shard_meta_buffers) == [5.0, 5.0]
+
+
+def _shard_meta_buffers() -> float:
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if dist.get_rank() == 0:
+        nn.init.constant_(model[1].running_mean, 5.0)
+    return towpath.shard(model, "zero3", topology=Topology(2, 1))[1].running_mean.max().item()
+
+
 def test_ranks_with_different_strategies_all_fail_with_what_differs(world: Worlds) -> None:
     for message in world(4).run(_shard_different_strategies):
         assert "zero2" in message

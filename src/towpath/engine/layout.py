@@ -276,15 +276,23 @@ def _check_meshes(places: list[ParameterPlace]) -> None:
             raise ShardError(f"{place.names[0]} is a partial sum, {mine.placements}: redistribute it before shard().")
 
 
-def describe(layouts: list[UnitLayout]) -> Iterator[str]:
-    """One line for every parameter, the same on every rank that was given the same model."""
+def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
+    """One line for every parameter and buffer, the same on every rank that was given the same model."""
     for unit in layouts:
         for bucket in unit.buckets:
             for place in bucket.places:
-                shape = "×".join(map(str, place.shape)) or "scalar"
+                shape = _shape(place.shape)
                 shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
                 state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
+    for name, buffer in model.named_buffers():
+        # A buffer on the meta device is made where the parameters lie: one rank may have values, and others none.
+        device = buffer.device if buffer.device.type != "meta" else device_of(layouts)
+        yield f"{name}: {_shape(buffer.shape)} {buffer.dtype} buffer on {device.type}"
+
+
+def _shape(shape: torch.Size) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def device_of(layouts: list[UnitLayout]) -> torch.device:
