@@ -29,12 +29,13 @@ from towpath.engine.buffers import SlotMemory
 from towpath.engine.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.gradients import check_gradient
 from towpath.engine.host_clock import eager, on_host
+from towpath.engine.registrations import registrations
 from towpath.engine.shard_tensor import ShardTensor, in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.usage import Usage
 from towpath.engine.wiring import Wiring
-from towpath.errors import ShardError
+from towpath.errors import ShardError, StepError
 
 if TYPE_CHECKING:
     from towpath.engine.matrix_steps import MatrixSteps
@@ -81,6 +82,8 @@ class Engine:
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
         self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()  # of optimizers that need whole matrices
+        registrations.count()
+        self._registrations = registrations.made  # when the model was last seen to have no others than these
         _ALIVE.add(self)
 
     @property
@@ -149,11 +152,40 @@ class Engine:
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
         recomputing = in_backward()  # a checkpointed part
         unit.check_parameters()
+        self._check_registrations()
         if not recomputing:
             self.begin()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.carry_out(actions)
         self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
+
+    def check_forward(self, unit: Unit, versions: list[int]) -> None:
+        """After a forward that began with these `versions` of its parameters, while they are still shown."""
+        if not self.machine.is_pinned(unit.index):
+            unit.check_unwritten(versions)
+        self._check_registrations()
+
+    def _check_registrations(self) -> None:
+        """Refuse parameters that the model did not have at shard()."""
+        if self._registrations == registrations.made:
+            return
+        made = registrations.made
+        for unit in self.units:
+            unit.check_parameters()
+        (model,) = self.root.modules
+        known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views)}
+        apart = tuple(
+            f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine")
+        )
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in known and not name.startswith(apart):
+                raise StepError(
+                    f"rank {self.wiring.rank}: parameter {name!r} was added after shard(): a module was replaced, or "
+                    "got another parameter. It is not sharded, and its gradient would be this rank's own. Change the "
+                    "model first and shard it then. New values for a module: load_state_dict(), or copy_() to each "
+                    "parameter."
+                )
+        self._registrations = made
 
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:

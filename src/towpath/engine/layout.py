@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +18,8 @@ from towpath.engine.parallel import Parallel, boxes_in_whole, local_part, parall
 from towpath.errors import ShardError
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
+
+Holder = dict[Any, Any]  # or a list, by index
 
 
 @dataclass(slots=True)
@@ -31,6 +34,8 @@ class ParameterPlace:
     exact: bool = False  # of a module that the precision keeps in its own dtype
     replicated: bool = False  # on a tensor-parallel mesh
     offset: int = 0  # as soon as the plan has laid out the bucket
+    # Lists, dicts and attributes of modules that hold it besides, alone or in a tuple, and under which key.
+    kept: list[tuple[Holder, Any]] = field(default_factory=list[tuple[Holder, Any]])
 
     @property
     def key(self) -> tuple[str, bool, bool]:
