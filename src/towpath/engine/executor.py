@@ -159,10 +159,12 @@ class Engine:
         self.carry_out(actions)
         self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
 
-    def check_forward(self, unit: Unit, versions: list[int]) -> None:
+    def check_forward(self, unit: Unit, versions: list[int], outputs: Iterable[torch.Tensor]) -> None:
         """After a forward that began with these `versions` of its parameters, while they are still shown."""
         if not self.machine.is_pinned(unit.index):
             unit.check_unwritten(versions)
+            if unit is not self.root:  # which stays whole until its backward pass is through
+                unit.check_returned(outputs)
         self._check_registrations()
 
     def _check_registrations(self) -> None:

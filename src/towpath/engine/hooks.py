@@ -21,8 +21,8 @@ from towpath.engine.executor import Engine
 from towpath.engine.host_clock import eager
 from towpath.engine.layout import kept_modules
 from towpath.engine.module_classes import become, keep_dtype
-from towpath.engine.unit import Unit, Use
-from towpath.errors import ShardError
+from towpath.engine.unit import Unit, Use, is_transformed
+from towpath.errors import ShardError, StepError
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
@@ -230,7 +230,7 @@ class _Forward:
     @eager
     def _through(self, entered: _Entered, output: Any) -> bool:
         with self._engine.host:
-            self._engine.check_forward(self.unit, entered.versions)
+            self._engine.check_forward(self.unit, entered.versions, _tensors(output))
             return entered.use is not None and self._watch(entered.use, entered.entries, output)
 
     @eager
@@ -260,6 +260,13 @@ class _Forward:
                 tensor = tensor.to(self._compute_dtype)
             if use is None or not tensor.requires_grad:
                 return tensor
+            if is_transformed(tensor):
+                raise StepError(
+                    f"rank {self._engine.wiring.rank}: unit {self.unit.name or 'root'!r} got an input that torch.func "
+                    "differentiates (grad, vjp, jacrev and the like): its backward pass does not tell when weights "
+                    "must be whole. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
+                    "without shard()."
+                )
             # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
             watched.append(tensor.view_as(tensor))
             return watched[-1]
@@ -275,7 +282,9 @@ class _Forward:
 
     def _watch(self, use: Use, entries: Sequence[Node], output: Any) -> bool:
         """Watch the outputs for the first gradient that reaches them; whether one can."""
-        outputs = [t for t in _tensors(output) if t.requires_grad and id(t) not in use.entered]
+        # A leaf, such as a parameter that is returned, would keep the hook for all passes to come.
+        made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
+        outputs = [t for t in made if id(t) not in use.entered]
         use.entered.clear()
         # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
         for tensor in outputs:

@@ -5,7 +5,7 @@ What of this is done when, the step machine decides (`core/step.py`); `executor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,13 +103,23 @@ class Unit:
         for parameters, attribute, view, parameter in self._entries:
             found = parameters.get(attribute)
             if found is not parameter and found is not view:
-                raise StepError(
-                    f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was replaced by another tensor "
-                    "after shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without "
-                    "assign=True."
-                )
+                raise StepError(self._replaced(self._name(view), found))
             if parameter.requires_grad != view.requires_grad:
                 self._follow(view, parameter)
+
+    def _replaced(self, name: str, by: object) -> str:
+        if is_transformed(by):
+            return (
+                f"rank {self._rank}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
+                f"{self.name or 'root'!r}, as grad() of functional_call() does. A sharded model computes with its own "
+                "parameters. Call loss.backward() for their gradients; for all else in torch.func take the same model "
+                "without shard()."
+            )
+        return (
+            f"rank {self._rank}: parameter {name!r} of unit {self.name or 'root'!r} was replaced by another tensor "
+            "after shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without assign=True. "
+            "torch.func.functional_call() replaces parameters, too: it takes a model without shard()."
+        )
 
     @property
     def _names(self) -> list[str]:
@@ -156,6 +166,22 @@ class Unit:
             bucket.live_in(memory[dtype][start : start + numel])
         # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
         self._raise_versions(2)
+
+    def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
+        """After a forward: refuse outputs in memory that will be another unit's."""
+        turns = [(b.full.data_ptr(), b.full.nbytes, b) for b in self.buckets if not b.always_whole]
+        for output in outputs if turns else ():
+            at = _address(output)
+            for start, length, bucket in turns:
+                if start <= at < start + length:
+                    places = bucket.layout.places
+                    index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
+                    raise StepError(
+                        f"rank {self._rank}: unit {self.name!r} returns the memory of its own parameter "
+                        f"{places[index].names[0]!r}, as a parameter is, or a slice or detach() of it. Outside the "
+                        "unit's forward that memory holds other weights. Compute with it inside the forward, return "
+                        "p.clone(), or leave this unit to the root: pass the other units as units= to shard()."
+                    )
 
     def seal(self, sealed: bool) -> None:
         """Let autograd refuse to compute with the views while their memory may hold another unit's weights.
@@ -235,6 +261,19 @@ class Use:
         self.entered: list[int] = []  # ids of its inputs, while its forward runs
         # How many inputs want gradients; how many get one in this backward pass, and how many have it.
         self.inputs = self.inputs_awaited = self.inputs_done = 0
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its elements begin; 0 if it has no memory of its own, as some subclasses."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def is_transformed(value: object) -> bool:
+    """Whether a transform of torch.func has wrapped the tensor."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore
 
 
 def _held(holder: Holder, key: Any) -> object:
