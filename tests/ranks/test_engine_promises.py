@@ -193,6 +193,76 @@ def _train_with_zeroed_gradients(label: str) -> None:
     twin.check_parameters()
 
 
+class Normalised(nn.Module):
+    """A convolution before a BatchNorm has a bias whose gradient is rounding alone, of which Adam makes whole steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.SiLU()) for _ in range(3))
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("label", ["ddp", "zero1", "zero2", "zero3"])
+def test_what_is_off_is_the_order_of_the_sums_and_nothing_else(world: Worlds, label: str) -> None:
+    """One process that adds the same gradients in the same order ends with the same bits; in another order it does not.
+
+    Where gradients travel in every micro-step, those of the ranks are added first; else those of the micro-steps."""
+    for mine, others in world(2).run(_compare_orders, label):
+        assert mine == 0.0
+        assert others > 1e-12
+
+
+def _compare_orders(label: str) -> tuple[float, float]:
+    ranks_first, micro_steps_first = (_normalised(order) for order in (("ranks", "micro"), ("micro", "ranks")))
+    model: Any = towpath.shard(_build_normalised(), label, topology=Topology(2, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(4):
+        with model.no_sync():
+            _normalised_loss(model, dist.get_rank(), 0, step).backward()
+        _normalised_loss(model, dist.get_rank(), 1, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    travels = label in ("zero2", "zero3")
+    mine, others = (ranks_first, micro_steps_first) if travels else (micro_steps_first, ranks_first)
+    found = [p.full_tensor().detach() for p in model.parameters()]
+    off = [max((f - e).abs().max().item() for f, e in zip(found, each, strict=True)) for each in (mine, others)]
+    return off[0], off[1]
+
+
+def _build_normalised() -> nn.Module:
+    torch.manual_seed(3)
+    return Normalised().double()
+
+
+def _normalised_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 10 * micro + 100 * step)
+    return model(torch.randn(2, 3, 9, 9, generator=generator).double()).square().mean()
+
+
+def _normalised(order: tuple[str, str]) -> list[Tensor]:
+    """Trained in one process by Adam; the gradients of the two ranks' two micro-steps are added in this order."""
+    model = _build_normalised()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    for step in range(4):
+        # [rank, micro-step] -> gradients
+        each = [
+            [torch.autograd.grad(_normalised_loss(model, rank, micro, step), parameters) for micro in range(2)]
+            for rank in range(2)
+        ]
+        for index, parameter in enumerate(parameters):
+            (a, b), (c, d) = ((grads[index] for grads in micro_steps) for micro_steps in each)
+            total = (a + c) + (b + d) if order[0] == "ranks" else (a + b) + (c + d)
+            parameter.grad = total / 2
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
 # --- parameters that not all use -------------------------------------------------------------------------------------
 
 
