@@ -14,6 +14,7 @@ import torch
 from torch.autograd import Variable
 
 from towpath.engine.executor import backward_to
+from towpath.errors import ShardTensorError
 
 
 @final
@@ -36,8 +37,24 @@ class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
             return run(tensors, gradients, *others, inputs, allow_unreachable, accumulate_grad)
         with backward_to(inputs) as views:
             # The ShardTensors stay: a loss may also be computed from them directly, as a penalty is.
-            named = (*inputs, *views) if accumulate_grad else inputs
-            return run(tensors, gradients, *others, named, allow_unreachable, accumulate_grad)
+            named = (*inputs, *views)
+            if accumulate_grad or not views:
+                return run(tensors, gradients, *others, named, allow_unreachable, accumulate_grad)
+            found = run(tensors, gradients, *others, named, True, accumulate_grad)
+        return _of_tensors(inputs, found, allow_unreachable)
+
+
+def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) -> tuple[Any, ...]:
+    """What `torch.autograd.grad` returns, where none of its inputs is a parameter that modules have computed with."""
+    wanted, of_views = tuple(found[: len(inputs)]), found[len(inputs) :]
+    if any(gradient is not None for gradient in of_views):
+        raise ShardTensorError(
+            "torch.autograd.grad() got parameters of a sharded model. It would return gradients of this rank alone. "
+            "Call loss.backward(inputs=parameters), and read their .grad: the mean over all ranks."
+        )
+    if not may_be_none and any(gradient is None for gradient in wanted):
+        raise RuntimeError("torch.autograd.grad(): one of the inputs was not used in the graph (see allow_unused=).")
+    return wanted
 
 
 def let_backward_take_parameters() -> None:

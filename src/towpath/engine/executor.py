@@ -40,8 +40,6 @@ from towpath.errors import ShardError, StepError
 if TYPE_CHECKING:
     from towpath.engine.matrix_steps import MatrixSteps
 
-_will_run: Callable[[Node], bool] = torch._C._will_engine_execute_node  # pyright: ignore
-
 # So that an optimizer, which knows parameters only, finds out whose they are.
 _ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
@@ -448,6 +446,14 @@ class Engine:
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """The engine of the sharded model that `parameter` belongs to."""
     return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
+
+
+def _will_run(node: Node) -> bool:
+    """Whether the backward pass under way computes what this node of the graph gives."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore
+    except RuntimeError:  # a leaf in torch.autograd.grad(), of which PyTorch does not tell
+        return True
 
 
 @contextmanager

@@ -266,7 +266,7 @@ class Use:
 def _address(tensor: torch.Tensor) -> int:
     """Where its elements begin; 0 if it has no memory of its own, as some subclasses."""
     try:
-        return tensor.data_ptr()
+        return torch.Tensor.data_ptr(tensor)  # not that of a subclass, which may refuse
     except RuntimeError:
         return 0
 
