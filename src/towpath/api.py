@@ -140,16 +140,18 @@ def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, 
     """The strategy and the units, once every rank has found that it was asked for the same; else all ranks raise."""
     try:
         strategy, layouts = _checked(model, asked, groups)
+        described = list(describe(model, layouts))
     except TowpathError as failure:
         agree(groups, [], failure)
         raise
-    lines = [f"strategy {strategy.to_toml()}", f"{asked.precision}", _told(asked.values), *describe(layouts)]
+    lines = [f"strategy {strategy.to_toml()}", f"{asked.precision}", _told(asked.values)]
     # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
     lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
     lines += [f"values compared every {asked.check_every} steps"]
     lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
     lines += [f"process groups that were made so far: {groups.describe_made()}"]
-    agree(groups, lines, None)
+    # Last, so that a rank with fewer of them is said to have nothing more.
+    agree(groups, lines + described, None)
     return strategy, layouts
 
 
@@ -212,7 +214,8 @@ def _planned(
         _check_world(topology, groups.world)
         check_class(model, "auto")
         layouts = lay_out(model, units, precision)
-        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", f"{offload}", *describe(layouts)]
+        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", f"{offload}"]
+        lines += describe(model, layouts)
     except TowpathError as error:
         failure = error
     agree(groups, lines, failure)

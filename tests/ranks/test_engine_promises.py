@@ -20,7 +20,7 @@ from tests.ranks.models import MODELS, SEQUENCE, VOCABULARY, GPTBlock, TiedGPT
 from tests.ranks.reference import optimizer_for
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from tests.ranks.twin import Twin, loss_on
+from tests.ranks.twin import Twin, loss_on, mean_of_all_ranks
 from towpath import Extent, Topology, errors
 
 Worlds = Callable[[int], World]
@@ -193,6 +193,76 @@ def _train_with_zeroed_gradients(label: str) -> None:
     twin.check_parameters()
 
 
+class Normalised(nn.Module):
+    """A convolution before a BatchNorm has a bias whose gradient is rounding alone, of which Adam makes whole steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3), nn.SiLU()) for _ in range(3))
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("label", ["ddp", "zero1", "zero2", "zero3"])
+def test_what_is_off_is_the_order_of_the_sums_and_nothing_else(world: Worlds, label: str) -> None:
+    """One process that adds the same gradients in the same order ends with the same bits; in another order it does not.
+
+    Where gradients travel in every micro-step, those of the ranks are added first; else those of the micro-steps."""
+    for mine, others in world(2).run(_compare_orders, label):
+        assert mine == 0.0
+        assert others > 1e-12
+
+
+def _compare_orders(label: str) -> tuple[float, float]:
+    ranks_first, micro_steps_first = (_normalised(order) for order in (("ranks", "micro"), ("micro", "ranks")))
+    model: Any = towpath.shard(_build_normalised(), label, topology=Topology(2, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for step in range(4):
+        with model.no_sync():
+            _normalised_loss(model, dist.get_rank(), 0, step).backward()
+        _normalised_loss(model, dist.get_rank(), 1, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    travels = label in ("zero2", "zero3")
+    mine, others = (ranks_first, micro_steps_first) if travels else (micro_steps_first, ranks_first)
+    found = [p.full_tensor().detach() for p in model.parameters()]
+    off = [max((f - e).abs().max().item() for f, e in zip(found, each, strict=True)) for each in (mine, others)]
+    return off[0], off[1]
+
+
+def _build_normalised() -> nn.Module:
+    torch.manual_seed(3)
+    return Normalised().double()
+
+
+def _normalised_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 10 * micro + 100 * step)
+    return model(torch.randn(2, 3, 9, 9, generator=generator).double()).square().mean()
+
+
+def _normalised(order: tuple[str, str]) -> list[Tensor]:
+    """Trained in one process by Adam; the gradients of the two ranks' two micro-steps are added in this order."""
+    model = _build_normalised()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+    for step in range(4):
+        # [rank, micro-step] -> gradients
+        each = [
+            [torch.autograd.grad(_normalised_loss(model, rank, micro, step), parameters) for micro in range(2)]
+            for rank in range(2)
+        ]
+        for index, parameter in enumerate(parameters):
+            (a, b), (c, d) = ((grads[index] for grads in micro_steps) for micro_steps in each)
+            total = (a + c) + (b + d) if order[0] == "ranks" else (a + b) + (c + d)
+            parameter.grad = total / 2
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
 # --- parameters that not all use -------------------------------------------------------------------------------------
 
 
@@ -293,6 +363,91 @@ def _train_layer_drop(label: str, spare: bool) -> None:
         twin.check_gradients()
         twin.step()
     twin.check_parameters()
+
+
+# --- backward(inputs=...) ---------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two chains of blocks that do not feed each other, and a root with parameters before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.left = nn.ModuleList(Link(spare=False) for _ in range(3))
+        self.right = nn.ModuleList(Link(spare=True) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = right = self.first(x)
+        for block in self.left:
+            left = torch.tanh(block(left))
+        for block in self.right:
+            right = torch.tanh(block(right))
+        return self.last(left * right)
+
+
+# Names of parameters, by how they begin: all; those of a unit in the middle; of blocks that wait for one another's
+# memory; of the root alone; and others in each of two micro-steps.
+CROSSWISE = ("left.2.linear.bias", "right.0", "left.0.linear.weight")
+INPUTS = {
+    "all": (("",), ("",)),
+    "a-unit": (("left.1.",), ("left.1.",)),
+    "crosswise": (CROSSWISE, CROSSWISE),
+    "root": (("last",), ("last",)),
+    "others-later": (("right.2.linear.weight", "first"), ("left.0", "last.bias")),
+}
+
+
+@kinds
+@pytest.mark.parametrize("named", INPUTS.values(), ids=INPUTS)
+def test_backward_with_inputs_gives_gradients_to_these_parameters_only(world: Worlds, label: str, named: Any) -> None:
+    world(4).run(_backward_with_inputs, label, named)
+
+
+def _backward_with_inputs(label: str, named: tuple[tuple[str, ...], ...]) -> None:
+    """Two micro-steps, each for the parameters whose names begin so; and then a step as usual."""
+    twin = Twin(Towers, lambda *_: torch.zeros(()), label, SHAPE, units=[Link])
+
+    def backward(model: nn.Module, micro: int, step: int) -> None:
+        loss = model(_noise(dist.get_rank(), micro, step, 6)).square().mean()
+        if step == 1:
+            loss.backward()
+        else:
+            loss.backward(inputs=[p for name, p in model.named_parameters() if name.startswith(named[micro])])
+
+    for step in range(3):
+        with twin.sharded.no_sync():
+            backward(twin.sharded, 0, step)
+        backward(twin.sharded, 1, step)
+        with mean_of_all_ranks(twin.plain):
+            backward(twin.plain, 0, step)
+            backward(twin.plain, 1, step)
+        twin.check_gradients()
+        twin.step()
+    twin.check_parameters()
+
+
+@kinds
+def test_backward_with_inputs_may_pass_through_another_sharded_model(world: Worlds, label: str) -> None:
+    """As a generator is trained by its critic, which gets no gradient then."""
+    world(4).run(_backward_through_a_critic, label)
+
+
+def _backward_through_a_critic(label: str) -> None:
+    generator, critic = (Twin(Towers, lambda *_: torch.zeros(()), label, SHAPE, units=[Link]) for _ in range(2))
+
+    def backward(made_by: nn.Module, judged_by: nn.Module, step: int) -> None:
+        loss = judged_by(made_by(_noise(dist.get_rank(), 0, step, 6))).square().mean()
+        loss.backward(inputs=list((made_by if step % 2 else judged_by).parameters()))
+
+    for step in range(4):
+        backward(generator.sharded, critic.sharded, step)
+        with mean_of_all_ranks(generator.plain), mean_of_all_ranks(critic.plain):
+            backward(generator.plain, critic.plain, step)
+        for twin in (generator, critic):
+            twin.check_gradients()
+            twin.step()
+    generator.check_parameters()
 
 
 # --- models that use their units in other ways -----------------------------------------------------------------------
@@ -496,6 +651,52 @@ def _shard_different_models() -> str:
     with pytest.raises(errors.MismatchError) as caught:
         towpath.shard(Model(5 if dist.get_rank() == 2 else 3), "zero3", topology=SHAPE)
     return str(caught.value)
+
+
+def _register(module: nn.Module, **buffers: Tensor) -> None:
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+
+
+# What rank 1 has in place of a mean of four float32, and then a scale of four; and what the error says of it.
+OTHER_BUFFERS: dict[str, tuple[Callable[[], dict[str, Tensor]], str]] = {
+    "names": (lambda: {"average": torch.zeros(4), "scale": torch.ones(4)}, "0.average"),
+    "order": (lambda: {"scale": torch.ones(4), "mean": torch.zeros(4)}, "0.scale"),
+    "shape": (lambda: {"mean": torch.zeros(2, 2), "scale": torch.ones(4)}, "2×2"),
+    "longer": (lambda: {"mean": torch.zeros(400), "scale": torch.ones(4)}, "400"),
+    "dtype": (lambda: {"mean": torch.zeros(4).double(), "scale": torch.ones(4)}, "float64"),
+    "one more": (lambda: {"mean": torch.zeros(4), "scale": torch.ones(4), "steps": torch.zeros(())}, "0.steps"),
+    "one less": (lambda: {"mean": torch.zeros(4)}, "nothing more"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_BUFFERS)
+def test_ranks_with_different_buffers_all_fail_with_what_differs(world: Worlds, what: str) -> None:
+    for message in world(2).run(_shard_other_buffers, what):
+        assert "rank 1" in message and "buffer" in message
+        assert OTHER_BUFFERS[what][1] in message
+
+
+def _shard_other_buffers(what: str) -> str:
+    module = nn.Linear(4, 4)
+    _register(
+        module, **(OTHER_BUFFERS[what][0]() if dist.get_rank() else {"mean": torch.zeros(4), "scale": torch.ones(4)})
+    )
+    with pytest.raises(errors.MismatchError) as caught:
+        towpath.shard(nn.Sequential(module), "ddp", topology=Topology(2, 1))
+    return str(caught.value)
+
+
+def test_a_rank_may_build_its_buffers_on_the_meta_device(world: Worlds) -> None:
+    assert world(2).run(_shard_meta_buffers) == [5.0, 5.0]
+
+
+def _shard_meta_buffers() -> float:
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    if dist.get_rank() == 0:
+        nn.init.constant_(model[1].running_mean, 5.0)
+    return towpath.shard(model, "zero3", topology=Topology(2, 1))[1].running_mean.max().item()
 
 
 def test_ranks_with_different_strategies_all_fail_with_what_differs(world: Worlds) -> None:

@@ -578,6 +578,26 @@ def _penalised(model: Any, rank: int, micro: int, step: int) -> Tensor:
     return loss + slope.square().sum() + model(x).mean()
 
 
+def test_autograd_grad_of_parameters_is_refused_with_what_gives_the_mean(world: Worlds) -> None:
+    world(2).run(_grad_of_parameters)
+
+
+def _grad_of_parameters() -> None:
+    for label in LABELS:
+        twin = Twin(lambda: nn.Sequential(Block(), Block()), _loss, label, SHAPE)
+        parameters = list(twin.sharded.parameters())
+        for unused in (False, True):
+            with twin.sharded.no_sync(), pytest.raises(ShardTensorError, match=r"backward\(inputs=parameters"):
+                torch.autograd.grad(_loss(twin.sharded, 0, 0, 0), parameters, allow_unused=unused)
+        penalty = sum(p.square().sum() for p in parameters)
+        for p, gradient in zip(parameters, torch.autograd.grad(penalty, parameters), strict=True):
+            assert torch.equal(gradient.to_local(), 2 * p.to_local())
+        with pytest.raises(RuntimeError, match="allow_unused"):
+            torch.autograd.grad(parameters[0].square().sum(), parameters[:2])
+        twin.train(2)
+        twin.check_parameters()
+
+
 def test_a_second_derivative_of_released_weights_is_refused_with_the_way_out(world: Worlds) -> None:
     world(2).run(_differentiate_twice)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.server import World
@@ -246,6 +247,105 @@ def _leak() -> None:
     model: Any = towpath.shard(Net(Leaking), "zero3", topology=SHAPE)
     loss = model(torch.randn(3, 6)).square().mean() + sum(b.aside for b in model.blocks)
     _refused(RuntimeError, loss.backward, "modified by an inplace operation")
+
+
+class Returning(Block):
+    """Returns a weight of its own besides, in some way."""
+
+    way = ""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), RETURNED[self.way](self.a.weight)
+
+
+RETURNED: dict[str, Callable[[Tensor], Tensor]] = {
+    "": lambda weight: weight,
+    "transposed": lambda weight: weight.t(),
+    "detached": lambda weight: weight.detach()[2:],
+    "cloned": lambda weight: weight.clone(),
+}
+
+
+class ReturningNet(Net):
+    """The root returns a parameter of its own, too."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(Returning)
+        self.scale = nn.Parameter(torch.ones(()))
+        for block in self.blocks:
+            block.way = way  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weights: list[Tensor] = []
+        x = self.first(x)
+        for block in self.blocks:
+            x, weight = block(x)
+            weights.append(weight)
+        return x + sum(weight.square().mean() for weight in weights), self.scale
+
+
+def _scaled_loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
+    x, scale = model(_batch(rank, micro, step))
+    return (x * scale).square().mean()
+
+
+@LABELS
+def test_a_weight_that_a_unit_returns_is_whole_or_refused_by_name(world: Worlds, label: str) -> None:
+    world(2).run(_return_weights, label)
+
+
+def _return_weights(label: str) -> None:
+    for way in RETURNED:
+        twin = _twin(label, lambda way=way: ReturningNet(way), _scaled_loss)
+        if label == "zero3" and way != "cloned":
+            words = "unit 'blocks.0' returns the memory of its own parameter 'blocks.0.a.weight'.*clone"
+            _refused(StepError, lambda t=twin: t.sharded(_batch(0, 0, 0)), words)
+            with torch.no_grad():
+                _refused(StepError, lambda t=twin: t.sharded(_batch(0, 0, 0)), words)
+        else:
+            twin.train(3, micro_steps=2)
+            twin.check_parameters()
+
+
+@LABELS
+def test_a_checkpoint_around_several_units_is_exact_or_says_what_to_wrap(world: Worlds, label: str) -> None:
+    world(2).run(_checkpoint_all, label)
+
+
+def _checkpoint_all(label: str) -> None:
+    def loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
+        whole: Any = checkpoint(model, _batch(rank, micro, step), use_reentrant=False)
+        return whole.square().mean()
+
+    twin = _twin(label, loss=loss)
+    if label == "zero3":
+        _refused(StepError, twin.backward, "torch.utils.checkpoint around several units.*[Cc]heckpoint each block")
+    else:
+        twin.train(2)
+        twin.check_parameters()
+
+
+@LABELS
+def test_torch_func_is_refused_with_what_to_call(world: Worlds, label: str) -> None:
+    world(2).run(_transform, label)
+
+
+def _transform(label: str) -> None:
+    twin = _twin(label)
+    model, x = twin.sharded, _batch(0, 0, 0)
+
+    def of_parameters(parameters: dict[str, Tensor]) -> Tensor:
+        whole: Any = torch.func.functional_call(model, parameters, (x,))
+        return whole.square().mean()
+
+    gradient = torch.func.grad(of_parameters)
+    words = r"torch.func.*'first.weight'.*loss.backward\(\)"
+    _refused(StepError, lambda: gradient({name: p.detach() for name, p in twin.plain.named_parameters()}), words)
+    _refused(StepError, lambda: gradient(dict(model.named_parameters())), words)
+    of_input = torch.func.grad(lambda x: model(x).square().mean())
+    _refused(StepError, lambda: of_input(x), r"torch.func.*torch.autograd.grad")
+    twin.train(1)
+    twin.check_parameters()
 
 
 class Recurrent(nn.Module):

@@ -97,6 +97,13 @@ class Gathers:
             if user.idle or (user.running and user.gradients is Gradients.COMPLETE):
                 self.release(user)
             elif any(not passed.done for passed in unit.passes):
+                if user.running and unit.inside and not unit.running:
+                    raise StepError(
+                        f"{unit.facts} is recomputed in the backward pass of {user.facts}, whose memory it shares: "
+                        "torch.utils.checkpoint around several units, such as the whole model, would need them all "
+                        "whole at once. Checkpoint each block by itself, inside the model's forward. Where weights "
+                        "are whole all the time (ddp, zero1, zero2), a checkpoint may be around anything."
+                    )
                 raise StepError(
                     f"{unit.facts} must be whole for its backward pass while {user.facts}, whose memory it shares, is "
                     "still in use: the units ran in an order never seen before. Pass units= to shard() so that units "

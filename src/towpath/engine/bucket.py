@@ -32,6 +32,7 @@ from towpath.engine.dtypes import torch_dtype
 from towpath.engine.encoded_shard import EncodedShard
 from towpath.engine.gradients import gradients_of
 from towpath.engine.initialise import Flat
+from towpath.engine.kept_tensors import exchanged
 from towpath.engine.layout import BucketLayout, ParameterPlace
 from towpath.engine.low_rank_sync import LowRankSync
 from towpath.engine.optimizer_memory import OptimizerMemory
@@ -41,6 +42,7 @@ from towpath.engine.shard_operations import operation
 from towpath.engine.shard_tensor import ShardTensor, handlers_are_chosen_by
 from towpath.engine.slices import slice_of, slice_within
 from towpath.engine.span import Span
+from towpath.engine.whole_parameter import WholeParameter, live_in
 from towpath.engine.wiring import Wiring
 
 handlers_are_chosen_by(operation)
@@ -109,7 +111,7 @@ class Bucket:
         """What the modules compute with: whole, as far as this rank's part of a DTensor is."""
         trains = place.parameter.requires_grad
         if place.parallel is None:
-            return nn.Parameter(self._empty(0, dtype), trains)
+            return WholeParameter(self._empty(0, dtype), trains)
         nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory; `live_in` gives it some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
@@ -142,6 +144,8 @@ class Bucket:
             place.parameter = shard
             for module, attribute in place.owners:
                 module._parameters[attribute] = shard  # pyright: ignore[reportPrivateUsage]
+            for holder, key in place.kept:
+                holder[key] = exchanged(holder[key], parameter, shard)
         vars(place.parameter).update(attributes)
 
     # Weights ------------------------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ class Bucket:
         for view, place in zip(self.views, self.layout.places, strict=True):
             # Through .data the view has a version counter of its own: a gather is no in-place change to autograd.
             if place.parallel is None:
-                view.data = place.of(full)
+                live_in(view, place.of(full))
             else:
                 view._local_tensor = place.of(full).data  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -26,6 +26,7 @@ from towpath.engine.agreement import agree
 from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
 from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers
+from towpath.engine.kept_tensors import check_memory, find_kept
 from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
 from towpath.engine.parallel import Mesh, mesh_of
 from towpath.engine.partial_sums import Replica
@@ -41,6 +42,10 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
     """Refuse, before anything is touched, what could not be exchanged in place."""
     places = _places(layouts)
     _check_mesh(places, groups)
+    (model,) = layouts[0].modules
+    _check_bounded(model)
+    check_memory(places)
+    find_kept(model, places)
     parameters = {id(p.parameter): p.names[0] for p in places}
     for optimizer in optimizers_of(p.parameter for p in places):
         stepped = next((p for p in optimizer.state if id(p) in parameters), None)
@@ -58,6 +63,18 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
+
+
+def _check_bounded(model: nn.Module) -> None:
+    """Refuse embeddings that write to their weight in each forward: to other rows on every rank."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ShardError(
+                f"{name!r} is an {type(module).__name__} with max_norm={module.max_norm}. It writes to its weight in "
+                "each forward, on every rank to the rows that this rank looks up. Leave max_norm out, and bound the "
+                "norms after optimizer.step(), on every rank: with towpath.full_parameters(model, [embedding]), "
+                "torch.no_grad(): embedding.weight.copy_(torch.renorm(embedding.weight, 2, 0, max_norm))"
+            )
 
 
 def check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
@@ -29,12 +30,13 @@ from towpath.engine.buffers import SlotMemory
 from towpath.engine.failed_passes import EndOfBackward, FailedPasses
 from towpath.engine.gradients import check_gradient
 from towpath.engine.host_clock import eager, on_host
+from towpath.engine.registrations import registrations
 from towpath.engine.shard_tensor import ShardTensor, in_backward
 from towpath.engine.streams import Handle
 from towpath.engine.unit import Unit, Use
 from towpath.engine.usage import Usage
 from towpath.engine.wiring import Wiring
-from towpath.errors import ShardError
+from towpath.errors import ShardError, StepError
 
 if TYPE_CHECKING:
     from towpath.engine.matrix_steps import MatrixSteps
@@ -70,6 +72,8 @@ class Engine:
         self._only_weight_gradients = False
         # Of calls into units under way: how many, and how many transfers the step had when the first began.
         self._calls = self._before_call = 0
+        # Of a backward pass with `inputs=`: the units whose inputs get gradients in it.
+        self._goes_on_behind: set[int] | None = None
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
         self._usage = Usage(strategy, self._trained, wiring)
@@ -79,6 +83,8 @@ class Engine:
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
         self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()  # of optimizers that need whole matrices
+        registrations.count()
+        self._registrations = registrations.made  # when the model was last seen to have no others than these
         _ALIVE.add(self)
 
     def check_values_every(self, boundaries: int) -> None:
@@ -163,11 +169,42 @@ class Engine:
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
         recomputing = in_backward()  # a checkpointed part
         unit.check_parameters()
+        self._check_registrations()
         if not recomputing:
             self.begin()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.carry_out(actions)
         self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
+
+    def check_forward(self, unit: Unit, versions: list[int], outputs: Iterable[torch.Tensor]) -> None:
+        """After a forward that began with these `versions` of its parameters, while they are still shown."""
+        if not self.machine.is_pinned(unit.index):
+            unit.check_unwritten(versions)
+            if unit is not self.root:  # which stays whole until its backward pass is through
+                unit.check_returned(outputs)
+        self._check_registrations()
+
+    def _check_registrations(self) -> None:
+        """Refuse parameters that the model did not have at shard()."""
+        if self._registrations == registrations.made:
+            return
+        made = registrations.made
+        for unit in self.units:
+            unit.check_parameters()
+        (model,) = self.root.modules
+        known = {id(p) for unit in self.units for p in (*unit.parameters, *unit.views)}
+        apart = tuple(
+            f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine")
+        )
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in known and not name.startswith(apart):
+                raise StepError(
+                    f"rank {self.wiring.rank}: parameter {name!r} was added after shard(): a module was replaced, or "
+                    "got another parameter. It is not sharded, and its gradient would be this rank's own. Change the "
+                    "model first and shard it then. New values for a module: load_state_dict(), or copy_() to each "
+                    "parameter."
+                )
+        self._registrations = made
 
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
@@ -185,11 +222,13 @@ class Engine:
 
     @eager
     @on_host
-    def output_gradient_arrives(self, use: Use, _: torch.Tensor) -> None:
+    def output_gradient_arrives(self, use: Use, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
         if use.passed.running or self._only_weight_gradients:
             return
-        use.inputs_done = 0
+        use.inputs_done, use.inputs_awaited = 0, use.inputs
+        if self._goes_on_behind is not None:
+            self._expect_some(use, inputs, self._goes_on_behind)
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
         self.carry_out(actions)
@@ -200,7 +239,7 @@ class Engine:
     def input_gradient_done(self, use: Use, _: torch.Tensor) -> None:
         """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
         use.inputs_done += 1
-        if use.inputs_done < use.inputs or self._only_weight_gradients:
+        if use.inputs_done < use.inputs_awaited or self._only_weight_gradients:
             return
         self.wiring.record.ends("backward", use.unit.name)
         self.carry_out(self.machine.input_gradients_done(use.passed))
@@ -208,6 +247,32 @@ class Engine:
             self._held_back.append(use.passed)
         else:
             self.carry_out(self.machine.weight_gradients_done(use.passed))
+
+    def _expect_some(self, use: Use, inputs: Sequence[Node], goes_on_behind: set[int]) -> None:
+        """In a pass with `inputs=`: autograd computes what leads to them, and no hook tells of the rest.
+
+        A unit that the pass ends in is through when the parameters that are named have their gradients. One that it
+        goes on behind is not: its weights may be read once more, for the gradients of its inputs.
+        """
+        unit = use.unit
+        use.inputs_awaited = sum(map(_will_run, inputs))
+        if use.inputs_awaited:
+            goes_on_behind.add(unit.index)
+        for bucket in unit.trainable:
+            leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
+            ends_here = unit.index not in goes_on_behind
+            bucket.gradients.expected = sum(map(_will_run, leaves)) if ends_here else len(bucket.views)
+
+    @contextmanager
+    def passing_to_inputs(self) -> Generator[None]:
+        """Inside, a backward pass computes the gradients of some tensors only."""
+        before, self._goes_on_behind = self._goes_on_behind, set()
+        try:
+            yield
+        finally:
+            self._goes_on_behind = before
+            for bucket in (bucket for unit in self.units for bucket in unit.trainable):
+                bucket.gradients.expected = len(bucket.views)
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Autograd has accumulated the whole gradient of one parameter: there are many of these in a step."""
@@ -400,6 +465,28 @@ class Engine:
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """The engine of the sharded model that `parameter` belongs to."""
     return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
+
+
+def _will_run(node: Node) -> bool:
+    """Whether the backward pass under way computes what this node of the graph gives."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # pyright: ignore
+    except RuntimeError:  # a leaf in torch.autograd.grad(), of which PyTorch does not tell
+        return True
+
+
+@contextmanager
+def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
+    """Around a backward pass with `inputs=`. Yields the views that the modules have computed with in place of those
+    inputs that are parameters of sharded models."""
+    wanted = {id(each) for each in inputs if isinstance(each, ShardTensor)}
+    engines = list(_ALIVE)
+    buckets = [bucket for engine in engines for unit in engine.units for bucket in unit.trainable]
+    pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.passing_to_inputs())
+        yield [view for place, view in pairs if id(place.parameter) in wanted and view.requires_grad]
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -38,6 +38,7 @@ class BucketGradients(ABC):
     def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
         self.plan, self._places = plan, places
         self.used = [False] * len(places)
+        self.expected = len(places)  # how many arrive in a micro-step, before the unit is through with its weights
         self._arrived: set[int] = set()  # since what they arrive in was last cleared
         self._arrived_now: set[int] = set()  # in this micro-step
 
@@ -62,8 +63,8 @@ class BucketGradients(ABC):
 
     @property
     def arrived(self) -> bool:
-        """Whether all have, in this micro-step."""
-        return len(self._arrived_now) == len(self.used)
+        """Whether all that are expected have, in this micro-step."""
+        return len(self._arrived_now) >= self.expected
 
     @abstractmethod
     def begin(self, buffer: torch.Tensor | None) -> None:

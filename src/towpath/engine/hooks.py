@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial, update_wrapper
-from typing import Any, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
+from towpath.engine.backward_inputs import let_backward_take_parameters
 from towpath.engine.bucket import Bucket
 from towpath.engine.dtypes import torch_dtype
 from towpath.engine.executor import Engine
@@ -20,12 +22,13 @@ from towpath.engine.fsdp_methods import COUNTERPARTS
 from towpath.engine.host_clock import eager
 from towpath.engine.layout import has_forward, kept_modules
 from towpath.engine.module_classes import become, keep_dtype
-from towpath.engine.unit import Unit, Use
-from towpath.errors import NoMethodError, ShardError
+from towpath.engine.unit import Unit, Use, is_transformed
+from towpath.errors import NoMethodError, ShardError, StepError
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
     """Let `engine` run with the model."""
+    let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
     exact = {id(m) for outermost in kept for m in outermost.modules()}
     lower = torch_dtype(engine.precision.params) if engine.precision.params else None
@@ -178,6 +181,18 @@ class _Method:
         return module.towpath_forward.run_unless_inside(call, args, kwargs)
 
 
+class _Entered(NamedTuple):
+    """What is known when the forward of a unit's module begins.
+
+    `entries`: where the gradients of its inputs will be computed. `use` does not keep them: hooks of these very nodes
+    hold it, and such a circle would never be freed.
+    """
+
+    use: Use | None
+    entries: list[Node]
+    versions: list[int]  # of the unit's parameters
+
+
 @final
 class _Forward:
     """Around the forward of one module of a unit."""
@@ -199,9 +214,9 @@ class _Forward:
         self._engine.call_begins()
         self._engine.machine.entered(self.unit.index)
         try:
-            use, args, kwargs = self._before(args, kwargs)
+            entered, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._watch_outputs(use, output)
+            graph_follows = self._through(entered, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -211,19 +226,21 @@ class _Forward:
             self._engine.call_ends(graph_follows)
 
     @eager
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, Any, Any]:
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entered, Any, Any]:
         self._engine.before_forward(self.unit, self._comes_back())
         # A recomputation of a use whose backward pass is under way is part of that use.
         machine, index = self._engine.machine, self.unit.index
         makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
         use = Use(self.unit, machine.graph_made(index)) if makes_graph else None
         with self._engine.host:
-            return use, *self._enter(use, args, kwargs)
+            entries, args, kwargs = self._enter(use, args, kwargs)
+            return _Entered(use, entries, self.unit.versions()), args, kwargs
 
     @eager
-    def _watch_outputs(self, use: Use | None, output: Any) -> bool:
+    def _through(self, entered: _Entered, output: Any) -> bool:
         with self._engine.host:
-            return use is not None and self._watch(use, output)
+            self._engine.check_forward(self.unit, entered.versions, _tensors(output))
+            return entered.use is not None and self._watch(entered.use, entered.entries, output)
 
     @eager
     def _after(self, graph_follows: bool) -> None:
@@ -234,8 +251,9 @@ class _Forward:
         module = self._module()
         return torch.is_grad_enabled() or (module is not None and module.training)
 
-    def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients."""
+    def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
+        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients. First comes
+        where these will be computed."""
         watched: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
 
@@ -247,7 +265,7 @@ class _Forward:
             use.inputs = len(watched)
             for tensor in watched:
                 tensor.register_hook(partial(self._engine.input_gradient_done, use))
-        return args, kwargs
+        return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
 
     def _entered(self, value: Any, use: Use | None, watched: list[torch.Tensor], inside: list[torch.Tensor]) -> Any:
         """Return an input as the unit gets it, and note it in `watched` or `inside`."""
@@ -263,17 +281,26 @@ class _Forward:
             tensor = tensor.to(self._compute_dtype)
         if use is None or not tensor.requires_grad:
             return tensor
+        if is_transformed(tensor):
+            raise StepError(
+                f"rank {self._engine.wiring.rank}: unit {self.unit.name or 'root'!r} got an input that torch.func "
+                "differentiates (grad, vjp, jacrev and the like): its backward pass does not tell when weights "
+                "must be whole. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
+                "without shard()."
+            )
         # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
         watched.append(tensor.view_as(tensor))
         return watched[-1]
 
-    def _watch(self, use: Use, output: Any) -> bool:
+    def _watch(self, use: Use, entries: Sequence[Node], output: Any) -> bool:
         """Watch the outputs for the first gradient that reaches them; whether one can."""
-        outputs = [t for t in _tensors(output) if t.requires_grad and id(t) not in use.entered]
+        # A leaf, such as a parameter that is returned, would keep the hook for all passes to come.
+        made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
+        outputs = [t for t in made if id(t) not in use.entered]
         use.entered.clear()
         # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
         for tensor in outputs:
-            tensor.register_hook(partial(self._engine.output_gradient_arrives, use))
+            tensor.register_hook(partial(self._engine.output_gradient_arrives, use, entries))
         if not outputs:
             self._engine.machine.graph_dropped(use.passed)
         return bool(outputs)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from towpath.topology.groups import Groups
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
 
+Holder = dict[Any, Any]  # or a list, by index
+
 
 @dataclass(slots=True)
 class ParameterPlace:
@@ -32,6 +35,8 @@ class ParameterPlace:
     exact: bool = False  # of a module that the precision keeps in its own dtype
     replicated: bool = False  # on a tensor-parallel mesh
     offset: int = 0  # as soon as the plan has laid out the bucket
+    # Lists, dicts and attributes of modules that hold it besides, alone or in a tuple, and under which key.
+    kept: list[tuple[Holder, Any]] = field(default_factory=list[tuple[Holder, Any]])
 
     @property
     def key(self) -> tuple[str, bool, bool]:
@@ -297,15 +302,23 @@ def _check_meshes(places: list[ParameterPlace]) -> None:
             raise ShardError(f"{place.names[0]} is a partial sum, {mine.placements}: redistribute it before shard().")
 
 
-def describe(layouts: list[UnitLayout]) -> Iterator[str]:
-    """One line for every parameter, the same on every rank that was given the same model."""
+def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
+    """One line for every parameter and buffer, the same on every rank that was given the same model."""
     for unit in layouts:
         for bucket in unit.buckets:
             for place in bucket.places:
-                shape = "×".join(map(str, place.shape)) or "scalar"
+                shape = _shape(place.shape)
                 shape += f" {place.parallel.describe()}" if place.parallel is not None else ""
                 state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
+    for name, buffer in model.named_buffers():
+        # A buffer on the meta device is made where the parameters lie: one rank may have values, and others none.
+        device = buffer.device if buffer.device.type != "meta" else device_of(layouts)
+        yield f"{name}: {_shape(buffer.shape)} {buffer.dtype} buffer on {device.type}"
+
+
+def _shape(shape: torch.Size) -> str:
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups) -> torch.device:

@@ -5,8 +5,9 @@ What of this is done when, the step machine decides (`core/step.py`); `executor.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,8 @@ from towpath.core.strategy import Kind
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.bucket import Bucket, gather_together
 from towpath.engine.buffers import Buffers
-from towpath.engine.layout import UnitLayout
+from towpath.engine.kept_tensors import exchanged
+from towpath.engine.layout import Holder, UnitLayout
 from towpath.engine.streams import Handle, Work
 from towpath.engine.wiring import Wiring
 from towpath.errors import StepError
@@ -49,7 +51,15 @@ class Unit:
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for module, attribute in place.owners
         ]
-        self._views = tuple(view for bucket in buckets for view in bucket.views)
+        # Where else a module has them: what it holds there while they are whole, and else.
+        self._kept = [
+            (holder, key, exchanged(holder[key], place.parameter, view), holder[key])
+            for bucket in buckets
+            for place, view in zip(bucket.layout.places, bucket.views, strict=True)
+            for holder, key in place.kept
+        ]
+        self._rank = wiring.rank
+        self.views = tuple(view for bucket in buckets for view in bucket.views)
         owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
         self.owners = list(owners.values())  # the modules whose parameters these are
         # These keep a list of their weights besides, and compute with that.
@@ -80,27 +90,69 @@ class Unit:
         """Let the modules' parameters be the whole views, or the ShardTensors again."""
         for parameters, attribute, view, parameter in self._entries:
             parameters[attribute] = view if whole else parameter
+        for holder, key, shown, hidden in self._kept:
+            found = _held(holder, key)
+            if found is shown or found is hidden:  # else it has become the user's to hold something else there
+                holder[key] = shown if whole else hidden
         for module in self._recurrent:
             names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
             module._flat_weights = [module._parameters.get(n) for n in names]  # pyright: ignore
 
     def check_parameters(self) -> None:
-        """Before a forward: refuse what was done to the modules' parameters behind the engine's back."""
+        """Around a forward: refuse what was done to the modules' parameters behind the engine's back."""
         for parameters, attribute, view, parameter in self._entries:
             found = parameters.get(attribute)
             if found is not parameter and found is not view:
-                raise StepError(
-                    f"parameter {attribute!r} of unit {self.name or 'root'!r} was replaced by another tensor after "
-                    "shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without assign=True."
-                )
+                raise StepError(self._replaced(self._name(view), found))
             if parameter.requires_grad != view.requires_grad:
-                self._follow(attribute, view, parameter)
+                self._follow(view, parameter)
 
-    def _follow(self, attribute: str, view: nn.Parameter, parameter: nn.Parameter) -> None:
+    def _replaced(self, name: str, by: object) -> str:
+        if is_transformed(by):
+            return (
+                f"rank {self._rank}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
+                f"{self.name or 'root'!r}, as grad() of functional_call() does. A sharded model computes with its own "
+                "parameters. Call loss.backward() for their gradients; for all else in torch.func take the same model "
+                "without shard()."
+            )
+        return (
+            f"rank {self._rank}: parameter {name!r} of unit {self.name or 'root'!r} was replaced by another tensor "
+            "after shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without assign=True. "
+            "torch.func.functional_call() replaces parameters, too: it takes a model without shard()."
+        )
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the views."""
+        return [place.names[0] for bucket in self.buckets for place in bucket.layout.places]
+
+    def _name(self, view: nn.Parameter) -> str:
+        return next(name for name, other in zip(self._names, self.views, strict=True) if other is view)
+
+    def versions(self) -> list[int]:
+        """How often each of the whole parameters was written to by others than the engine."""
+        return [view._version for view in self.views]
+
+    def check_unwritten(self, before: list[int]) -> None:
+        """After a forward: refuse writes to the whole parameters. `before`: their versions when it began."""
+        now = self.versions()
+        if now == before:
+            return
+        written = [repr(name) for name, was, is_ in zip(self._names, before, now, strict=True) if was != is_]
+        raise StepError(
+            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
+            f"{self.name or 'root'!r}. There the parameters are a copy that lives while the unit runs: the write is "
+            "lost with it, or differs between ranks. Write after optimizer.step() instead: to the parameter itself, as "
+            "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
+            "the parameter as it is: torch.nn.utils.parametrize does. The max_norm= of an embedding writes, too."
+        )
+
+    def _follow(self, view: nn.Parameter, parameter: nn.Parameter) -> None:
         if not any(view is v for b in self.trainable for v in b.views):
             raise StepError(
-                f"parameter {attribute!r} of unit {self.name or 'root'!r} was frozen at shard() and has no gradient "
-                "buffers. Call requires_grad_() before shard(); what trains then may be frozen and thawed later."
+                f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was frozen at shard() and has no "
+                "gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and thawed "
+                "later."
             )
         view.requires_grad_(parameter.requires_grad)
 
@@ -115,6 +167,22 @@ class Unit:
         # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
         self._raise_versions(2)
 
+    def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
+        """After a forward: refuse outputs in memory that will be another unit's."""
+        turns = [(b.full.data_ptr(), b.full.nbytes, b) for b in self.buckets if not b.always_whole]
+        for output in outputs if turns else ():
+            at = _address(output)
+            for start, length, bucket in turns:
+                if start <= at < start + length:
+                    places = bucket.layout.places
+                    index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
+                    raise StepError(
+                        f"rank {self._rank}: unit {self.name!r} returns the memory of its own parameter "
+                        f"{places[index].names[0]!r}, as a parameter is, or a slice or detach() of it. Outside the "
+                        "unit's forward that memory holds other weights. Compute with it inside the forward, return "
+                        "p.clone(), or leave this unit to the root: pass the other units as units= to shard()."
+                    )
+
     def seal(self, sealed: bool) -> None:
         """Let autograd refuse to compute with the views while their memory may hold another unit's weights.
 
@@ -124,8 +192,8 @@ class Unit:
         self._raise_versions(1 if sealed else -1)
 
     def _raise_versions(self, by: int) -> None:
-        versions = tuple([view._version + by for view in self._views])
-        torch._C._autograd._unsafe_set_version_counter(self._views, versions)  # pyright: ignore
+        versions = tuple([view._version + by for view in self.views])
+        torch._C._autograd._unsafe_set_version_counter(self.views, versions)  # pyright: ignore
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
@@ -186,12 +254,33 @@ class Unit:
 class Use:
     """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
 
-    __slots__ = ("entered", "inputs", "inputs_done", "passed", "unit")
+    __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
 
     def __init__(self, unit: Unit, passed: Pass) -> None:
         self.unit, self.passed = unit, passed
         self.entered: list[int] = []  # ids of its inputs, while its forward runs
-        self.inputs = self.inputs_done = 0  # how many inputs want gradients, and how many have got them in this pass
+        # How many inputs want gradients; how many get one in this backward pass, and how many have it.
+        self.inputs = self.inputs_awaited = self.inputs_done = 0
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its elements begin; 0 if it has no memory of its own, as some subclasses."""
+    try:
+        return torch.Tensor.data_ptr(tensor)  # not that of a subclass, which may refuse
+    except RuntimeError:
+        return 0
+
+
+def is_transformed(value: object) -> bool:
+    """Whether a transform of torch.func has wrapped the tensor."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore
+
+
+def _held(holder: Holder, key: Any) -> object:
+    try:
+        return holder[key]
+    except LookupError:
+        return None
 
 
 def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:

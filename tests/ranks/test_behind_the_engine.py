@@ -1,0 +1,330 @@
+"""What modules do to their parameters behind the engine's back: it works as in one process, or it is refused by name.
+
+Functions whose names begin with an underscore run on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import towpath
+from tests.ranks.server import World
+from tests.ranks.test_never_silent import SHAPE, Block, Net, _batch, _loss
+from tests.ranks.twin import Twin
+from towpath.errors import ShardError, ShardTensorError, StepError, TowpathError
+
+Worlds = Callable[[int], World]
+
+# Parameters spread over both ranks, whole on both beside a spread optimizer, and all whole.
+LABELS = ("zero3", "zero1", "ddp")
+
+
+def _error(kind: type[TowpathError], action: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
+# --- writes inside a forward -----------------------------------------------------------------------------------------
+
+
+class Writing(Block):
+    """Writes to a weight in its forward pass, in some way."""
+
+    way = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        WAYS[self.way](self.a)
+        return super().forward(x)
+
+
+def _in_place(linear: nn.Linear) -> None:
+    with torch.no_grad():
+        linear.weight.mul_(0.9)
+
+
+def _through_data(linear: nn.Linear) -> None:
+    linear.weight.data.mul_(0.9)
+
+
+def _to_data(linear: nn.Linear) -> None:
+    linear.weight.data = linear.weight.data * 0.9
+
+
+def _clipped(linear: nn.Linear) -> None:
+    """Within these bounds nothing changes yet: the first step that leaves them would go wrong."""
+    linear.weight.data.clamp_(-100, 100)
+
+
+def _max_norm_of_the_function(linear: nn.Linear) -> None:
+    F.embedding(torch.arange(3), linear.weight, max_norm=0.1)
+
+
+def _another_parameter(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(linear.weight.detach() * 0.9)
+
+
+def _nothing(linear: nn.Linear) -> None:
+    """As others do."""
+
+
+WAYS: dict[str, Callable[[nn.Linear], None]] = {
+    "": _nothing,
+    "in place": _in_place,
+    "through .data": _through_data,
+    "to .data": _to_data,
+    "clipped, to no effect yet": _clipped,
+    "max_norm": _max_norm_of_the_function,
+    "another parameter": _another_parameter,
+}
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_a_write_to_a_parameter_inside_a_forward_is_refused_by_name(world: Worlds, label: str) -> None:
+    for rank, told in enumerate(world(2).run(_write_inside, label)):
+        for way, text in told.items():
+            assert "'blocks.2.a.weight'" in text, way
+            assert f"rank {rank}" in text or "was replaced" in text, way
+
+
+def _write_inside(label: str) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for way in [way for way in WAYS if way]:
+        model: Any = towpath.shard(Net(Writing).double(), label, topology=SHAPE)
+        model.blocks[2].way = way
+        told[way] = _error(StepError, lambda model=model: model(_batch(0, 0, 0)))
+        model.blocks[2].way = ""
+        model(_batch(0, 0, 1)).square().mean().backward()  # and nothing is left behind
+        assert all(isinstance(p, towpath.ShardTensor) for p in model.parameters())
+    return told
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_inside_full_parameters_data_may_be_assigned(world: Worlds, label: str) -> None:
+    world(2).run(_assign_whole_data, label)
+
+
+def _assign_whole_data(label: str) -> None:
+    twin = Twin(Net, _loss, label, SHAPE)
+    with towpath.full_parameters(twin.sharded):
+        for p in twin.sharded.parameters():
+            p.data = p.data * 0.5
+        assert "cannot be cast" in _error(TowpathError, twin.sharded.half)
+    for p in twin.plain.parameters():
+        p.data = p.data * 0.5
+    twin.train(2)
+    twin.check_parameters()
+
+
+class Bounded(nn.Module):
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.tokens = kind(4, 6, max_norm=0.5)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+def test_a_norm_that_an_embedding_bounds_in_its_forward_is_refused_at_shard(world: Worlds, label: str) -> None:
+    for texts in world(2).run(_bound_norms, label):
+        for text in texts:
+            assert "'tokens'" in text and "max_norm=0.5" in text and "torch.renorm" in text
+
+
+def _bound_norms(label: str) -> list[str]:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return [_error(ShardError, lambda k=kind: towpath.shard(Bounded(k), label, topology=SHAPE)) for kind in kinds]
+
+
+# --- parameters that are kept elsewhere, too -------------------------------------------------------------------------
+
+
+class Keeping(Block):
+    """Computes with what it keeps beside its parameters: in lists, dicts, an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = [self.a.weight, self.b.weight]
+        self.biases = {"of": {"a": [self.a.bias], "b": [self.b.bias]}}
+        self.named = [("weight", self.b.weight)]
+        object.__setattr__(self, "again", self.b.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(F.linear(x, self.weights[0], self.biases["of"]["a"][0]))
+        penalty = x.sum() * self.named[0][1].square().sum()  # each rank's own: not a constant of the loss
+        return x + F.linear(hidden, self.again, self.biases["of"]["b"][0]) + 0.1 * penalty  # type: ignore[arg-type]
+
+
+def _spectral() -> nn.Module:
+    """Keeps the memory of its parameter under another name, and makes it anew in every forward pass."""
+    block = Block()
+    torch.nn.utils.spectral_norm(block.a)
+    return block
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_parameters_in_a_units_own_lists_and_dicts_are_whole_with_it(world: Worlds, label: str) -> None:
+    world(2).run(_train_kept, label)
+
+
+def _train_kept(label: str) -> None:
+    for block in (Keeping, _spectral):
+        twin = Twin(lambda block=block: Net(block), _loss, label, SHAPE)
+        twin.train(3, micro_steps=2)
+        twin.check_parameters()
+
+
+def test_a_list_that_changes_after_shard_is_the_modules_own(world: Worlds) -> None:
+    world(2).run(_change_the_list)
+
+
+def _change_the_list() -> None:
+    twin = Twin(lambda: Net(Keeping), _loss, "zero3", SHAPE)
+    for model in (twin.plain, twin.sharded):
+        blocks: Any = model.blocks
+        blocks[0].weights.insert(0, None)
+        blocks[0].weights.pop(0)
+        blocks[1].biases["other"] = blocks[1].biases.pop("of")
+        blocks[1].biases["of"] = blocks[1].biases["other"]
+    twin.train(2)
+    twin.check_parameters()
+    block: Any = twin.sharded.blocks[2]
+    before = block.weights
+    block.weights = list(before)  # another list, of which the engine does not know
+    before.clear()
+    assert "'blocks.2.a.weight'" in _error(ShardTensorError, lambda: twin.sharded(_batch(0, 0, 0)))
+
+
+def _alias_in_a_list(block: Any) -> None:
+    block.kept = [block.a.weight.data]
+
+
+def _view_in_an_attribute(block: Any) -> None:
+    block.kept = block.a.weight.detach()[2:]
+
+
+def _alias_as_a_buffer(block: Any) -> None:
+    block.register_buffer("kept", block.a.weight.detach().t())
+
+
+@pytest.mark.parametrize("keep", [_alias_in_a_list, _view_in_an_attribute, _alias_as_a_buffer])
+def test_what_would_keep_the_old_values_is_refused_at_shard(world: Worlds, keep: Callable[[Any], None]) -> None:
+    for text in world(2).run(_shard_kept, keep):
+        assert "blocks.1.kept" in text and "'blocks.1.a.weight'" in text
+
+
+def _shard_kept(keep: Callable[[Any], None]) -> str:
+    model = Net()
+    keep(model.blocks[1])
+    return _error(ShardError, lambda: towpath.shard(model, "ddp", topology=SHAPE))
+
+
+# --- parameters that share memory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+def test_parameters_on_the_same_memory_are_refused_at_shard(world: Worlds, label: str) -> None:
+    for texts in world(2).run(_share_memory, label):
+        for text in texts:
+            assert "'first.weight'" in text and "'last.weight'" in text and "tie" in text
+
+
+class Ends(nn.Module):
+    def __init__(self, first: Tensor, last: Tensor) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(*first.shape[::-1]), nn.Linear(*last.shape[::-1])
+        self.first.weight, self.last.weight = nn.Parameter(first), nn.Parameter(last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x))
+
+
+def _share_memory(label: str) -> list[str]:
+    whole = torch.randn(6, 12)
+    pairs = [(whole[:, :6], whole[:, 3:9]), (whole[:, :6], whole[:, :6]), (whole[:, :6], whole[:, :6].t())]
+    return [_error(ShardError, lambda p=pair: towpath.shard(Ends(*p), label, topology=SHAPE)) for pair in pairs]
+
+
+def test_parameters_beside_each_other_in_one_memory_train_exactly(world: Worlds) -> None:
+    world(2).run(_train_neighbours)
+
+
+def _train_neighbours() -> None:
+    for cut in (lambda w: w.chunk(2, dim=0), lambda w: w.chunk(2, dim=1)):
+        whole = torch.randn(12, 12, generator=torch.Generator().manual_seed(3)).double()
+        parts = [part if part.shape == (6, 12) else part[:6] for part in cut(whole)]
+        parts = [part[:, :6] for part in parts]
+        twin = Twin(lambda parts=parts: Ends(*parts), _loss, "zero3", SHAPE)
+        twin.train(2)
+        twin.check_parameters()
+
+
+# --- modules and parameters that come after shard() ------------------------------------------------------------------
+
+
+def _another_block(model: Any) -> str:
+    model.blocks[1] = Block().double()
+    return "blocks.1.a.weight"
+
+
+def _another_layer(model: Any) -> str:
+    model.first = nn.Linear(6, 6).double()
+    return "first.weight"
+
+
+def _one_more_block(model: Any) -> str:
+    model.blocks.append(Block().double())
+    return "blocks.4.a.weight"
+
+
+def _a_parameter_in_a_unit(model: Any) -> str:
+    model.blocks[2].a.register_parameter("scale", nn.Parameter(torch.ones(8).double()))
+    return "blocks.2.a.scale"
+
+
+def _a_parameter_in_the_forward(model: Any) -> str:
+    model.blocks[2].b.register_forward_pre_hook(lambda module, _: _add_bias(module))
+    return "blocks.2.b.late"
+
+
+def _add_bias(module: nn.Module) -> None:
+    if not hasattr(module, "late"):
+        module.late = nn.Parameter(torch.ones(6).double())
+
+
+COMING = [_another_block, _another_layer, _one_more_block, _a_parameter_in_a_unit, _a_parameter_in_the_forward]
+
+
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+def test_parameters_that_come_after_shard_are_refused_by_name(world: Worlds, label: str) -> None:
+    world(2).run(_add_later, label)
+
+
+def _add_later(label: str) -> None:
+    for change in COMING:
+        twin = Twin(Net, _loss, label, SHAPE)
+        twin.train(1)
+        name = change(twin.sharded)
+        assert f"'{name}' was added after shard()" in _error(StepError, lambda t=twin: t.sharded(_batch(0, 0, 0)))
+
+
+@pytest.mark.parametrize("label", ["zero3", "ddp"])
+def test_modules_without_parameters_of_their_own_may_come_later(world: Worlds, label: str) -> None:
+    world(2).run(_wrap_later, label)
+
+
+def _wrap_later(label: str) -> None:
+    twin = Twin(Net, _loss, label, SHAPE)
+    twin.train(1)
+    for model in (twin.plain, twin.sharded):
+        blocks: Any = model.blocks
+        blocks[1] = nn.Sequential(blocks[1], nn.Tanh())
+        blocks[3] = nn.Identity()
+    for step in (1, 2):
+        twin.loss(twin.sharded, torch.distributed.get_rank(), 0, step).backward()
+    assert twin.sharded.blocks[1][0].a.weight.grad is not None
