@@ -321,12 +321,12 @@ def _shape(shape: torch.Size) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def device_of(layouts: list[UnitLayout], groups: Groups) -> torch.device:
+def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
     """Return the device of the parameters. Those on the meta device go where the others are, or to the ranks' own."""
     parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
-    return device_of_parameters(parameters, groups)
+    return device_of_parameters(parameters, groups or Groups())
 
 
 def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> torch.device:
