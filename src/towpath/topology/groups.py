@@ -245,7 +245,7 @@ def new_group(ranks: list[int], purpose: str, backend: str | None = None, **opti
             use_local_synchronization=True,
             group_desc=purpose,
             backend=backend,
-            device_id=bound if backend is None else None,
+            device_id=bound if backend is None and len(ranks) > 1 else None,
             **options,
         )
     finally:
