@@ -174,6 +174,35 @@ def _convert() -> None:
                 assert norm.cpu().numpy() == pytest.approx(value.numpy(), abs=1e-12)
 
 
+def test_writes_to_norms_and_sums_are_kept(world: Worlds) -> None:
+    world(2).run(_write_to_norms)
+
+
+def _write_to_norms() -> None:
+    twin = _twin("zero3")
+    twin.backward()
+    for found, expected in zip(twin.sharded.parameters(), twin.plain.parameters(), strict=True):
+        ways: list[Callable[[Tensor], Tensor]] = [
+            lambda g: g.square().mean().sqrt_().clamp_(min=1e-3).mul_(2),
+            lambda g: torch.sqrt(g.norm().mul_(3).add_(g.sum())).square(),
+            lambda g: g.norm().float().pow_(2).double(),
+            lambda g: torch.stack([g.norm(), g.norm()]).mul_(2).sum(),
+            lambda g: g.norm().clone().zero_() + g.norm(),
+            lambda g: (torch.stack([g.norm(), g.norm()]) + torch.ones(2)).sum(),
+        ]
+        for number, way in enumerate(ways):
+            mine, whole = way(found.grad), way(expected.grad)
+            assert mine.item() == pytest.approx(whole.item(), rel=1e-6, nan_ok=True), number
+        norms, others = [found.grad.norm()], [expected.grad.norm()]
+        for each in (norms, others):
+            torch._foreach_mul_(each, 5.0)
+        copied = norms[0].clone()
+        copied.mul_(2)
+        norms[0].detach().add_(1.0)
+        assert norms[0].item() == pytest.approx(others[0].item() + 1.0)
+        assert copied.item() == pytest.approx(2 * others[0].item())
+
+
 # --- what units do with their inputs and outputs ---------------------------------------------------------------------
 
 

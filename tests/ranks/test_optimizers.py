@@ -141,3 +141,34 @@ def _refuse_coupled() -> str:
     with pytest.raises(ShardTensorError) as caught:
         OneStepSize(twin.sharded.parameters()).step()
     return str(caught.value)
+
+
+class KeepsPlainStates(optim.Optimizer):
+    """As SM3: its states are plain tensors, made by their shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            if not state:
+                state["sums"] = torch.zeros(p.shape, dtype=p.dtype)
+            state["sums"] += p.grad
+            p -= 0.1 * state["sums"]
+
+
+def test_an_optimizer_with_plain_states_is_told_what_to_do(world: Worlds) -> None:
+    for text in world(2).run(_refuse_plain_states):
+        assert "If KeepsPlainStates made it itself: Call towpath.optim.whole_matrices(KeepsPlainStates(…))" in text, (
+            text
+        )
+
+
+def _refuse_plain_states() -> str:
+    twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1))
+    twin.backward()
+    with pytest.raises(ShardTensorError) as caught:
+        KeepsPlainStates(twin.sharded.parameters()).step()
+    return str(caught.value)

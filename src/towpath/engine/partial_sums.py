@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+# The order of what was combined, since something was to be written to it.
+_WHOLE = "whole"
+
 # Both of our tensor classes work below autograd, in __torch_dispatch__, and need no hook above it.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
 
@@ -124,6 +127,8 @@ class Partial(torch.Tensor):
     def resolve(self) -> torch.Tensor:
         """The combined value, plain. Every peer must get here."""
         order, values = self.order, self.part
+        if order == _WHOLE:
+            return values.to(self.dtype)
         if order == "sum":
             combined = self.replica.combine(values.clone())
         elif isinstance(order, float) and math.isinf(order):
@@ -158,6 +163,13 @@ class Partial(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         packet = func.overloadpacket
+        if written := _written(func, args, kwargs):
+            for each in written:
+                each.become_whole()
+            out = func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+            return args[0] if written[0] is args[0] else out
+        if any(isinstance(a, Partial) and a.order == _WHOLE for a in args):
+            return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
         if packet is aten.stack and _alike(args[0]):
@@ -172,11 +184,15 @@ class Partial(torch.Tensor):
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
-        if packet is aten.add and args[1] == 0 and not kwargs:  # as sum() begins
+        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # as sum() begins
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
             return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+
+    def become_whole(self) -> None:
+        """Combine, before an operation such as `clamp_` writes to the value. Every peer must get here."""
+        self.part, self.order = self.resolve(), _WHOLE
 
     def of_all(self) -> Partial:
         """Of norms: the norm of all that they are of."""
@@ -216,6 +232,16 @@ def _stays_partial(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """The p-norm of p-norms, over everything: the parts combine to the p-norm of the whole."""
     order = float(args[1]) if len(args) > 1 else 2.0
     return len(args) <= 2 and args[0].order == order and kwargs.get("dim") is None
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Partial]:
+    """Return the Partials that an operation writes to."""
+    found: list[Partial] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Partial)]
+    return found
 
 
 def _resolved(value: Any) -> Any:

@@ -115,11 +115,13 @@ def _local_of(func: Any, value: Any, where: Span) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         if value.shape == where.whole_shape and in_backward():
             return where.part_of(value)  # alike on all ranks: what autograd makes of a sum's or a mean's gradient
+        optimizer = _calling_optimizer()
+        made = "" if optimizer is None else f" If {type(optimizer).__name__} made it itself: {remedy_for(optimizer)}"
         raise ShardTensorError(
             f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced alike. "
             f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
             "make a new one; or its states were loaded whole: call towpath.checkpoint.set_optimizer_state_dict. To "
-            "write a whole tensor into a parameter use copy_(); to read one use full_tensor()."
+            f"write a whole tensor into a parameter use copy_(); to read one use full_tensor().{made}"
         )
     if isinstance(value, torch.Tensor) and value.dim():
         return value.reshape(())  # it broadcasts over any shape, also over a 1-D slice
