@@ -130,7 +130,8 @@ class ShardTensor(torch.Tensor):
     def data_ptr(self) -> int:
         # PyTorch's stagers (dcp.async_save) take a 0 to mean that a tensor keeps its values in attributes, as a DTensor
         # does, and copy those. Anybody else would be misled by a 0: safetensors would write no bytes.
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.distributed."):
+        caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
+        if caller.startswith("torch.distributed."):
             return 0
         self.untyped_storage()
 

@@ -72,7 +72,7 @@ class Holder:
         )
 
     def __str__(self) -> str:
-        return visible(f"the job of process {self.pid} on host {self.host}, since {self.since}")
+        return visible(f"the job of process {self.pid} on host {self.host} (since {self.since})")
 
 
 class Claim:
