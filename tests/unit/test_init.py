@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 import towpath
 from towpath.errors import TopologyError
+from towpath.lab.launch import direct
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -30,13 +32,17 @@ def without_a_group(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A node that shows two GPUs, and what was called on it."""
+    """A node that shows two GPUs, and what was called on it. The other ranks have said already which GPU they have."""
     calls: dict[str, Any] = {"device": 0}
+    store = dist.HashStore()
+    for rank in range(3):
+        store.set(f"towpath/gathered/GPUs/{rank}", f'"GPU of rank {rank}"')
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: calls.update(device=index))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: calls["device"])
-    monkeypatch.setattr(module, "meet", lambda timeout: ("the launcher's store", 3, 4))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=device.index))
+    monkeypatch.setattr(module, "meet", lambda timeout: (store, 3, 4))
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: calls.update(backend=backend, **options))
     return calls
 
@@ -55,7 +61,7 @@ def test_a_rank_takes_its_gpu_and_both_backends(monkeypatch: pytest.MonkeyPatch,
     assert device == torch.device("cuda", 1) == gpus["device_id"]
     assert gpus["device"] == 1
     assert gpus["backend"] == "cpu:gloo,cuda:nccl"
-    assert (gpus["store"], gpus["rank"], gpus["world_size"]) == ("the launcher's store", 3, 4)
+    assert (gpus["rank"], gpus["world_size"]) == (3, 4)
     assert gpus["timeout"] == timedelta(minutes=1)
 
 
@@ -69,6 +75,17 @@ def test_more_ranks_than_gpus_is_an_error_that_says_what_to_do(monkeypatch: pyte
     monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, "LOCAL_RANK": "2"})
     with pytest.raises(TopologyError, match=r"local rank 2 has no GPU: PyTorch sees 2.*CUDA_VISIBLE_DEVICES"):
         towpath.init()
+
+
+def test_ranks_that_were_given_one_gpu_are_refused_before_nccl_connects(
+    monkeypatch: pytest.MonkeyPatch, gpus: dict[str, Any]
+) -> None:
+    """As two nodes that are one machine: each has a local rank 0."""
+    monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED})
+    monkeypatch.setattr(module, "gpu_of", lambda device: "GPU of rank 1")
+    with pytest.raises(TopologyError, match=r"ranks 1 and 3 share a GPU \(GPU of rank 1\)"):
+        towpath.init()
+    assert "backend" not in gpus
 
 
 @pytest.mark.usefixtures("gpus")
@@ -121,3 +138,11 @@ def test_a_group_on_gpus_that_binds_no_device_leaves_the_current_one_or_takes_th
     assert dist.group.WORLD is not None
     dist.group.WORLD.bound_device_id = torch.device("cuda", 1)
     assert towpath.init() == torch.device("cuda", 1)
+
+
+def test_ranks_of_the_lab_train_on_the_cpu_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share one machine, and there would be more of them than GPUs."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in direct(["train.py"], towpath.Topology(2, 1), None)] == ["", ""]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert direct(["train.py"], towpath.Topology(1, 1), None)[0].env["CUDA_VISIBLE_DEVICES"] == "0"

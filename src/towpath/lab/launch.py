@@ -24,6 +24,8 @@ PORT = 29500
 _DEFAULTS = {
     # One thread a rank: a lab has more ranks than the machine has cores.
     "OMP_NUM_THREADS": "1",
+    # The ranks of a lab share this machine, and NCCL takes one rank a GPU: they train on the CPU unless told otherwise.
+    "CUDA_VISIBLE_DEVICES": "",
     ERRORS: "one line",
 }
 _NETWORK = {

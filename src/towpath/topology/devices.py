@@ -21,12 +21,12 @@ def check_devices(groups: Groups, device: torch.device) -> None:
     """
     if groups.world == 1:
         return
-    gpu = _gpu(device) if device.type == "cuda" else None
+    gpu = gpu_of(device) if device.type == "cuda" else None
     told: list[tuple[str | None, str | None]] = groups.gather_before_connecting((_refusal(groups, device), gpu))
     refusals = [refusal for refusal, _ in told if refusal is not None]
     if refusals:
         raise TopologyError(refusals[0])
-    _check_shared([gpu for _, gpu in told])
+    check_shared([gpu for _, gpu in told])
 
 
 def _refusal(groups: Groups, device: torch.device) -> str | None:
@@ -53,7 +53,7 @@ def _refusal(groups: Groups, device: torch.device) -> str | None:
     return None
 
 
-def _gpu(device: torch.device) -> str:
+def gpu_of(device: torch.device) -> str:
     """Return what NCCL takes for one GPU: the same for two ranks only if it would refuse them."""
     # With host IDs of their own, ranks count as ranks on other hosts, and may share a GPU. NCCL 2.30 has a switch, too.
     host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
@@ -61,7 +61,8 @@ def _gpu(device: torch.device) -> str:
     return f"GPU {torch.cuda.get_device_properties(device).uuid} on {host}{rank}"
 
 
-def _check_shared(gpus: Sequence[str | None]) -> None:
+def check_shared(gpus: Sequence[str | None]) -> None:
+    """Raise if two ranks have the same GPU, as `gpu_of` names it."""
     first: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         if gpu is not None and first.setdefault(gpu, rank) != rank:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections import Counter
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.errors import TopologyError
+from towpath.topology.meeting import gather_through
 
 Partition = tuple[tuple[int, ...], ...]
 Shared = TypeVar("Shared")
@@ -134,17 +134,8 @@ class Groups:
             return self.gather_objects(value)
         number: int = next(self.shared("gathered through the store", count))
         store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-        keys = [f"towpath/{self.name}/gathered/{number}/{rank}" for rank in range(self.world)]
-        store.set(keys[self.rank], json.dumps(value))
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout_seconds))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            raise TopologyError(
-                f"rank {self.rank}: ranks {missing} of the process group did not come here in "
-                f"{self.timeout_seconds:.0f} s. Every rank must call shard()."
-            ) from error
-        return [json.loads(told) for told in store.multi_get(keys)]
+        patience = timedelta(seconds=self.timeout_seconds)
+        return gather_through(store, f"{self.name}/{number}", self.rank, self.world, value, patience)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """The value of every rank, by rank."""

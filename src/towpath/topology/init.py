@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from towpath.errors import TopologyError, TrainError
+from towpath.topology.devices import check_shared, gpu_of
 from towpath.topology.groups import launched, local_rank, meeting_point
-from towpath.topology.meeting import meet
+from towpath.topology.meeting import PATIENCE, gather_through, meet
 
 # A launcher sets all of these for every rank.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -53,6 +54,8 @@ def init(*, timeout: timedelta | None = None) -> torch.device:
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     try:
         store, rank, world = (HashStore(), 0, 1) if alone() else meet(timeout)
+        if on_gpu:  # before NCCL connects, whose error would not name the cause
+            check_shared(gather_through(store, "GPUs", rank, world, gpu_of(device), timeout or PATIENCE))
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device if on_gpu else None
         )

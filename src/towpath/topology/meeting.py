@@ -10,16 +10,18 @@ apart: each node's agent has its own, and a change of nodes is not counted.) So 
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
 
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.rendezvous import rendezvous
 
 from towpath.errors import TopologyError
 
-_PATIENCE = timedelta(minutes=10)
+PATIENCE = timedelta(minutes=10)
 _PAUSE_SECONDS = 0.005
 
 
@@ -28,9 +30,24 @@ def meet(timeout: timedelta | None = None) -> tuple[Store, int, int]:
 
     Wait at most `timeout` for the other ranks, by default ten minutes.
     """
-    patience = timeout or _PATIENCE
+    patience = timeout or PATIENCE
     store, rank, world = next(iter(rendezvous("env://", timeout=patience)))
     return PrefixStore(f"towpath/{agreed_name(store, rank, world, patience)}", store), rank, world
+
+
+def gather_through(store: Store, name: str, rank: int, world: int, value: Any, patience: timedelta) -> list[Any]:
+    """Return the JSON value of every rank, by rank. Only the store carries them. `name` must be new in it."""
+    keys = [f"towpath/gathered/{name}/{each}" for each in range(world)]
+    store.set(keys[rank], json.dumps(value))
+    try:
+        store.wait(keys, patience)
+    except RuntimeError as error:
+        missing = [each for each, key in enumerate(keys) if not store.check([key])]
+        raise TopologyError(
+            f"rank {rank}: ranks {missing} of the process group did not come here in {patience.total_seconds():.0f} s. "
+            "Every rank must make the same calls: see what these printed."
+        ) from error
+    return [json.loads(told) for told in store.multi_get(keys)]
 
 
 def agreed_name(store: Store, rank: int, world: int, patience: timedelta) -> str:
