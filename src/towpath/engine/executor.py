@@ -176,10 +176,10 @@ class Engine:
         self.carry_out(actions)
         self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
 
-    def check_forward(self, unit: Unit, versions: list[int], outputs: Iterable[torch.Tensor]) -> None:
-        """After a forward that began with these `versions` of its parameters, while they are still shown."""
+    def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
+        """After a forward, while the whole parameters are still shown."""
         if not self.machine.is_pinned(unit.index):
-            unit.check_unwritten(versions)
+            unit.check_unwritten()
             if unit is not self.root:  # which stays whole until its backward pass is through
                 unit.check_returned(outputs)
         self._check_registrations()

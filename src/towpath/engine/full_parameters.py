@@ -75,6 +75,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     finally:
         for unit in pinned:
             engine.carry_out(engine.machine.unpin(unit.index))
+            unit.note_versions()
 
 
 def _take_from(engine: Engine, units: list[Unit], rank: int) -> None:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial, update_wrapper
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
@@ -181,18 +181,6 @@ class _Method:
         return module.towpath_forward.run_unless_inside(call, args, kwargs)
 
 
-class _Entered(NamedTuple):
-    """What is known when the forward of a unit's module begins.
-
-    `entries`: where the gradients of its inputs will be computed. `use` does not keep them: hooks of these very nodes
-    hold it, and such a circle would never be freed.
-    """
-
-    use: Use | None
-    entries: list[Node]
-    versions: list[int]  # of the unit's parameters
-
-
 @final
 class _Forward:
     """Around the forward of one module of a unit."""
@@ -214,9 +202,9 @@ class _Forward:
         self._engine.call_begins()
         self._engine.machine.entered(self.unit.index)
         try:
-            entered, args, kwargs = self._before(args, kwargs)
+            use, entries, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._through(entered, output)
+            graph_follows = self._through(use, entries, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -226,21 +214,20 @@ class _Forward:
             self._engine.call_ends(graph_follows)
 
     @eager
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Entered, Any, Any]:
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, list[Node], Any, Any]:
         self._engine.before_forward(self.unit, self._comes_back())
         # A recomputation of a use whose backward pass is under way is part of that use.
         machine, index = self._engine.machine, self.unit.index
         makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
         use = Use(self.unit, machine.graph_made(index)) if makes_graph else None
         with self._engine.host:
-            entries, args, kwargs = self._enter(use, args, kwargs)
-            return _Entered(use, entries, self.unit.versions()), args, kwargs
+            return use, *self._enter(use, args, kwargs)
 
     @eager
-    def _through(self, entered: _Entered, output: Any) -> bool:
+    def _through(self, use: Use | None, entries: Sequence[Node], output: Any) -> bool:
         with self._engine.host:
-            self._engine.check_forward(self.unit, entered.versions, _tensors(output))
-            return entered.use is not None and self._watch(entered.use, entered.entries, output)
+            self._engine.check_forward(self.unit, _tensors(output))
+            return use is not None and self._watch(use, entries, output)
 
     @eager
     def _after(self, graph_follows: bool) -> None:
@@ -252,8 +239,11 @@ class _Forward:
         return torch.is_grad_enabled() or (module is not None and module.training)
 
     def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
-        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients. First comes
-        where these will be computed."""
+        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients.
+
+        First comes where these will be computed. `use` does not keep that: hooks of these very nodes hold it, and such
+        a circle would never be freed.
+        """
         watched: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
 

@@ -60,6 +60,10 @@ class Unit:
         ]
         self._rank = wiring.rank
         self.views = tuple(view for bucket in buckets for view in bucket.views)
+        self._versions: list[int] = []  # of the views, as the engine left them
+        self.note_versions()
+        # Where the whole weights live while it is this unit's turn: from, to.
+        self._turns: list[tuple[int, int, Bucket]] = []
         owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
         self.owners = list(owners.values())  # the modules whose parameters these are
         # These keep a list of their weights besides, and compute with that.
@@ -129,13 +133,15 @@ class Unit:
     def _name(self, view: nn.Parameter) -> str:
         return next(name for name, other in zip(self._names, self.views, strict=True) if other is view)
 
-    def versions(self) -> list[int]:
-        """How often each of the whole parameters was written to by others than the engine."""
-        return [view._version for view in self.views]
+    def note_versions(self) -> None:
+        """From now on, what writes to the whole parameters was not asked to."""
+        self._versions = [view._version for view in self.views]
 
-    def check_unwritten(self, before: list[int]) -> None:
-        """After a forward: refuse writes to the whole parameters. `before`: their versions when it began."""
-        now = self.versions()
+    def check_unwritten(self) -> None:
+        """After a forward: refuse writes to the whole parameters inside it."""
+        before = self._versions
+        self.note_versions()
+        now = self._versions
         if now == before:
             return
         written = [repr(name) for name, was, is_ in zip(self._names, before, now, strict=True) if was != is_]
@@ -164,16 +170,16 @@ class Unit:
         sizes = [(b.plan.compute_dtype, b.plan.numel) for b in buckets]
         for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
             bucket.live_in(memory[dtype][start : start + numel])
+        self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in buckets]
         # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
         self._raise_versions(2)
 
     def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
         """After a forward: refuse outputs in memory that will be another unit's."""
-        turns = [(b.full.data_ptr(), b.full.nbytes, b) for b in self.buckets if not b.always_whole]
-        for output in outputs if turns else ():
+        for output in outputs if self._turns else ():
             at = _address(output)
-            for start, length, bucket in turns:
-                if start <= at < start + length:
+            for start, end, bucket in self._turns:
+                if start <= at < end:
                     places = bucket.layout.places
                     index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
                     raise StepError(
@@ -192,8 +198,8 @@ class Unit:
         self._raise_versions(1 if sealed else -1)
 
     def _raise_versions(self, by: int) -> None:
-        versions = tuple([view._version + by for view in self.views])
-        torch._C._autograd._unsafe_set_version_counter(self.views, versions)  # pyright: ignore
+        self._versions = [view._version + by for view in self.views]
+        torch._C._autograd._unsafe_set_version_counter(self.views, tuple(self._versions))  # pyright: ignore
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
