@@ -146,7 +146,7 @@ def trace(
 
 
 class _Around(nn.Module):
-    """Call what is given with the model's values exchanged: for both passes, since checkpoints recompute in the second."""
+    """Runs what it is given, so that `functional_call` covers both passes: checkpoints recompute in the second."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
