@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -262,3 +263,35 @@ def _run(model: nn.Module) -> torch.optim.Optimizer:
 def _resident(field: str) -> int:
     status = Path("/proc/self/status").read_text()
     return 1024 * int(next(line.split()[1] for line in status.splitlines() if line.startswith(field)))
+
+
+class Shift(nn.Module):
+    """A block of whose input autograd keeps nothing."""
+
+    def __init__(self, entered: list[weakref.ref[Tensor]]) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.entered = entered
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.entered.append(weakref.ref(x))
+        return x + self.bias
+
+
+def _inputs_alive_after_a_forward() -> tuple[int, int]:
+    """How many units a forward pass entered, and how many of their inputs are still there while a graph is."""
+    entered: list[weakref.ref[Tensor]] = []
+    model: Any = nn.Sequential(nn.Linear(64, 64), *(Shift(entered) for _ in range(3)))
+    model = towpath.shard(model, "zero3", units=list(model)[1:])
+    gc.disable()  # which would hide that something else holds them
+    try:
+        out = model(torch.zeros(4, 64))
+        alive = sum(reference() is not None for reference in entered)
+        out.sum().backward()
+    finally:
+        gc.enable()
+    return len(entered), alive
+
+
+def test_a_units_inputs_live_no_longer_than_autograd_needs_them(world: Worlds) -> None:
+    assert world(2).run(_inputs_alive_after_a_forward) == [(3, 0)] * 2

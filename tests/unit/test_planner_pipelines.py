@@ -65,7 +65,9 @@ def test_stages_that_would_lie_unevenly_on_nodes_are_refused() -> None:
 
 def test_gpipe_keeps_every_micro_batch_however_many_are_replayed() -> None:
     kept = [planner().price(Layout(4, "GPipe"), Batching(1, count)).memory["activations"] for count in (8, 16, 64)]
-    assert kept == [pytest.approx(kept[0] * times) for times in (1, 2, 8)]
+    # Each further micro-batch keeps as much; what the backward pass has for a moment is there once.
+    assert [more - kept[0] for more in kept[1:]] == [pytest.approx((kept[1] - kept[0]) * times) for times in (1, 7)]
+    assert 0.8 * kept[0] < kept[1] - kept[0] <= kept[0]
 
 
 def test_what_is_written_for_training_has_no_codec_of_some_stages_only() -> None:

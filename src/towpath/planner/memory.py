@@ -41,13 +41,18 @@ def activation_bytes(model: Model, precision: Precision, tokens: int, checkpoint
     `checkpointing`, blocks are recomputed one at a time.
     """
     root, *others = [_PerToken.of(unit, precision) for unit in model.units]
-    stays = [unit.entering if checkpointing else unit.kept for unit in others]
-    peak = sum(stays) + root.kept + root.passing
+    peak = root.kept + sum(unit.stays(checkpointing) for unit in others) + root.passing
     before = root.entering
-    for unit, stay in zip(others, stays, strict=True):
-        before += stay
+    for unit in others:
+        before += unit.stays(checkpointing)
         peak = max(peak, before + unit.passing + (unit.recomputed if checkpointing else 0.0))
     return round(tokens * peak)
+
+
+def kept_bytes(model: Model, precision: Precision, tokens: int, checkpointing: bool) -> int:
+    """Return what stays of a micro-step between its forward and its backward pass, as in a pipeline."""
+    root, *others = [_PerToken.of(unit, precision) for unit in model.units]
+    return round(tokens * (root.kept + sum(unit.stays(checkpointing) for unit in others)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,9 @@ class _PerToken:
     kept: float
     recomputed: float
     passing: float
+
+    def stays(self, checkpointing: bool) -> float:
+        return self.entering if checkpointing else self.kept
 
     @staticmethod
     def of(unit: Unit, precision: Precision) -> _PerToken:

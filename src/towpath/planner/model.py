@@ -405,8 +405,8 @@ def _named(what: str, length: int | None) -> tuple[Transformer, str, int]:
     if what.startswith(("/", ".", "~")) or what.count("/") > 1:
         raise ConfigError(f"model {what!r}: there is no such file or folder. Expected {_EXPECTED}.")
     raise ConfigError(
-        f"model {what!r}: expected {_EXPECTED}; there is no such name, file or folder. Did you mean "
-        f"{nearest(what, known)!r}? Known names: {', '.join(known)}."
+        f"model {what!r}: expected a name ({', '.join(known)}), a Hugging Face config.json or its folder, or a .toml "
+        f"file. Did you mean {nearest(what, known)!r}?"
     )
 
 

@@ -32,7 +32,7 @@ from towpath.core.wire import Wire
 from towpath.errors import PlanError
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
-from towpath.planner.memory import activation_bytes, engine_bytes
+from towpath.planner.memory import activation_bytes, engine_bytes, kept_bytes
 from towpath.planner.model import Model, StagedModel, Unit
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Priced
@@ -338,8 +338,10 @@ class Pipelines:
         """`in_flight`: micro-batches of which it keeps activations at once."""
         staged = self._staged(layout.stages)
         model, tokens = _share_of(staged.stages[index], layout.tensor), batching.micro_batch * staged.whole.length
-        kept = activation_bytes(model, self.request.precision, tokens, batching.checkpointing)
-        found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": round(in_flight * kept)}
+        asked = model, self.request.precision, tokens, batching.checkpointing
+        kept, most = kept_bytes(*asked), activation_bytes(*asked)
+        activations = round(in_flight * kept) + most - kept  # one micro-batch at a time computes
+        found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": activations}
         wire = _compression(layout).activation_gradients
         if index and wire.low_rank is not None:
             shape = (batching.micro_batch, staged.whole.length, staged.width)
