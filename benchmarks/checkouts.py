@@ -111,7 +111,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--against", required=True, metavar="COMMIT", help="the other side")
 
 
-CASES = [*(Case(name, name) for name in ("zero3", "mics", "paro-iig", "zero++")), Case("one rank", "zero3", 1, 1)]
+CASES = [
+    *(Case(name, name) for name in ("zero3", "mics", "paro-iig", "zero++")),
+    *(Case(f"{name}, two ranks", name, 2, 1) for name in ("zero3", "ddp")),
+    Case("one rank", "zero3", 1, 1),
+]
 SUITE = Suite("checkouts", __doc__ or "", CASES, rounds=25, options=add_options)
 
 if __name__ == "__main__":
