@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import strategy_of
+from tests.ranks.strategies import labels, seldom, strategy_of
+from towpath.core.journal import Call, scopes
 from towpath.errors import MismatchError, ShardError, StepError
 
 Worlds = Callable[[int], World]
@@ -179,6 +180,54 @@ def _drift(label: str) -> str:
         with torch.no_grad():
             model.blocks[1].weight.add_(1e-9)
     return _error_of(lambda: _train(model, optimizer, 4))
+
+
+@pytest.mark.parametrize("precision", [None, *map(seldom, ("bf16",))])
+def test_copies_agree_to_the_bit_under_every_strategy_and_codec(
+    world: Worlds, precision: Any, whole_product: bool
+) -> None:
+    """Else the comparison of values would refuse what trains as it should."""
+    world(4).run(_agree, precision, whole_product)
+
+
+def _agree(precision: Any, whole_product: bool) -> None:
+    shape = towpath.Topology(2, 2)
+    copies = [label for label in labels(shape) if _has_copies(label, shape)]
+    coded = [f"{name} {codec}" for name in ("ddp", "mics", "paro-iii") for codec in CODECS]
+    for label in [*(copies if whole_product else copies[::5]), *coded, "ddp gradients=low-rank:2"]:
+        torch.manual_seed(3)
+        options = {} if precision is None else {"precision": precision}
+        model: Any = towpath.shard(
+            Wide().to(torch.float32), strategy_of(label, shape), topology=shape, check_every=1, **options
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(4):
+            seed = torch.Generator().manual_seed(dist.get_rank() + 10 * step)
+            model(torch.randn(3, 64, generator=seed)).float().square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert model.towpath_engine._usage._values._is_taken, label
+
+
+def _has_copies(label: str, shape: towpath.Topology) -> bool:
+    return any(Call.VALUES in scope.kinds for scope in scopes(strategy_of(label, shape)))
+
+
+CODECS = ["gradients=int8", "gradients=int4:64 feedback=both"]
+
+
+class Wide(nn.Module):
+    """Large enough for every codec."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
 
 
 def test_values_are_not_compared_where_that_is_turned_off(world: Worlds) -> None:
