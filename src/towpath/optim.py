@@ -30,8 +30,8 @@ from towpath.errors import ShardError, StepError, TowpathError
 __all__ = ["Together", "WholeMatrices", "together", "whole_matrices"]
 
 _INSTEAD = (
-    "pass an optimizer that handles each parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor, or "
-    "take an elementwise one, such as torch.optim.AdamW, without whole_matrices()"
+    "try it without whole_matrices(): elementwise steps and norms work on slices, and all else raises an error there. "
+    "Or pass an optimizer that handles each parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor"
 )
 _ADVICE = "Make the same optimizer of the same parameters on every rank."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -156,6 +157,28 @@ def _allowed() -> None:
             _loss(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_an_optimizer_that_steps_what_was_not_sharded_besides_says_so_once(world: Worlds) -> None:
+    for said in world(2).run(_beside):
+        assert len(said) == 1 and "SGD steps 2 parameters beside those of the sharded model" in said[0], said
+
+
+def _beside() -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("towpath.engine").addHandler(handler)
+    try:
+        model, head = _net("zero3"), nn.Linear(6, 2).double()
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
+        for _ in range(2):
+            head(model(torch.ones(2, 6).double())).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logging.getLogger("towpath.engine").removeHandler(handler)
+    return said
 
 
 # --- values that drift apart ------------------------------------------------------------------------------------------

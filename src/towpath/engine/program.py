@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,9 @@ from towpath.engine.activity import Peers
 from towpath.engine.host_clock import eager
 from towpath.engine.shard_tensor import ShardTensor
 from towpath.errors import StepError
+from towpath.logs import logger
+
+_LOG = logger("engine")
 
 # How often a rank that waits in a shared call looks whether it can still end.
 _LOOK = timedelta(seconds=1)
@@ -77,6 +81,10 @@ class Program:
         work.wait()
 
 
+# Optimizers that step parameters of sharded models and others: said once.
+_mixed: WeakSet[Optimizer] = WeakSet()
+
+
 @cache
 def note_optimizer_steps() -> None:
     """Let PyTorch tell of every optimizer's step in this process, from the first sharded model on."""
@@ -88,12 +96,22 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
     # By model: how many of its parameters are in which group. An optimizer may step several models, of which other
     # ranks have other ones: the stages of a pipeline.
     stepped: dict[Program, dict[int, int]] = {}
+    beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if isinstance(parameter, ShardTensor) and (program := parameter.span.replica.program) is not None:
+            if not isinstance(parameter, ShardTensor):
+                beside.append(parameter)
+            elif (program := parameter.span.replica.program) is not None:
                 counts = stepped.setdefault(program, {})
                 counts[number] = counts.get(number, 0) + 1
     if stepped:
+        if beside and optimizer not in _mixed:
+            _mixed.add(optimizer)
+            _LOG.warning(
+                "%s steps %d parameters beside those of the sharded model, the first of shape %s. The ranks do not "
+                "average their gradients: shard the whole model, or average them yourself.",
+                *(_name(optimizer), len(beside), tuple(beside[0].shape)),
+            )
         options = [_hyperparameters(group) for group in optimizer.param_groups]
         for program, counts in stepped.items():
             details = tuple((("parameters", count), *options[number]) for number, count in counts.items())
