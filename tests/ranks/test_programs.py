@@ -90,12 +90,23 @@ def _no_zeroing_in_place(model: Any, alone: bool) -> None:
     _no_zeroing(model, alone, set_to_none=False)
 
 
+def _frozen(model: Any, alone: bool) -> None:
+    model.blocks[1].weight.requires_grad_(not alone)
+    _loss(model).backward()
+
+
+def _other_inputs(model: Any, alone: bool) -> None:
+    _loss(model).backward(inputs=[model.blocks[0].weight, model.blocks[2 if alone else 1].weight])
+
+
 DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
     _other_rate: ("AdamW.step() with lr=0.01", "AdamW.step() with lr=0.02"),
     _other_class: ("AdamW.step()", "Adam.step()"),
     _no_step: ("SGD.step()", "the end of the backward pass"),
     _no_zeroing: ("gradients_kept=0", "gradients_kept=6"),
     _no_zeroing_in_place: ("gradients_zeroed=", "gradients_zeroed=0"),
+    _frozen: ("frozen=unset", "frozen=('blocks.1.weight',)"),
+    _other_inputs: ("backward(inputs=…) with checksum=", "backward(inputs=…) with checksum="),
 }
 
 
@@ -184,16 +195,34 @@ def _beside() -> list[str]:
 # --- values that drift apart ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["ddp", "mics", "paro-iii", "ddp+mixed"])
-def test_copies_of_parameters_that_differ_are_found(world: Worlds, label: str) -> None:
-    for rank, text in enumerate(world(2).run(_drift, label)):
+def _add(weight: Tensor) -> None:
+    weight.add_(1e-9)
+
+
+def _negate(weight: Tensor) -> None:
+    weight.neg_()
+
+
+def _turn_round(weight: Tensor) -> None:
+    weight.copy_(weight.full_tensor().flip(0))
+
+
+@pytest.mark.parametrize(
+    ("label", "write"),
+    [
+        *((label, _add) for label in ("ddp", "mics", "paro-iii", "ddp+mixed")),
+        *(("ddp", write) for write in (_negate, _turn_round)),
+    ],
+)
+def test_copies_of_parameters_that_differ_are_found(world: Worlds, label: str, write: Any) -> None:
+    for rank, text in enumerate(world(2).run(_drift, label, write)):
         assert text.startswith(f"rank {rank}: ranks that hold copies of the same parameters hold different values"), (
             text
         )
         assert "parameters of unit 'blocks" in text and "check_every=" in text, text
 
 
-def _drift(label: str) -> str:
+def _drift(label: str, write: Callable[[Tensor], None]) -> str:
     label, _, mixed = label.partition("+")
     precision = towpath.Precision(params=torch.bfloat16, reduce=torch.float32) if mixed else None
     model = _net(label, check_every=2, units=[nn.Linear], precision=precision)
@@ -201,7 +230,7 @@ def _drift(label: str) -> str:
     _train(model, optimizer, 3)
     if dist.get_rank() == 1:
         with torch.no_grad():
-            model.blocks[1].weight.add_(1e-9)
+            write(model.blocks[1].weight)
     return _error_of(lambda: _train(model, optimizer, 4))
 
 

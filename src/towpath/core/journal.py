@@ -343,8 +343,8 @@ def told_to(rank: int, found: Difference) -> str:
     if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "
-            "apart, so no gradient is delivered. Let every rank make the same micro-steps, step the same optimizer "
-            "with the same hyperparameters, and zero its gradients at the same place."
+            "apart, so no gradient is delivered. Let every rank make the same micro-steps, step the same optimizers "
+            "in the same order with the same hyperparameters, and zero their gradients at the same place."
         )
     if Call.VALUES in found.kinds:
         return (

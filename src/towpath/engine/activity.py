@@ -194,7 +194,10 @@ class Peers:
 
     def raise_if_diverged(self) -> None:
         if self.diverged:
-            raise StepError(self.diverged)
+            raise StepError(
+                f"{self.diverged} Transfers of this job are stuck, those of its other models, too: end it, and restart "
+                "from a checkpoint."
+            )
 
     @property
     def pause_seconds(self) -> float:

@@ -480,13 +480,17 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
     """Around a backward pass with `inputs=`. Yields the views that the modules have computed with in place of those
     inputs that are parameters of sharded models."""
     wanted = {id(each) for each in inputs if isinstance(each, ShardTensor)}
-    engines = list(_ALIVE)
-    buckets = [bucket for engine in engines for unit in engine.units for bucket in unit.trainable]
-    pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
+    views: list[nn.Parameter] = []
     with ExitStack() as stack:
-        for engine in engines:
+        for engine in list(_ALIVE):
+            buckets = [bucket for unit in engine.units for bucket in unit.trainable]
+            pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
+            named = [(place, view) for place, view in pairs if id(place.parameter) in wanted and view.requires_grad]
+            if named:
+                engine.wiring.program.ends_at([place.names[0] for place, _ in named])
+                views += [view for _, view in named]
             stack.enter_context(engine.passing_to_inputs())
-        yield [view for place, view in pairs if id(place.parameter) in wanted and view.requires_grad]
+        yield views
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -314,7 +314,10 @@ def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
     for name, buffer in model.named_buffers():
         # A buffer on the meta device is made where the parameters lie: one rank may have values, and others none.
         device = buffer.device if buffer.device.type != "meta" else device_of(layouts)
-        yield f"{name}: {_shape(buffer.shape)} {buffer.dtype} buffer on {device.type}"
+        path, _, attribute = name.rpartition(".")
+        passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
+        kept = "buffer that is not saved" if passing else "buffer"
+        yield f"{name}: {_shape(buffer.shape)} {buffer.dtype} {kept} on {device.type}"
 
 
 def _shape(shape: torch.Size) -> str:

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any, final
 from weakref import WeakSet
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ _LOG = logger("engine")
 
 # How often a rank that waits in a shared call looks whether it can still end.
 _LOOK = timedelta(seconds=1)
+# Of a parameter group: names, and how a step is computed. None of it changes what is computed.
+_HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
 _END_OF_BACKWARD = "the end of the backward pass"
 
 
@@ -45,11 +48,21 @@ class Program:
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
         self._journal.note(Call.STEP, f"{optimizer}.step()", details)
 
-    def ends_backward(self, micro_steps: int, kept: int) -> None:
-        """Note the boundary itself. `kept`: how many parameters have a `.grad` that the new one will be added to."""
+    def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
+        """Note the boundary itself.
+
+        `kept`: how many parameters have a `.grad` that the new one will be added to. `frozen`: which of those that
+        `shard()` found training do not require gradients now.
+        """
         counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
+        counted += (("frozen", frozen),) if frozen else ()
         self._journal.note(Call.PROGRAM, _END_OF_BACKWARD, (counted,))
         self.zeroed = 0
+
+    def ends_at(self, names: Sequence[str]) -> None:
+        """A backward pass with `inputs=` gives gradients to these parameters alone."""
+        said = (("parameters", len(names)), ("first", names[0]), ("checksum", crc32("\n".join(names).encode())))
+        self._journal.note(Call.PROGRAM, "backward(inputs=…)", (said,))
 
     @contextmanager
     def shared(self, what: str, kind: Call | None) -> Generator[None]:
@@ -124,7 +137,7 @@ def _name(optimizer: Optimizer) -> str:
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _plain(value)) for name, value in group.items() if name not in ("params", "param_names"))
+    return tuple((name, _plain(value)) for name, value in group.items() if name not in _HOW)
 
 
 def _plain(value: Any) -> Any:

@@ -159,12 +159,15 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
     for step in range(STEPS):
         for number, (p, q) in enumerate(pairs):
             p.grad, q.grad = _gradient(p, number, step), _gradient(p, number, step)
-        drawn = _random_states(devices)
+        drawn, counted = _random_states(devices), _counters(together)
         together.step()
         if not all(map(torch.equal, drawn, _random_states(devices))):
             return "it draws random numbers, and the ranks would draw different ones"
         if beside := _state_of_none(together):
             return beside
+        changed = next((key for key, value in _counters(together).items() if value != counted.get(key)), None)
+        if changed is not None:
+            return f"step() changes its attribute {changed!r}, and each call with some of the parameters would do so"
         before, expected = Common.of(apart), Common.of(together)
         for q in (q for _, q in pairs):
             state = {q: states[q]}
@@ -180,6 +183,22 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
         for group, options in zip(apart.param_groups, expected.options, strict=True):
             group.update(copy.deepcopy(options))
     return alone and f"step() writes other values into its groups where they have no parameters: {alone}"
+
+
+def _counters(optimizer: Optimizer) -> dict[str, list[Any]]:
+    """Return the numbers inside an optimizer's attributes that are objects or containers; `Common` has all others."""
+    found: dict[str, list[Any]] = {}
+    for key, value in vars(optimizer).items():
+        if key in ("param_groups", "state", "defaults") or key.endswith("_hooks") or isinstance(value, _PLAIN):
+            continue
+        leaves, _ = tree_flatten(vars(value) if type(value).__module__ != "builtins" and _is_open(value) else value)
+        scalars = (x.item() if isinstance(x, torch.Tensor) and not x.dim() else x for x in leaves)
+        found[key] = [x for x in scalars if isinstance(x, _PLAIN)]
+    return found
+
+
+def _is_open(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, nn.Module, type)) and not callable(value)
 
 
 def _state_of_none(optimizer: Optimizer) -> str | None:

@@ -18,6 +18,7 @@ from towpath.engine.wiring import Wiring
 # How many boundaries lie between two comparisons of values, unless `shard(check_every=)` says otherwise.
 CHECK_EVERY = 100
 
+_COLUMNS = 1021
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -42,7 +43,8 @@ class Usage:
             return mine
         journal = self._wiring.journal
         kept = sum(place.parameter.grad is not None for place in self._places)
-        self._wiring.program.ends_backward(self._wiring.queues.micro_step + 1, kept)
+        frozen = tuple(place.names[0] for place in self._places if not place.parameter.requires_grad)
+        self._wiring.program.ends_backward(self._wiring.queues.micro_step + 1, kept, frozen)
         for unit, checksum in self._values.taken():
             journal.note(Call.VALUES, f"parameters of unit {unit or 'root'!r}", ((("checksum", checksum),),))
         if self.check_every and boundary % self.check_every == 0:
@@ -92,7 +94,18 @@ class Values:
 
 
 def checksum(bucket: Bucket) -> torch.Tensor:
-    """Return a sum over all bits of the slice that the optimizer writes to, in one pass over its memory."""
+    """Return a number that depends on every bit of the slice that the optimizer writes to, and on their order.
+
+    One pass over the memory adds up the columns of a matrix; what is done with the sums takes no time. The number of
+    columns is prime, so that no dimension of a parameter fits it. That of rows is odd, so that equal changes in all rows
+    do not cancel.
+    """
     values = bucket.master.detach()
     width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
-    return values.view(_INTEGERS[width]).sum(dtype=torch.int64)
+    words = values.view(_INTEGERS[width])
+    rows = words.numel() // _COLUMNS
+    rows -= rows > 0 and rows % 2 == 0
+    matrix, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    sums = torch.cat([matrix.sum(0, dtype=torch.int64), rest.long()])
+    weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
+    return ((sums ^ (sums >> 29)) * weights).sum()
