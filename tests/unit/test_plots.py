@@ -90,7 +90,7 @@ def test_every_curve_is_seen_where_all_coincide() -> None:
     curves = [plan_report.Curve(name, points) for name in ("a", "b", "c", "d")]
     drawn = _on_canvas(plan_report.draw_rates, curves, (5.2, 3.3))
     seen = [_pixels(drawn, COLOURS[number]) for number in range(4)]
-    assert min(seen) > 60 and max(seen) < 4 * min(seen), seen
+    assert min(seen) > 120 and max(seen) < 4 * min(seen), seen
 
 
 def _computing(start: float, seconds: float) -> Interval:
