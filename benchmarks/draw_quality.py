@@ -15,6 +15,7 @@ from typing import Any
 
 from quality import SETTING, STEPS, VARIANTS, Variant
 from towpath.bench.harness import results
+from towpath.train.observe.plots import COLOURS, colour, standalone_svg
 
 # Student's, for a two-sided interval of 95 %, by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
@@ -62,35 +63,48 @@ def spread_of(rows: list[Judged]) -> float | None:
     return max((abs(share) for row in rows if row.variant == "control" for share in row.each), default=None)
 
 
-def plot(
-    runs: list[dict[str, Any]], variants: Sequence[str], file: Path, band: tuple[float, float] | None = None
-) -> None:
-    """`band`: of last losses, within which runs differ by chance."""
-    import matplotlib
+def plot(runs: list[dict[str, Any]], variants: Sequence[str], file: Path, spread: float | None = None) -> None:
+    """Write the validation losses, and how far they end from those of the first variant.
 
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    `spread` is the share of the last loss by which runs differ by chance.
+    """
 
-    figure, (whole, end) = pyplot.subplots(1, 2, figsize=(11, 4.2))
-    for variant in variants:
-        curves = [r["curve"] for r in runs if r["case"]["variant"] == variant]
-        if not curves:
-            continue
-        steps = [step for step, _ in curves[0]]
-        means = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(steps))]
-        for axes, first in ((whole, 0), (end, len(steps) // 2)):
-            axes.plot(steps[first:], means[first:], label=variant, linewidth=1.4)
-    for axes in (whole, end):
-        axes.set_xlabel("optimizer steps")
-        axes.spines[["top", "right"]].set_visible(False)
-    whole.set_ylabel("validation loss (nats a byte), mean of the seeds")
-    whole.legend(frameon=False)
-    if band is not None:
-        end.axhspan(*band, color="0.9", label="by chance", zorder=0)
-    end.set_title("the second half, enlarged", fontsize=10)
-    figure.tight_layout()
-    matplotlib.rcParams["svg.hashsalt"] = "towpath"
-    figure.savefig(file, metadata={"Date": None})
+    def draw(figure: Any, shown: Sequence[str]) -> None:
+        whole, apart = figure.subplots(1, 2)
+        means = {variant: _mean_curve(runs, variant) for variant in shown}
+        baseline = means[shown[0]]
+        worst: dict[str, float] = {}
+        least = 0.0
+        for number, (variant, curve) in enumerate(means.items()):
+            look = {"color": colour(number), "linestyle": "-" if number < len(COLOURS) else "--", "linewidth": 1.4}
+            whole.plot(*zip(*curve, strict=True), label=variant, **look)
+            shares = [(step, 100 * (loss / base - 1)) for (step, loss), (_, base) in zip(curve, baseline, strict=True)]
+            ending = shares[len(shares) // 2 :]
+            apart.plot(*zip(*ending, strict=True), **look)
+            worst[variant] = max(share for _, share in ending)
+            least = min(least, *(share for _, share in ending))
+        for axes in (whole, apart):
+            axes.set_xlabel("optimizer steps")
+            axes.spines[["top", "right"]].set_visible(False)
+        whole.set_ylabel("validation loss (nats a byte), mean of the seeds")
+        whole.legend(frameon=False)
+        # One variant is much worse on purpose: with it on the sheet, nobody would see the others.
+        outside, most = sorted(worst, key=lambda variant: worst[variant])[-1], sorted(worst.values())[-2]
+        apart.set_ylim(least - 0.1 * most, 1.1 * most)
+        apart.set_ylabel(f"percent over the loss of {shown[0]}")
+        if spread is not None:
+            apart.axhspan(-100 * spread, 100 * spread, color="#868e96", alpha=0.2, linewidth=0, zorder=0)
+            apart.text(0.01, 100 * spread, "by chance", transform=apart.get_yaxis_transform(), fontsize=8, va="bottom")
+        apart.set_title(f"the second half; {outside} is above the sheet", fontsize=10)
+
+    drawn = [variant for variant in variants if any(run["case"]["variant"] == variant for run in runs)]
+    file.write_text(standalone_svg(draw, drawn, (11, 4.2)), encoding="utf-8")
+
+
+def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, float]]:
+    """Return the mean over the seeds, by step."""
+    curves = [run["curve"] for run in runs if run["case"]["variant"] == variant]
+    return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
 
 
 def runs_of(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
@@ -106,14 +120,6 @@ def asked(variant: Variant) -> str:
     return "nothing is asked" if variant.most is None else f"asked ≤ {variant.most:.1%}"
 
 
-def _by_chance(runs: list[dict[str, Any]], spread: float | None) -> tuple[float, float] | None:
-    """Around zero3's last loss."""
-    if spread is None:
-        return None
-    last = statistics.mean(r["curve"][-1][1] for r in runs if r["case"]["variant"] == "zero3")
-    return last * (1 - spread), last * (1 + spread)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality.svg")
@@ -124,7 +130,7 @@ def main() -> None:
     rows = judged(runs, list(variants), "zero3", float)
     for row in rows:
         print(f"{row} of zero3's loss ({asked(variants[row.variant])})")
-    plot(runs, list(variants), options.output, _by_chance(runs, spread_of(rows)))
+    plot(runs, list(variants), options.output, spread_of(rows))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, part
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Transfer
 from towpath.core.transitions import Move
+from towpath.train.observe.plots import light_and_dark
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "collectives.jsonl"
@@ -140,13 +141,18 @@ def tidy(value: Fraction | float) -> str:
 # --- SVG -------------------------------------------------------------------------------------------------------------
 
 PAPER, LINE, TEXT, FAINT = "#fbfaf7", "#cfcabd", "#22252b", "#5c6168"
+ON_PAPER, BOX = "#ffffff", "#f0ede4"
 CROSSING, SHARING = ("#c2541b", "#9c4210"), ("#1f6f78", "#35858f")  # two shades each: neighbouring bars differ
+ON_DARK = {
+    PAPER: "#1d2125", LINE: "#444c56", TEXT: "#e6e8ea", FAINT: "#aab2bb", ON_PAPER: "#14171a", BOX: "#282e35",
+    CROSSING[0]: "#f2925c", CROSSING[1]: "#ffb48a", SHARING[0]: "#6cc5cf", SHARING[1]: "#94dbe3",
+}  # fmt: skip
 FONT = "font-family=\"'DejaVu Sans', Verdana, 'Helvetica Neue', Arial, sans-serif\""
 
 
 @dataclass(slots=True)
 class Canvas:
-    """Lines of SVG on a sheet of its own colour, so that it reads the same on a light page and on a dark one."""
+    """Lines of SVG on a sheet of their own, light or dark as the reader prefers."""
 
     width: float
     height: float
@@ -184,7 +190,7 @@ class Canvas:
     def svg(self, title: str) -> str:
         size = f'width="{self.width:g}" height="{self.height:g}" viewBox="0 0 {self.width:g} {self.height:g}"'
         sheet = f'<rect x="0.5" y="0.5" width="{self.width - 1:g}" height="{self.height - 1:g}" rx="8"'
-        return "\n".join(
+        text = "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" {size} {FONT} role="img">',
                 f"<title>{title}</title>",
@@ -193,6 +199,7 @@ class Canvas:
                 "</svg>\n",
             ]
         )
+        return light_and_dark(text, ON_DARK)
 
 
 # --- picture 1: the links over time ----------------------------------------------------------------------------------
@@ -248,9 +255,9 @@ def _bar(canvas: Canvas, y: float, bar: Busy, colour: str) -> None:
     start, end, text = _at(bar.start), _at(min(bar.end, SHOWN)), tidy(bar.slices)
     canvas.rect(start, y + (ROW - BAR) / 2, end - start, BAR, colour)
     if bar.end > SHOWN:
-        canvas.text(end - 8, y + 15, f"until {tidy(bar.end)} →", "end", 11, "#ffffff")
+        canvas.text(end - 8, y + 15, f"until {tidy(bar.end)} →", "end", 11, ON_PAPER)
     if end - start >= 8 * len(text) + 2:
-        canvas.text((start + end) / 2, y + 15, text, "middle", 11, "#ffffff", bold=True)
+        canvas.text((start + end) / 2, y + 15, text, "middle", 11, ON_PAPER, bold=True)
 
 
 def label_of(route: str) -> str:
@@ -297,7 +304,7 @@ def _step(canvas: Canvas, left: float, top: float, posted: Sequence[Send], shape
     where = {m: (left + 66 + 180 * shape.node_of(m), top + 56 + 96 * shape.local_of(m)) for m in range(shape.world)}
     for node in range(shape.nodes):
         x = left + 66 + 180 * node
-        canvas.rect(x - 52, top, 104, 188, "#f0ede4", LINE)
+        canvas.rect(x - 52, top, 104, 188, BOX, LINE)
         canvas.text(x, top + 18, f"node {node}", "middle", 12, FAINT)
     carried: dict[tuple[int, int], list[str]] = defaultdict(list)
     for s in posted:
@@ -315,7 +322,7 @@ def _step(canvas: Canvas, left: float, top: float, posted: Sequence[Send], shape
                 y = (y1 + y2) / 2 + 4 + 16 * (line - (len(pieces) - 1) / 2)
                 canvas.text(x1 - 12 * way, y, piece, "end" if way > 0 else "start", 12, SHARING[0])
     for member, (x, y) in where.items():
-        canvas.circle(x, y, 15, "#ffffff", TEXT)
+        canvas.circle(x, y, 15, ON_PAPER, TEXT)
         canvas.text(x, y + 4, str(member), "middle", 12, bold=True)
 
 

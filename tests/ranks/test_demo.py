@@ -51,6 +51,7 @@ def test_without_a_lab_the_demo_runs_on_loopback_and_says_so(folder: Path) -> No
     told = (folder / "out").read_text()
     assert "No shaped cluster here (a test forbids it)" in told
     assert "not counted" in told
+    assert "paro-iig ★" in told and "★: the fastest" in told
     assert max(map(len, told.splitlines())) <= 100
 
 

@@ -350,7 +350,9 @@ class TestCase:
         assert f"<h2>{standings.TITLES[OUR_LOSSLESS]}</h2>" in text
         assert "MISSED" in text and "rank 3 &lt;died&gt;" in text
         for title in ("Time against link rate", "Bytes on the links", "Memory", "Time against memory"):
-            assert f"<h2>{title}</h2>" in text
+            assert f"<h2>{title}: " in text
+        headings = re.findall(r"<h2>(.*?)</h2>", text)
+        assert len(set(headings)) == len(headings)
         assert 'name="viewport"' in text and "prefers-color-scheme: dark" in text
         for name in line["communication_share"]:
             assert name in text

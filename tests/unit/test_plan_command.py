@@ -21,6 +21,7 @@ from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
+from towpath.train.observe.plots import svg
 
 PLAN = ("plan", "gpt-2.5b", "--cluster", "ethernet-10g", "--batch", "32", "--top", "3")
 SIDES = ("--model", "bert-10b", "--cluster", "p3dn", "--micro-batch", "8", "--micro-steps", "4", "--checkpointing")
@@ -233,6 +234,24 @@ def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp
     assert re.findall(r"""(?:src|href)\s*=\s*["'](?!#)([^"']*)|url\((?!#)([^)]*)\)|@import|<script""", written) == []
     for words in ("Gbit/s between nodes", "GiB of a rank", "zero3", "waiting for", "Pareto"):
         assert words in written
+    # Reports of other models have other titles, and no two rows of a picture have one name.
+    assert "<title>Which strategy for gpt-2.5b on ethernet-10g?</title>" in written
+    timelines = written[written.index("One step, from inside") :]
+    assert re.findall(r">(best: [^<]*|zero3)</text>", timelines) == ["best: lins", "zero3"]
+
+
+def test_a_caption_says_dotted_only_where_something_is() -> None:
+    slow, quick = plan_report.Curve("slow", ((1, 5), (4, 4), (16, 4))), plan_report.Curve("quick", ((1, 3), (4, 2)))
+    late = plan_report.Curve("late", ((4, 1), (16, 1)))
+    assert "dotted" in plan_report.caption([slow, quick, late])
+    alone = plan_report.caption([slow, plan_report.Curve("quick", ((1, 3), (4, 2), (16, 2)))])
+    assert "otted" not in alone and "quick" in alone and "slow" not in alone
+    assert "memory" in plan_report.caption([plan_report.Curve("none fits", ())])
+
+
+def test_plots_of_what_fits_nowhere_are_drawn_empty() -> None:
+    drawn = svg(plan_report.draw_rates, [plan_report.Curve("zero3", ())], (5.2, 3.3))
+    assert "seconds of a step" in drawn
 
 
 def test_a_front_gives_memory_only_for_speed() -> None:

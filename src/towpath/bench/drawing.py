@@ -12,7 +12,7 @@ from towpath.bench.environment import UNSHAPED
 from towpath.bench.peers import AUTO
 from towpath.bench.table import marks
 from towpath.lab import Rate
-from towpath.train.observe.plots import axes_of, colour, draw_stacked
+from towpath.train.observe.plots import axes_of, colour, draw_stacked, set_log_scale
 
 Line = dict[str, Any]
 
@@ -89,8 +89,7 @@ def _curves(placed: Sequence[tuple[float, Line]]) -> list[Curve]:
 def draw_by_rate(figure: Any, shown: tuple[Sequence[Curve], float | None]) -> None:
     curves, unshaped = shown
     _draw_curves(figure, curves, "Mbit/s of each node's cable", {} if unshaped is None else {unshaped: UNSHAPED})
-    axes = figure.axes[0]
-    _logarithmic(axes.yaxis, axes.set_yscale, [y for curve in curves for _, y in curve.points], {})
+    set_log_scale(figure.axes[0], "y")
 
 
 def draw_by_nodes(figure: Any, curves: Sequence[Curve]) -> None:

@@ -139,18 +139,17 @@ def figures(lines: Sequence[Line]) -> Iterable[str]:
         curves, unshaped = drawing.curves_by_rate(group)
         if any(len(curve.points) > 1 for curve in curves):
             drawn = svg(drawing.draw_by_rate, (curves, unshaped), _SIZE)
-            yield figure_html("Time against link rate", f"{title}. {_LOOK}", drawn)
+            yield figure_html(f"Time against link rate: {title}", _LOOK, drawn)
         yield from _of_one(group[0])
     for title, group in drawing.groups_of_scaling([line for line in raced if line["suite"] == "scaling"]).items():
         drawn = svg(drawing.draw_by_nodes, drawing.curves_by_nodes(group), _SIZE)
-        yield figure_html("Scaling", f"The seconds of one step; {title}.", drawn)
+        yield figure_html(f"Seconds of one step, {title}", _LOOK, drawn)
 
 
 def _of_one(line: Line) -> Iterable[str]:
     name, bars = line["case"]["name"], (5.2, 1.0 + 0.24 * len(line[_RACED]))
-    yield figure_html("Bytes on the links", f"{name}: by the kernel's counters.", svg(drawing.draw_bytes, line, bars))
-    yield figure_html("Memory", f"{name}: the rank that holds most.", svg(drawing.draw_memory, line, bars))
-    about = (
-        f"{name}: on the line are the lossless that none beats in both. Hollow (~): lossy; +: ours; r: with our ring."
-    )
-    yield figure_html("Time against memory", about, svg(drawing.draw_pareto, line, _SIZE))
+    sent, held = svg(drawing.draw_bytes, line, bars), svg(drawing.draw_memory, line, bars)
+    yield figure_html(f"Bytes on the links: {name}", "By the kernel's counters.", sent)
+    yield figure_html(f"Memory: {name}", "The rank that holds most.", held)
+    about = "On the line are the lossless that none beats in both. Hollow (~): lossy; +: ours; r: with our ring."
+    yield figure_html(f"Time against memory: {name}", about, svg(drawing.draw_pareto, line, _SIZE))

@@ -31,7 +31,7 @@ def demo(
     plots, which a browser opens without a network.
     """
     from towpath.train import demo as story
-    from towpath.train.observe.report import HEADINGS, rows_of, write_report
+    from towpath.train.observe.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
 
     check_output_file("--output", output)
     names = strategies or list(story.STRATEGIES)
@@ -50,9 +50,10 @@ def demo(
     table = Table(*HEADINGS, title="One optimizer step of each", title_justify="left", box=None, padding=(0, 1))
     for column in table.columns[1:]:
         column.justify = "right"
-    for row in rows_of(outcomes):
-        table.add_row(*row)
+    for outcome, row in zip(fastest_first(outcomes), rows_of(outcomes), strict=True):
+        table.add_row(*row, style="bold" if wins(outcome, outcomes) else None)
     console.print(table)
+    console.print(MARKS)
     console.print(
         "MB: what left one node over its cable, as the kernel counted it and as towpath.schedule() foretold it. "
         "Lossless strategies reach the same loss: they change what travels, not what is learned."

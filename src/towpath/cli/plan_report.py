@@ -15,7 +15,16 @@ from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.solver import Batching, Priced, Ranking, Solver
-from towpath.train.observe.plots import COLOURS, axes_of, colour, draw_stacked, draw_timelines, svg
+from towpath.train.observe.plots import (
+    COLOURS,
+    Curve,
+    axes_of,
+    draw_curves,
+    draw_stacked,
+    draw_timelines,
+    set_log_scale,
+    svg,
+)
 from towpath.train.observe.report import figure_html, table_html, write_page
 from towpath.train.observe.simulated import intervals_of
 
@@ -27,14 +36,6 @@ _ALIKE = 1.01  # times as long is not slower
 _SHOWN = 6  # of the ranked, where parts of a step are drawn
 
 Say = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Seconds of a step by rate, or by nodes; nothing where it does not fit."""
-
-    name: str
-    points: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,10 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     by_rate = curves(solver, best.batching, rates_of(solver), step)
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
-    steps = [Step(tables.label(s), intervals_of(solver.timeline(s, best.batching).events)) for s in compared]
+    steps = [
+        Step(name, intervals_of(solver.timeline(strategy, best.batching).events))
+        for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
+    ]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
     front_drawn, parts_drawn = svg(draw_front, ranked, small), svg(draw_parts, shown, small)
     rates_drawn, nodes_drawn = svg(draw_rates, by_rate, small), svg(draw_nodes, by_nodes, small)
@@ -66,12 +70,13 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     figures = [
         figure_html("Time against memory", "The line is the Pareto front: none quicker takes less.", front_drawn),
         figure_html("Where a step's time goes", "And what the computation waits for.", parts_drawn),
-        figure_html("Which strategy when: links", "Dotted: another preset becomes the quickest.", rates_drawn),
-        figure_html("Which strategy when: nodes", "The same batch for each rank.", nodes_drawn),
+        figure_html("Which strategy when: links", caption(by_rate), rates_drawn),
+        figure_html("Which strategy when: nodes", f"The same batch for each rank. {caption(by_nodes)}", nodes_drawn),
         figure_html("One step, from inside", inside, steps_drawn, wide=True),
     ]
     rows = [tables.row(number, priced, solver) for number, priced in enumerate(found.ranked[:10], 1)]
-    write_page(path, "Which strategy?", heading, table_html(tables.HEADINGS, rows), figures)
+    title = f"Which strategy for {solver.model.name} on {solver.cluster.name}?"
+    write_page(path, title, heading, table_html(tables.HEADINGS, rows), figures)
 
 
 # Curves --------------------------------------------------------------------------------------------------------------
@@ -125,6 +130,18 @@ def crossings(curves: Sequence[Curve]) -> list[tuple[float, str, str]]:
     return [((x * y) ** 0.5, a, b) for (x, a), (y, b) in pairwise(best) if a != b]
 
 
+def caption(curves: Sequence[Curve]) -> str:
+    """Return what a reader of `curves` sees: the change of the quickest preset, or that there is none."""
+    drawn = [curve for curve in curves if curve.points]
+    if not drawn:
+        return "None of the presets fits into the memory of a rank."
+    if crossings(drawn):
+        return "At a dotted line, the preset above it becomes the quickest."
+    first = min(at for curve in drawn for at, _ in curve.points)
+    _, quickest = min((seconds, curve.name) for curve in drawn for at, seconds in curve.points if at == first)
+    return f"Everywhere, {quickest} is the quickest preset that fits, or within a hundredth of it."
+
+
 # Drawing -------------------------------------------------------------------------------------------------------------
 
 
@@ -167,18 +184,17 @@ def draw_nodes(figure: Any, drawn: Sequence[Curve]) -> None:
 
 def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
     axes = axes_of(figure, label, "seconds of a step")
-    for number, curve in enumerate(drawn):
-        if curve.points:
-            axes.plot(*zip(*curve.points, strict=True), "o-", color=colour(number), markersize=3, label=curve.name)
+    if not any(curve.points for curve in drawn):
+        return
+    draw_curves(axes, drawn)
     for at, _, to in crossings(drawn):
         axes.axvline(at, color=COLOURS[7], linestyle=":", linewidth=1)
         axes.annotate(
-            f"{to} ", (at, 0.97), xycoords=("data", "axes fraction"), fontsize=8, rotation=90, va="top", ha="left"
-        )
+            to, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
+            va="bottom", ha="center",
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    set_log_scale(axes, "y")
     ticks = sorted({at for curve in drawn for at, _ in curve.points})
     axes.set_xticks(ticks, [f"{at:.3g}" for at in ticks])
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=6, loc="outside lower center")

@@ -12,7 +12,7 @@ _LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")
 
 
 def drawn(profile: Profile) -> str:
-    return standalone_svg(_draw, profile, (10, 4.2))
+    return standalone_svg(_draw, profile, (10, 4.8))
 
 
 def _draw(figure: Any, profile: Profile) -> None:
@@ -26,7 +26,7 @@ def _draw(figure: Any, profile: Profile) -> None:
         axes.set_ylabel("seconds")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
-        axes.legend(frameon=False, fontsize=7)
+        axes.legend(frameon=False, fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.14))
 
 
 def _draw_links(axes: Any, profile: Profile) -> None:

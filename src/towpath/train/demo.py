@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from towpath import lab
 from towpath.api import schedule
+from towpath.core.strategy import Kind
 from towpath.observing import Interval, Stats, stats, tracing
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import as_rank
@@ -122,6 +123,7 @@ class _Course:
             scheduled_bytes=planned.cable_bytes(training.job.topology.node_of(training.job.rank)),
             inside_bytes=counted.intra_bytes / timed / TOPOLOGY.nodes,
             memory_bytes=now.memory_bytes,
+            lossless=all(training.strategy.wire(kind).encoding is None for kind in Kind),
             timeline=tuple(timeline),
         )
 

@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from string import Template
 
-from towpath.train.observe.plots import PLOTS, Outcome, draw_timelines, svg
+from towpath.train.observe.plots import DARK_COLOURS, PLOTS, Outcome, draw_timelines, svg
+
+FASTEST, LOSSY = "★", "~"
+MARKS = f"{FASTEST}: the fastest strategy, and the fastest lossless one. {LOSSY}: lossy, a codec rounds what it sends."
 
 
 def write_report(path: Path, title: str, about: str, outcomes: Sequence[Outcome]) -> None:
+    outcomes = fastest_first(outcomes)
     figures = [figure_html(plot.title, plot.about, svg(plot.draw, outcomes, plot.size)) for plot in PLOTS]
     traced = [o for o in outcomes if o.timeline]
     if traced:
@@ -23,26 +27,42 @@ def write_report(path: Path, title: str, about: str, outcomes: Sequence[Outcome]
                 wide=True,
             )
         )
-    write_page(path, title, about, table_html(HEADINGS, rows_of(outcomes)), figures)
+    table = table_html(HEADINGS, rows_of(outcomes), [_kind(outcome, outcomes) for outcome in outcomes])
+    write_page(path, title, f"{about} {MARKS}", table, figures)
 
 
 def write_page(path: Path, title: str, about: str, table: str, figures: Sequence[str]) -> None:
     """`table` and `figures`: as `table_html()` and `figure_html()` make them."""
     page = Template(_PAGE).substitute(
-        title=html.escape(title), about=html.escape(about), table=table, figures="\n".join(figures)
+        title=html.escape(title),
+        about=html.escape(about),
+        table=table,
+        figures="\n".join(figures),
+        dark_colours=DARK_COLOURS,
     )
     path.write_text(page, encoding="utf-8")
 
 
 def figure_html(title: str, about: str, drawn: str, wide: bool = False) -> str:
+    """Return a figure of the page. A `wide` one takes the whole width, and scrolls sideways on a narrow screen."""
     kind = ' class="wide"' if wide else ""
+    if wide and drawn.startswith("<svg"):
+        drawn = _scrolling(drawn)
     return f"<figure{kind}><h2>{html.escape(title)}</h2><p>{html.escape(about)}</p>{drawn}</figure>"
 
 
-def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table_html(headings: Sequence[str], rows: Sequence[Sequence[str]], kinds: Sequence[str] = ()) -> str:
+    """Return a table that scrolls sideways where it has no room. `kinds`: the classes of its rows, if any."""
     head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<div class=scrolls><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    opened = [f'<tr class="{kind}">' if kind else "<tr>" for kind in kinds or [""] * len(rows)]
+    cells = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    body = "".join(f"{row}{inside}</tr>" for row, inside in zip(opened, cells, strict=True))
+    return _scrolling(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+
+
+def _scrolling(content: str) -> str:
+    """Put content into a container that scrolls sideways, and shows that it does."""
+    return f'<p class="hint">Scroll sideways for the rest →</p><div class="scrolls" tabindex="0">{content}</div>'
 
 
 HEADINGS = (
@@ -58,15 +78,35 @@ HEADINGS = (
 )
 
 
+def fastest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Return the outcomes in the order of their step times."""
+    return sorted(outcomes, key=lambda outcome: outcome.step_seconds)
+
+
+def wins(outcome: Outcome, outcomes: Sequence[Outcome]) -> bool:
+    """Return whether no other strategy is faster, or none of the lossless ones, if it is lossless."""
+    others = [other for other in outcomes if other.lossless or not outcome.lossless]
+    return outcome.step_seconds == min(other.step_seconds for other in others)
+
+
+def _kind(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
+    """Return the classes of an outcome's row."""
+    return " ".join(["best"] * wins(outcome, outcomes) + ["lossy"] * (not outcome.lossless))
+
+
 def rows_of(outcomes: Sequence[Outcome]) -> list[list[str]]:
-    """Of a table under HEADINGS, here and in the terminal. How much faster: than the slowest."""
+    """Return the rows of a table under HEADINGS, for the page and for the terminal, the fastest first.
+
+    The third cell compares with the slowest.
+    """
     slowest = max(outcome.step_seconds for outcome in outcomes)
-    return [_cells(outcome, slowest) for outcome in outcomes]
+    return [_cells(each, slowest, wins(each, outcomes)) for each in fastest_first(outcomes)]
 
 
-def _cells(outcome: Outcome, slowest: float) -> list[str]:
+def _cells(outcome: Outcome, slowest: float, won: bool) -> list[str]:
+    marks = FASTEST * won + LOSSY * (not outcome.lossless)
     return [
-        outcome.strategy,
+        f"{outcome.strategy} {marks}".strip(),
         f"{outcome.step_seconds:.2f} s",
         f"{slowest / outcome.step_seconds:.2f}",
         f"{outcome.exposed_seconds / outcome.step_seconds:.0%}",
@@ -85,29 +125,39 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2024; background: #f6f7f9; margin: 0; }
+:root { color-scheme: light dark; --ink: #1c2024; --muted: #59636e; --page: #f6f7f9; --card: #fff; --line: #eceef1;
+        --shade: #0003; --best: #e6f4ea; }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 0; }
 main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 60px; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 15px; margin: 0; }
-p { margin: 2px 0 10px; color: #59636e; max-width: 75ch; }
-table { border-collapse: collapse; width: 100%; background: #fff; border-radius: 8px; margin: 18px 0;
-        font-variant-numeric: tabular-nums; box-shadow: 0 1px 2px #0002; }
-th, td { padding: 7px 12px; text-align: right; border-top: 1px solid #eceef1; }
-th { border: 0; font-weight: 600; font-size: 12.5px; color: #59636e; }
+p { margin: 2px 0 10px; color: var(--muted); max-width: 75ch; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { padding: 7px 12px; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
+th { border: 0; font-weight: 600; font-size: 12.5px; color: var(--muted); }
 th:first-child, td:first-child { text-align: left; font-weight: 600; }
+tr.best td { background: var(--best); } tr.lossy td { font-style: italic; }
+main > .scrolls { border-radius: 8px; margin: 18px 0; box-shadow: 0 1px 2px #0002; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)); gap: 16px; }
-figure { margin: 0; background: #fff; padding: 14px 16px 6px; border-radius: 8px; box-shadow: 0 1px 2px #0002; }
-figure.wide { grid-column: 1 / -1; } svg { width: 100%; height: auto; }
-/* On a narrow screen a table, or a wide figure, is moved sideways; the page is not. */
-.scrolls, figure.wide { overflow-x: auto; } figure { min-width: 0; } th, td { white-space: nowrap; }
-/* Pictures are drawn for a light ground, and keep it. */
-@media (prefers-color-scheme: dark) {
-  :root { color-scheme: dark; } body { color: #e6e8ea; background: #14171a; }
-  main > p, th { color: #aab2bb; } table { background: #1d2125; } th, td { border-color: #2c3238; }
-  figure { color: #1c2024; }
+figure { margin: 0; min-width: 0; background: var(--card); padding: 14px 16px 6px; border-radius: 8px;
+         box-shadow: 0 1px 2px #0002; }
+figure.wide { grid-column: 1 / -1; } svg { width: 100%; height: auto; display: block; }
+/* Where a table or a wide figure has no room, it scrolls sideways and the page does not. A shadow lies at each edge
+   beyond which there is more: the covers move with the content, the shadows stay at the edges. */
+.scrolls {
+  overflow-x: auto; scrollbar-width: thin;
+  background: linear-gradient(90deg, var(--card) 40%, transparent) left / 40px 100% no-repeat local,
+    linear-gradient(270deg, var(--card) 40%, transparent) right / 40px 100% no-repeat local,
+    linear-gradient(90deg, var(--shade), transparent) left / 14px 100% no-repeat,
+    linear-gradient(270deg, var(--shade), transparent) right / 14px 100% no-repeat, var(--card);
 }
-@media (max-width: 600px) {
-  main { padding: 16px 10px 40px; } figure { padding: 10px 6px 4px; } figure.wide svg { width: 760px; }
+.hint { display: none; font-size: 12.5px; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8ea; --muted: #aab2bb; --page: #14171a; --card: #1d2125; --line: #2c3238; --shade: #fff4;
+          --best: #20382a; $dark_colours }
+}
+@media (max-width: 700px) {
+  main { padding: 16px 10px 40px; } figure { padding: 10px 6px 4px; } .hint { display: block; margin: 8px 0 4px; }
+  figure.wide .scrolls svg { width: 760px; } main > .scrolls { margin-top: 0; }
 }
 </style>
 </head>
