@@ -97,8 +97,8 @@ def checksum(bucket: Bucket) -> torch.Tensor:
     """Return a number that depends on every bit of the slice that the optimizer writes to, and on their order.
 
     One pass over the memory adds up the columns of a matrix; what is done with the sums takes no time. The number of
-    columns is prime, so that no dimension of a parameter fits it. That of rows is odd, so that equal changes in all rows
-    do not cancel.
+    columns is prime, so that no dimension of a parameter fits it. That of rows is odd, so that equal changes in all
+    rows do not cancel.
     """
     values = bucket.master.detach()
     width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
