@@ -46,7 +46,7 @@ class Sharding:
             raise ShardError(
                 'strategy="auto" has to know what a step computes. Pass strategy=Sharding("auto", workload='
                 "towpath.Workload(tokens=…)), with the tokens of one rank's forward pass, and micro_steps=, optimizer= "
-                "and memory= as they are. Import Sharding from towpath.integrations."
+                "and memory= as they are. towpath.integrations has Sharding."
             )
 
     @staticmethod
