@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import pytest
 import torch
 
@@ -13,7 +16,7 @@ from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.core.transitions import Move
 from towpath.core.wire import Wire
-from towpath.engine.activity import Activity, Peers
+from towpath.engine.activity import Activity, Peers, _end, _report
 from towpath.engine.cuda_stream import CudaStream
 from towpath.engine.queue import ThreadStream, make_stream
 from towpath.topology.cluster import Topology
@@ -107,3 +110,12 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
     monkeypatch.setattr(groups, "_made", made)
     groups.abort()
     assert calls == ["together", "parent", "gather", "at once"]
+
+
+def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:
+    """Else it may wait for the store in C++ while Python goes away, which aborts a process that was through."""
+    peers, stop = Peers(Groups()), threading.Event()
+    reporter = threading.Thread(target=_report, args=(weakref.ref(peers), stop), daemon=True)
+    reporter.start()
+    _end(reporter, stop)
+    assert not reporter.is_alive()

@@ -10,6 +10,7 @@ that trains, if it waits for the device, then goes on and meets the error at its
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
@@ -169,10 +170,12 @@ class Peers:
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
         self.noticeboard = Noticeboard(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
+            stop = threading.Event()
             reporter = threading.Thread(
-                target=_report, args=(weakref.ref(self),), name="towpath-stall-reporter", daemon=True
+                target=_report, args=(weakref.ref(self), stop), name="towpath-stall-reporter", daemon=True
             )
             reporter.start()
+            atexit.register(_end, reporter, stop)
 
     @staticmethod
     def of(groups: Groups) -> Peers:
@@ -330,7 +333,13 @@ def _ended(page: Page, call: str) -> Page:
     return replace(page, ended=True) if call else page
 
 
-def _report(reference: weakref.ref[Peers]) -> None:
+def _end(reporter: threading.Thread, stop: threading.Event) -> None:
+    """Before the interpreter ends: a thread that waits for the store in C++ then would abort the process."""
+    stop.set()
+    reporter.join(timeout=2 * _SILENT_SECONDS)
+
+
+def _report(reference: weakref.ref[Peers], stop: threading.Event) -> None:
     """Tell the others when this rank stands still, and find out whether it ever will go on."""
     posted = warned = -1  # at which progress
     peers = reference()
@@ -359,5 +368,6 @@ def _report(reference: weakref.ref[Peers]) -> None:
                 *(silent, activity.describe(), peers.patience_seconds, peers.describe(range(peers.world))),
             )
         peers = None
-        time.sleep(pause)
+        if stop.wait(pause):
+            return
         peers = reference()

@@ -19,6 +19,7 @@ from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import Preset
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitChoice
+from towpath.engine.usage import CHECK_EVERY
 from towpath.errors import ShardError
 from towpath.optim import members_of, whole_of
 from towpath.planner.workload import Workload
@@ -40,6 +41,7 @@ class Sharding:
     mesh: DeviceMesh | None = None
     workload: Workload | None = None
     offload: Offload | None = None
+    check_every: int = CHECK_EVERY
 
     def __post_init__(self) -> None:
         if self.strategy == "auto" and self.workload is None:
@@ -73,6 +75,7 @@ class Sharding:
             mesh=self.mesh,
             workload=self.workload,
             offload=self.offload,
+            check_every=self.check_every,
         )
         after = dict(model.named_parameters(remove_duplicate=False))
         return Replaced(before, after)
