@@ -1,4 +1,4 @@
-"""What a rank has done since the last boundary that its peers must do identically, and how ranks find a difference.
+"""A rank's journal of what its peers must do identically between two boundaries, and how ranks find a difference.
 
 Collectives match by their order alone: where one rank gathers an expert and another rank another one of the same size,
 each computes with a mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate
@@ -44,7 +44,7 @@ FOLD = 512
 
 
 class Call(StrEnum):
-    """What the user's program does, beside transfers, that ranks must do identically."""
+    """The calls of the user's program that ranks must make identically, in addition to transfers."""
 
     STEP = "step"  # of an optimizer
     PROGRAM = "program"  # what a boundary closes, and calls that need every rank
@@ -251,7 +251,7 @@ def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
 
 
 class Journal:
-    """Of one model on one rank. `model`: its number, the same on all ranks."""
+    """The journal of one model on one rank. `model`: its number, the same on all ranks."""
 
     def __init__(self, strategy: Strategy, rank: int, model: int = 0) -> None:
         self.rank, self.model = rank, model

@@ -1,4 +1,4 @@
-"""What a rank is doing, in words for its peers, and how ranks that stand still find out that they wait in vain.
+"""A rank's account of what it is doing, and how ranks that stand still find out that their transfers will never end.
 
 A rank that stands still, waiting for a transfer or in the user's own code, posts on the noticeboard what it is doing. A
 transfer that fails reads there what its peers were doing meanwhile; one that takes long is logged with it.
@@ -249,7 +249,7 @@ class Peers:
             )
 
     def look_for_divergence(self) -> None:
-        """Whether peers that stand still, too, have done other things than this rank: nobody's transfers will end."""
+        """Set `diverged` if peers that stand still, too, have done other things than this rank."""
         journal, mine, meeting = self.journal, self._page(), self.activity.meeting
         if journal is None or mine is None:
             return
@@ -283,7 +283,7 @@ class Peers:
                     return
 
     def look_for_lost_peers(self) -> None:
-        """Whether a peer's process has ended, as this rank or another one that stands still has noticed."""
+        """Set `diverged` if a peer's process has ended, as this rank or another one that stands still has noticed."""
         lost = self._ended_neighbour()
         if lost is None and self._neighbour is not None:
             everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
@@ -296,7 +296,7 @@ class Peers:
             )
 
     def _ended_neighbour(self) -> int | None:
-        """The next rank, if its process has ended."""
+        """Return the next rank if its process has ended."""
         return self._neighbour.rank if self._neighbour is not None and self._neighbour.is_gone else None
 
     def release_device(self) -> None:
@@ -325,7 +325,7 @@ class _Note:
 
 
 def _alone_in(page: Page, other: Page, scopes: Sequence[Scope]) -> str:
-    """The call that the page's rank is in, if the other rank has not made it yet."""
+    """Return the call that the page's rank is in, if the other rank has not made it yet."""
     return page.inside if any(has_not_made(page, other, scope) for scope in scopes) else ""
 
 

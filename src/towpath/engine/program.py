@@ -39,7 +39,7 @@ _END_OF_BACKWARD = "the end of the backward pass"
 
 @final
 class Program:
-    """What the program did with one model on one rank since the last boundary. `zeroed`: gradients, in place."""
+    """Notes what the program does with one model on one rank. `zeroed`: gradients set to zero in place so far."""
 
     def __init__(self, journal: Journal, peers: Peers) -> None:
         self._journal, self._peers = journal, peers
