@@ -6,6 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -684,6 +685,29 @@ def _shard_other_buffers(what: str) -> str:
     )
     with pytest.raises(errors.MismatchError) as caught:
         towpath.shard(nn.Sequential(module), "ddp", topology=Topology(2, 1))
+    return str(caught.value)
+
+
+ODD_BUFFERS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (lambda: torch.eye(3).to_sparse(), "to_dense()"),
+    "expanded": (lambda: torch.ones(1).expand(4), "contiguous()"),
+    "quantized": (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), "dequantize()"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD_BUFFERS)
+def test_buffers_without_memory_of_their_own_are_refused_by_name(world: Worlds, kind: str) -> None:
+    for text in world(2).run(_odd_buffer, kind):
+        assert "buffer 'odd'" in text and ODD_BUFFERS[kind][1] in text, text
+
+
+def _odd_buffer(kind: str) -> str:
+    model = nn.Linear(4, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.register_buffer("odd", ODD_BUFFERS[kind][0]())
+    with pytest.raises(errors.ShardError) as caught:
+        towpath.shard(model, "zero3", topology=towpath.Topology(2, 1))
     return str(caught.value)
 
 

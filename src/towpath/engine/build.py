@@ -11,6 +11,7 @@ from itertools import count
 from math import prod
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
@@ -44,6 +45,7 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
     _check_mesh(places, groups)
     (model,) = layouts[0].modules
     _check_bounded(model)
+    _check_buffers(model)
     check_memory(places)
     find_kept(model, places)
     parameters = {id(p.parameter): p.names[0] for p in places}
@@ -75,6 +77,20 @@ def _check_bounded(model: nn.Module) -> None:
                 "norms after optimizer.step(), on every rank: with towpath.full_parameters(model, [embedding]), "
                 "torch.no_grad(): embedding.weight.copy_(torch.renorm(embedding.weight, 2, 0, max_norm))"
             )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Refuse buffers that cannot become those of rank 0: their elements do not each have memory of their own."""
+    for name, buffer in model.named_buffers():
+        if buffer.layout is not torch.strided:
+            what, remedy = f"has the layout {buffer.layout}", "to_dense()"
+        elif buffer.is_quantized:
+            what, remedy = f"is quantized, {buffer.dtype}", "dequantize()"
+        elif any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            what, remedy = "is expanded: several of its elements share one place in memory", "contiguous()"
+        else:
+            continue
+        raise ShardError(f"buffer {name!r} {what}, and cannot be made equal on all ranks. Register {remedy} of it.")
 
 
 def check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
