@@ -3,12 +3,13 @@ docs/architecture.md tells it."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from towpath.engine.agreement import agree
 from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank
 from towpath.engine.executor import engine_of
 from towpath.engine.free_memory import least_free_bytes
+from towpath.engine.fsdp_methods import check_arguments
 from towpath.engine.hooks import attach
 from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out
@@ -64,6 +66,7 @@ def shard(
     workload: Workload | None = None,
     offload: Offload | None = None,
     check_every: int = CHECK_EVERY,
+    **theirs: Never,
 ) -> Model:
     """Shard `model` in place by `strategy` (a preset's name, a Strategy, or "auto") and return it.
 
@@ -87,7 +90,13 @@ def shard(
     host's memory, and the optimizer steps there; what computes stays on the model's device.
     `check_every`: with every so many-th optimizer step, ranks that hold copies of the same parameters (`ddp`, `mics`)
     compare a checksum of them, and raise an error that names the unit where they differ. 0 turns this off.
+    `theirs`: no argument. Those of FSDP and FSDP2 raise an error that names the counterpart.
     """
+    if theirs:
+        check_arguments(theirs, inspect.signature(shard).parameters)
+    _check_kinds({"topology": (topology, Topology), "group": (group, dist.ProcessGroup)})
+    if mesh is not None and not hasattr(mesh, "get_group"):
+        raise ShardError(f"mesh: expected a DeviceMesh, got {mesh!r}.")
     if type(check_every) is not int or check_every < 0:
         raise ShardError(f"check_every: expected a number of optimizer steps, or 0 for never; got {check_every!r}.")
     check_process_group()
@@ -120,6 +129,12 @@ def shard(
     attach(model, engine)
     become_sharded(model, engine)
     return model
+
+
+def _check_kinds(arguments: Mapping[str, tuple[object, type]]) -> None:
+    for name, (given, kind) in arguments.items():
+        if given is not None and not isinstance(given, kind):
+            raise ShardError(f"{name}: expected a {kind.__name__}, got {given!r}.")
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
 import towpath
 from tests.ranks.server import World
-from towpath.engine.fsdp_methods import COUNTERPARTS
+from towpath.engine.fsdp_methods import ARGUMENTS, COUNTERPARTS
 from towpath.errors import MismatchError, ShardError, StrategyError
 
 Worlds = Callable[[int], World]
@@ -250,3 +257,28 @@ def test_the_typed_functions_refuse_what_is_not_sharded() -> None:
             call()
     with pytest.raises(ShardError, match=r"full_tensor: expected a ShardTensor.*got a plain Parameter"):
         towpath.full_tensor(plain.weight)
+
+
+def test_their_arguments_raise_and_name_the_counterpart(world: Worlds) -> None:
+    world(2).run(_their_arguments)
+
+
+def _their_arguments() -> None:
+    shard: Any = towpath.shard
+    theirs = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
+    ours = {
+        *inspect.signature(shard).parameters,
+        "module",
+        "backward_prefetch",
+        "forward_prefetch",
+        "limit_all_gathers",
+    }
+    assert theirs - ours - set(ARGUMENTS) == set(), "FSDP has other arguments: add them to engine/fsdp_methods.py"
+    for name in theirs - ours:
+        with pytest.raises(ShardError, match=rf"no {name}=. Use instead"):
+            shard(nn.Linear(2, 2), "zero3", **{name: None})
+    with pytest.raises(TypeError, match="'check_evry'. Did you mean check_every="):
+        shard(nn.Linear(2, 2), "zero3", check_evry=3)
+    for name, wrong in (("mesh", "x"), ("group", 3), ("topology", (1, 2))):
+        with pytest.raises(ShardError, match=f"{name}: expected a "):
+            shard(nn.Linear(2, 2), "zero3", **{name: wrong})

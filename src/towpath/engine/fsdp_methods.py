@@ -1,6 +1,11 @@
-"""The methods of FSDP2's modules that a sharded model does not have, and what to use instead."""
+"""Methods of FSDP2's modules and arguments of FSDP that Towpath does not have, and what to use instead."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from towpath.errors import ShardError
 
 _ACCUMULATE = (
     "Put the micro-steps before the last one inside `with towpath.no_sync(model):`. The backward pass after them "
@@ -49,3 +54,39 @@ COUNTERPARTS = {
     "set_unshard_in_backward": _BY_STRATEGY,
     "unshard": _PARTS,
 }
+
+_UNITS = "units=[Block], where the blocks are not children of a ModuleList"
+
+ARGUMENTS = {
+    "auto_wrap_policy": _UNITS,
+    "backward_prefetch": "nothing: units are always prefetched",
+    "forward_prefetch": "nothing: units are always prefetched",
+    "limit_all_gathers": "nothing: two units are whole at a time",
+    "cpu_offload": 'offload="optimizer"; weights stay on the device',
+    "device_id": "model.to(towpath.init()) before the call",
+    "device_mesh": "mesh=",
+    "dp_mesh_dims": 'mesh=mesh["replicate", "shard"]',
+    "ignored_modules": "no counterpart: every parameter of the model is sharded",
+    "ignored_params": "no counterpart: every parameter of the model is sharded",
+    "ignored_states": "no counterpart: every parameter of the model is sharded",
+    "mixed_precision": "precision=, a dtype or a towpath.Precision",
+    "mp_policy": "precision=, which takes the policy as it is",
+    "offload_policy": 'offload="optimizer"; weights stay on the device',
+    "param_init_fn": "values=, or the modules' reset_parameters()",
+    "process_group": "group=",
+    "reshard_after_forward": 'the strategy: "zero3" for True, "zero2" for False',
+    "shard_placement_fn": "no counterpart: a unit is cut into equal slices",
+    "sharding_strategy": 'the strategy: "zero3" for FULL_SHARD, "mics" for HYBRID_SHARD',
+    "sync_module_states": "nothing: the values of rank 0 are every rank's",
+    "use_orig_params": "nothing: it is always so",
+}
+
+
+def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse arguments that `shard()` does not take, with the counterpart of FSDP's, or with the nearest name."""
+    for name in names:
+        if name in ARGUMENTS:
+            raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/from-fsdp2.md.")
+        nearest = difflib.get_close_matches(name, known, 1)
+        meant = f" Did you mean {nearest[0]}=?" if nearest else ""
+        raise TypeError(f"shard() got an unexpected keyword argument {name!r}.{meant}")
