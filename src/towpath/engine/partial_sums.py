@@ -60,7 +60,7 @@ class Replica:
     ) -> None:
         assert self.program is not None
         with self.program.shared(what, call):
-            self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=True), tensor)
+            self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=not tensor.is_cuda))
 
     def mean_of_everyone(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make `tensor` its mean over all ranks, and return it."""

@@ -79,11 +79,12 @@ class Program:
                 f"this call, at the same place. {self._peers.describe_all()}"
             ) from error
 
-    def wait(self, work: dist.Work | None, tensor: torch.Tensor) -> None:
-        """Wait for a collective on `tensor`; raise where the ranks have found out that it will never end."""
-        if work is None:
-            return
-        while not tensor.is_cuda:  # else the stream waits, and not the host
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait on the host for a collective; raise where the ranks have found out that it will never end.
+
+        `work`: None for a collective on a GPU, which runs on the current stream and holds up no host.
+        """
+        while work is not None:
             try:
                 work.wait(_LOOK)
                 return
@@ -91,7 +92,6 @@ class Program:
                 if work.is_completed():
                     raise
             self._peers.raise_if_diverged()
-        work.wait()
 
 
 # Optimizers that step parameters of sharded models and others: said once.

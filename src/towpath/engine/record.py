@@ -192,7 +192,7 @@ class Record:
 
     def _add_known(self) -> None:
         spans, self._unknown = self._unknown, []
-        self._look_again = 2 * len(spans) + _UNKNOWN
+        self._look_again = 2 * len(spans) + _UNKNOWN  # not while they are looked at
         for span in spans:
             self._note(span)
         self._look_again = 2 * len(self._unknown) + _UNKNOWN

@@ -233,8 +233,8 @@ def _gathered(
         assert replica.program is not None
         names = ", ".join(repr(part.span.name) for part in batch[:3]) + (" …" if len(batch) > 3 else "")
         with replica.program.shared(f"full_tensor() of {names}", replica.call):
-            work = all_gather_single(gathered.view(-1), gathered[mine], replica.group, async_op=True)
-            replica.program.wait(work, gathered)
+            on_host = not gathered.is_cuda
+            replica.program.wait(all_gather_single(gathered.view(-1), gathered[mine], replica.group, async_op=on_host))
     parallel = any(part.span.parallel is not None for part in batch)
     if not (wanted or parallel):
         return []

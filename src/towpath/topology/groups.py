@@ -27,7 +27,7 @@ _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[Any, Any]] = WeakKeyDictionar
 _SHARED_ALONE: dict[Any, Any] = {}
 
 
-def _wait(work: Any, tensor: torch.Tensor) -> None:
+def _wait(work: Any) -> None:
     work.wait()
 
 
@@ -172,15 +172,15 @@ class Groups:
         dist.gather_object(value, out, group=self._parent, group_dst=0)
         return out or []
 
-    def gather_rows(self, row: torch.Tensor, wait: Callable[[Any, torch.Tensor], None] = _wait) -> torch.Tensor:
+    def gather_rows(self, row: torch.Tensor, wait: Callable[[Any], None] = _wait) -> torch.Tensor:
         """The row of every rank, on the host: [ranks, ...]. Every rank's has the same shape and dtype.
 
-        `wait`: for the collective on a tensor, as `Program.wait` does.
+        `wait`: for the collective, as `Program.wait` does.
         """
         if self._alone:
             return row[None]
         rows = [torch.empty_like(row) for _ in range(self.world)]
-        wait(dist.all_gather(rows, row, group=self.control_on_host(), async_op=True), row)
+        wait(dist.all_gather(rows, row, group=self.control_on_host(), async_op=True))
         return torch.stack(rows)
 
     def barrier(self) -> None:
