@@ -2,9 +2,9 @@
 
     python benchmarks/step_check.py [CASE …]
 
-Two ranks of this machine train a GPT. Timed is all that a rank does for the comparison on the thread that trains:
-noting each optimizer step, its digests, checksums of parameters, packing and unpacking. Waiting for the other rank is not
-part of it. "every step": parameters are compared in every step, and not in every hundredth.
+Two ranks of this machine train a GPT. Timed is all that a rank does for the comparison on the thread that trains: it
+notes each optimizer step, makes digests and checksums, packs and unpacks. Waiting for the other rank is not part of it.
+"every step": parameters are compared in every step, and not in every hundredth.
 """
 
 from __future__ import annotations
