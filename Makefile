@@ -62,8 +62,8 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --strict
 
-# -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases. What ends green is
-# written to tests/results: commit it, and the line of README.md that the tests then ask for.
+# -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases. A run that passes is
+# recorded in tests/results: commit that file.
 parity: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -v -m "not soak" -o console_output_style=count \
 		--record-to tests/results/parity.json tests/ranks tests/order tests/lab

@@ -219,9 +219,6 @@ def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
     assert {"gather of blocks.0", "forward of blocks.0", "backward of blocks.0"} <= {e["name"] for e in events}
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-
-
 # --- the report ------------------------------------------------------------------------------------------------------
 
 
@@ -265,13 +262,6 @@ def test_a_crossing_is_where_another_one_becomes_the_quickest() -> None:
     alike = plan_report.Curve("c", ((1, 5), (4, 3.97), (16, 3.99)))
     assert plan_report.crossings([slow, quick]) == [(2, "a", "b"), (8, "b", "a")]
     assert plan_report.crossings([slow, alike]) == []
-
-
-@pytest.mark.parametrize("shown", re.findall(r"```console\n\$ towpath (.*?)```", PAGE, re.DOTALL), ids=lambda s: s[:20])
-def test_the_documentation_shows_what_the_commands_print(shown: str) -> None:
-    command, _, expected = shown.partition("\n")
-    output = re.sub(r" [\d.]+ s\.\n$", "\n", told(*command.split()))
-    assert [line.rstrip() for line in output.splitlines()] == [line.rstrip() for line in expected.splitlines()]
 
 
 def test_a_job_of_thousands_is_planned_without_torch() -> None:
