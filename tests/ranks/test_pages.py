@@ -156,11 +156,6 @@ def _for_watching(folder: Path) -> dict[str, Any]:
     return {**around, "train_one_step": lambda: model(batch).sum().backward()}
 
 
-def _for_readme(folder: Path) -> dict[str, Any]:
-    around = _for_model(folder)
-    return {**around, "loader": [torch.ones(2, 3, WIDTH)] * 2}
-
-
 def _for_pipeline(_: Path) -> dict[str, Any]:
     from towpath.train.models.gpt import GPT, Shape
 
@@ -200,7 +195,6 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "peft": _for_peft,
     "data": _for_data,
     "pipeline": _for_pipeline,
-    "README.md": _for_readme,
     "docs/checkpoints.md": _for_checkpoints,
     "docs/lora.md": _for_lora,
     "docs/model.md": _for_model,
