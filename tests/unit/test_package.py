@@ -42,7 +42,7 @@ def _version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def test_the_package_says_the_version_that_it_has_and_the_changelog_tells_of_it() -> None:
+def test_version_is_in_pyproject_and_changelog() -> None:
     assert towpath.__version__ == _version()
     assert f"\n## {_version()}" in (ROOT / "CHANGELOG.md").read_text()
 
