@@ -95,6 +95,6 @@ def leave_to_parity(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.parity)
 
 
-def seldom(*values: Any) -> Any:
-    """A case for `make parity`: what it asks is nearly asked by its neighbours."""
-    return pytest.param(*values, marks=pytest.mark.parity)
+def seldom(*values: Any, id: str | None = None) -> Any:
+    """Return a case that only `make parity` runs, because its neighbours test nearly the same."""
+    return pytest.param(*values, marks=pytest.mark.parity, id=id)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.ranks.strategies import seldom
 from tests.unit.test_metrics import row_of
 from towpath import checkpoint
 from towpath.cli.main import _delivered
@@ -119,7 +120,7 @@ def test_closed_descriptors_are_not_those_of_the_next_file(tmp_path: Path) -> No
     assert told == "descriptor" and int(descriptor) > 2
 
 
-@pytest.mark.parametrize("how", [("--ranks", "2"), ()], ids=["lines-of-two-ranks", "live-line"])
+@pytest.mark.parametrize("how", [seldom(("--ranks", "2")), ()], ids=["lines-of-two-ranks", "live-line"])
 def test_a_training_that_nobody_reads_trains_and_saves_to_its_end(tmp_path: Path, how: tuple[str, ...]) -> None:
     (tmp_path / "text.txt").write_text("a line of text\n" * 400)
     with _without_reader() as pipe:

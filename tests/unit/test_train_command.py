@@ -56,6 +56,7 @@ def test_it_trains_in_any_folder_on_ranks_of_its_own(text: Path) -> None:
     assert [row["kind"] for row in rows] == ["start", "train", "train", "train", "validation"]
 
 
+@pytest.mark.parity
 def test_what_cannot_begin_is_one_line_of_each_rank_and_exit_code_2(tmp_path: Path) -> None:
     done = _command(tmp_path, "--ranks", "2", "data.text=nowhere.txt")
     out, err = done.communicate(timeout=300)
