@@ -47,9 +47,22 @@ def test_version_is_in_pyproject_and_changelog() -> None:
     assert f"\n## {_version()}" in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_a_wheel_without_a_compiler_runs_the_readme_example(tmp_path: Path) -> None:
+    """Build without the C++ extension, and borrow the dependencies of this environment: torch alone takes minutes."""
+    build = (sys.executable, "-m", "build", "--no-isolation", "--wheel", "-Cwheel.cmake=false")
+    _run(*build, "--outdir", str(tmp_path / "dist"), str(ROOT))
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    python = _environment(tmp_path / "fresh", wheel)
+    program = "import towpath, sys; print(towpath.__version__, towpath.__file__)"
+    version, file = _run(python, "-c", program).split()
+    assert version == _version() and Path(file).is_relative_to(tmp_path)
+    _check_that_the_example_learns(python, tmp_path)
+
+
+@pytest.mark.parity
 @pytest.mark.compiles
-def test_sdist_and_wheel_are_built_and_the_wheel_works_in_a_fresh_environment(tmp_path: Path) -> None:
-    """Its dependencies are those installed here: torch alone would take minutes. Compiled without optimisation."""
+def test_sdist_builds_a_wheel_with_extension_types_and_commands(tmp_path: Path) -> None:
+    """Compile without optimization. Dependencies are those of this environment."""
     quickly = ("-Ccmake.build-type=Debug", "-Ccmake.define.TOWPATH_OPTIMIZE=-O0")
     _run(sys.executable, "-m", "build", "--no-isolation", *quickly, "--outdir", str(tmp_path / "dist"), str(ROOT))
     (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
@@ -59,9 +72,6 @@ def test_sdist_and_wheel_are_built_and_the_wheel_works_in_a_fresh_environment(tm
     assert {"LICENSE", "README.md", "CHANGELOG.md", "src/towpath/py.typed", "examples/gpt.toml"} <= names
     assert not {name for name in names if name.startswith("benchmarks/results")}
     python = _environment(tmp_path / "fresh", wheel)
-    program = "import towpath, sys; print(towpath.__version__, towpath.__file__)"
-    version, file = _run(python, "-c", program).split()
-    assert version == _version() and Path(file).is_relative_to(tmp_path)
     native = "from towpath.codecs.kernels import native; print(native.LEVELS)"
     assert "baseline" in _run(python, "-c", native)
     planned = _run(
@@ -74,7 +84,6 @@ def test_sdist_and_wheel_are_built_and_the_wheel_works_in_a_fresh_environment(tm
         *(sys.executable, "-m", "pyright", "--pythonpath", python, "--project", str(tmp_path)),
         str(tmp_path / "program.py"),
     )
-    _check_that_the_example_learns(python, tmp_path)
 
 
 @pytest.mark.parity
