@@ -29,7 +29,6 @@ from towpath.bench.harness.race import Race
 from towpath.bench.harness.regime import Trial
 from towpath.bench.harness.suite import Settings
 from towpath.bench.peers import OPTIONS, Kind
-from towpath.bench.selection import OUR_LOSSLESS
 from towpath.bench.steps import Step
 from towpath.bench.suites import planner, prediction, scaling, strategies
 from towpath.bench.venue import Screening, Tried, Venue
