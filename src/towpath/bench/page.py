@@ -27,8 +27,8 @@ _HEADINGS = ("case", "figure", "result", "95 % interval", "date", "commit")
 _SIZE = (5.2, 4.2)
 _COMPARED = "communication_share"  # a key that only results of strategies and scaling have
 _ABOUT = (
-    "A column is the time that FSDP2's communication takes alone, over the time that the model computes. A cell has the "
-    "median speed-up over the best tuned lossless peer, the lowest and highest, and the number of comparisons."
+    "A column is the time that FSDP2's communication takes alone, over the time that the model computes. A cell has "
+    "the median speed-up over the best tuned lossless peer, the lowest and highest, and the number of comparisons."
 )
 _LOOK = "Peers are grey squares; what is lossy has a broken line."
 

@@ -1,7 +1,7 @@
 """The speed-ups of our strategies over the best tuned lossless peer, by family and communication-to-computation ratio.
 
-`comm_ratio` is the time that FSDP2's communication takes alone, over the time that the model computes. Every speed-up is
-of medians, and compares strategies that took turns in the same comparison.
+`comm_ratio` is the time that FSDP2's communication takes alone, over the time that the model computes. Every speed-up
+is a ratio of medians of steps that took turns in one comparison.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def family_of(candidate: str) -> str:
 class Comparison:
     """The speed-up of each of our candidates in one run of one case.
 
-    `measured_ratio` is the communication-to-computation ratio found during the run, if it was measured. In `blocks_wait`
-    runs the blocks sleep instead of computing.
+    `measured_ratio` is the communication-to-computation ratio found during the run, if it was measured. With
+    `blocks_wait`, blocks sleep instead of computing.
     """
 
     comm_ratio: str
