@@ -27,7 +27,6 @@ Row = Sequence[str]
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
-SPEEDUPS = DOCS / "speedups.svg"
 
 HEADINGS = ("case", "figure", "result", "95 % interval", "commit")
 # Rows of docs/lora.md; all others are in the generated page.
@@ -59,7 +58,7 @@ class Page:
     about: str = ""
 
 
-# By file of results.
+# By file of results. A new file needs an entry.
 PAGES: Mapping[str, Page] = {
     "strategies": Page(
         "Strategies",
@@ -249,11 +248,9 @@ def _result(check: Mapping[str, Any]) -> tuple[str, str]:
 
 def quality_table() -> str:
     """Return the final loss of each variant over that of `zero3` with the same seed, less one."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    draw_quality = importlib.import_module("draw_quality")
+    draw_quality = _script("draw_quality")
     quality = draw_quality.runs_of()
     commits = {run["case"]["variant"]: results.measured_at(run) for run in quality}
-    judged = draw_quality.judged(quality, [variant.name for variant in draw_quality.VARIANTS], "zero3", float)
     return table(
         ("variant", "mean", "95 % interval", "by seed", "commit"),
         [
@@ -264,9 +261,16 @@ def quality_table() -> str:
                 ", ".join(f"{share:+.2%}" for share in row.each),
                 commits[row.variant],
             )
-            for row in judged
+            for row in draw_quality.rows_of(quality)
         ],
     )
+
+
+@cache
+def _script(name: str) -> Any:
+    """Import a script of benchmarks/, which imports its neighbors by name."""
+    sys.path.append(str(ROOT / "benchmarks"))
+    return importlib.import_module(name)
 
 
 def lora_table() -> str:
@@ -308,6 +312,12 @@ TABLES = {
     "comparisons": lambda: "".join(
         f"- [{page.title}](comparisons/{suite}.md): {page.summary}\n" for suite, page in PAGES.items()
     ),
+}
+
+PICTURES = {
+    DOCS / "speedups.svg": speedups_picture,
+    results.FOLDER / "quality.svg": lambda: _script("draw_quality").picture(),
+    results.FOLDER / "quality_pipeline.svg": lambda: _script("draw_quality_pipeline").picture(),
 }
 
 

@@ -4,8 +4,8 @@
     python -m docs.generate --check    lists what would change
     python -m docs.generate --fast     leaves out the slow tables of docs/papers.md (15 seconds)
 
-A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. Two kinds of pictures have
-scripts of their own: docs/step.svg comes from a run, and benchmarks/results/*.svg are drawn after one.
+A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/step.svg has a
+script of its own, docs/draw_step.py, because it shows a run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **draw_systems.TABLES,
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
-    figures.SPEEDUPS: figures.speedups_picture,
+    **figures.PICTURES,
     **draw_predictions.PICTURES,
     **draw_plans.PICTURES,
     **draw_routes.PICTURES,
@@ -54,8 +54,8 @@ def text_of(file: Path, slow: bool = True) -> str:
     """Return what a file should contain; without `slow`, the tables in `papers.SLOW` stay as they are."""
     if file in PICTURES:
         return PICTURES[file]()
-    if file.parent == figures.COMPARISONS:
-        return figures.page_of(_comparisons()[file])
+    if (suite := _comparisons().get(file)) is not None:
+        return figures.page_of(suite)
 
     def filled(found: re.Match[str]) -> str:
         keep = not slow and found[2] in papers.SLOW
