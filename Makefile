@@ -1,13 +1,15 @@
-# Every target does all the set-up it needs: on a fresh machine `make test` is enough.
+# Each target sets up what it needs: on a fresh machine `make test` is enough.
 #
-#   make setup    a virtual environment in .venv, with the versions that constraints.txt pins
-#   make demo     train a small GPT under several strategies, and print them side by side
-#   make test     the tests, on two workers
-#   make docs     the documentation as a site, on this machine's port 8000
-#   make check    ruff, pyright, the import contracts, and the documentation built: links, anchors, docstrings
-#   make parity   the tests on ranks and on the lab with every strategy, on every shape of cluster, with every model (hours)
-#   make soak     runs whose ranks are killed again and again
-#   make gpu      what only a machine with CUDA can show: tests, kernels, a trace; each result is stamped, and to be committed
+#   make setup    create .venv with the versions that constraints.txt pins
+#   make unit     run the tests that start no ranks (two minutes)
+#   make ranks    run the tests on real ranks and on the emulated cluster
+#   make test     run both
+#   make check    ruff, pyright, import contracts, and a strict build of the documentation
+#   make demo     train a small GPT under several strategies and compare them
+#   make docs     serve the documentation on port 8000 of this machine
+#   make parity   run every test with every strategy, cluster shape and model (hours)
+#   make soak     run trainings whose ranks are killed again and again
+#   make gpu      run what needs CUDA: tests, kernels, a trace. Commit the results that it writes.
 
 PYTHON ?= $(shell .ci/python)
 WORKERS ?= 2
@@ -16,25 +18,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
-# Tools are called through the interpreter or from .venv alone: nothing of the machine's own leaks in.
+# Tools come from .venv alone. The machine's own Python settings must not leak in.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
-# Else each of the commands that the tests start would compile all sources anew.
+# Without this, each command that a test starts would compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
-# pyright would ask the network at each run whether it is the newest.
+# pyright must not look for a newer version on the network at each run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
-# mkdocs-material would announce the next generator at each build.
+# mkdocs-material must not advertise its successor at each build.
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: setup demo test docs check parity soak gpu
+.PHONY: setup unit ranks test check demo docs parity soak gpu
 .DELETE_ON_ERROR:
 
 setup: $(READY)
 
-# What the extension is made of: when it changes, setup builds it anew.
+# The sources of the C++ extension: setup rebuilds it when they change.
 NATIVE := CMakeLists.txt $(wildcard src/towpath/codecs/kernels/native/*)
 
-# pip knows constraints on what builds since 25.3. pyright may fetch its program when first called: here, not in a
-# check. The line after it warns if the extension could not be built.
+# Build constraints need pip 25.3. pyright may download its program when first called, so it is called here. The line after
+# it warns if the extension could not be built.
 $(READY): pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Towpath needs Python 3.11 or newer; set PYTHON=")'
 	@echo "Setting up $(VENV) with $(PYTHON) (some minutes the first time: torch is large)"
@@ -49,6 +51,12 @@ $(READY): pyproject.toml constraints.txt $(NATIVE)
 demo: $(READY)
 	$(BIN)/towpath demo
 
+unit: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) tests/unit
+
+ranks: $(READY)
+	$(BIN)/python -m pytest -n $(WORKERS) tests --ignore=tests/unit
+
 test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
@@ -62,16 +70,15 @@ check: $(READY)
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --strict
 
-# -m lifts the deselection of pyproject.toml; -v undoes its -q, so that every line counts the cases. What ends green is
-# written to tests/results: commit it, and the line of README.md that the tests then ask for.
+# -m selects what pyproject.toml deselects. -v restores the lines that its -q removes, so that progress is counted.
 parity: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -v -m "not soak" -o console_output_style=count \
-		--record-to tests/results/parity.json tests/ranks tests/order tests/lab
+		--record-to tests/results/parity.json
 
 soak: $(READY)
 	$(BIN)/python -m pytest -n 0 -m soak --record-to tests/results/soak.json tests/ranks
 
-# A torch with CUDA has to be there first: constraints.txt pins its version, and pip takes the build of the index it asks.
+# Install a torch with CUDA first. constraints.txt pins the version, and the package index decides on the build.
 gpu: $(READY)
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu: torch sees no CUDA device here. Install a torch with CUDA into .venv, of the version in constraints.txt.")'
 	$(BIN)/python -m pytest -n 0 -v --record-to tests/results/gpu.json tests/gpu

@@ -29,7 +29,7 @@ QUICK_STEPS = 24
 class Steady:
     """Over 200 steps no buffer is made after the second, and resident memory stays what it is after the 20th.
 
-    With glibc told to keep no freed memory by thread: before 2.38 that pins the heap, which then grows (docs/log.md).
+    Glibc keeps no freed memory by thread here: before 2.38 that pins the heap, which then grows (benchmarks/LOG.md).
     """
 
     name: str

@@ -1,7 +1,8 @@
 """What mkdocs asks when it builds the site (mkdocs.yml): pages that lie outside docs/, and files that pages link to.
 
 The home page is README.md. The other entries of `PAGES` are pages too. Any other file of the repository that a page
-links to, such as a script, is copied into the site under `repository/`.
+links to, such as a script, is copied into the site under `repository/`. A Markdown file that is copied, for example
+benchmarks/LOG.md, becomes a page that the navigation does not list.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[1]
 DOCS = "docs"
@@ -37,10 +38,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
         sources[source] = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=sources[source]))
-    wanted = {target for source, text in sources.items() for target in linked(source, text)}
-    for target in sorted(wanted):
-        if not target.startswith(f"{DOCS}/") and target not in PAGES and (ROOT / target).is_file():
-            files.append(File.generated(config, f"{COPIED}/{target}", abs_src_path=str(ROOT / target)))
+    wanted = sorted({target for source, text in sources.items() for target in linked(source, text)})
+    copied: set[str] = set()
+    while wanted:
+        target = wanted.pop()
+        path = ROOT / target
+        if target.startswith(f"{DOCS}/") or target in PAGES or target in copied or not path.is_file():
+            continue
+        copied.add(target)
+        uri = f"{COPIED}/{target}"
+        files.append(File.generated(config, uri, abs_src_path=str(path), inclusion=InclusionLevel.NOT_IN_NAV))
+        if target.endswith(".md"):
+            wanted += linked(target, path.read_text(encoding="utf-8"))
     return files
 
 
@@ -48,6 +57,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """With links as they are from the page's place in the site."""
     uri = page.file.src_uri
     source = next((source for source, at in PAGES.items() if at == uri), f"{DOCS}/{uri}")
+    if uri.startswith(f"{COPIED}/"):
+        source = uri.removeprefix(f"{COPIED}/")
 
     # The words after a fence's language are for the tests (tests/commands.py), and unknown to the highlighter.
     markdown = _FENCE.sub(r"\1", markdown)

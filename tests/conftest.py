@@ -27,7 +27,6 @@ def pytest_configure(config: pytest.Config) -> None:
         return  # of pytest-xdist: another process reports
     config.pluginmanager.register(Scheduling())
     config.pluginmanager.register(Skips())
-    config.pluginmanager.register(record.Told())
     ledger = Ledger(config.getoption("--spent-to"))
     config.pluginmanager.register(ledger)
     if config.getoption("--record-to"):

@@ -93,15 +93,6 @@ def test_torchrun_is_started_as_it_wants_to_be(name: str, stand_ins: Path) -> No
     assert [asked.training_script, *asked.training_script_args] == ["towpath", "train", "a.toml", "x.y=1"]
 
 
-@pytest.mark.parametrize("path", sorted(CLUSTERS.glob("*.s*")), ids=lambda path: path.name)
-def test_a_script_is_one_and_says_how_to_call_it(path: Path) -> None:
-    text = path.read_text()
-    if path.suffix in (".sh", ".sbatch"):
-        checked = subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True)
-        assert checked.returncode == 0, checked.stderr
-    assert f"examples/clusters/{path.name}" in text
-
-
 def test_the_job_of_kubernetes_is_consistent() -> None:
     service = next(each for each in _yaml("kubernetes.yaml") if each["kind"] == "Service")
     job = _job()

@@ -1,14 +1,11 @@
-"""The pages of the documentation: each program runs, and the pages for who comes from elsewhere leave no key out.
+"""Every program in the documentation runs.
 
 Functions whose names begin with an underscore run on every rank.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import os
-import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +26,6 @@ from towpath import checkpoint
 
 Worlds = Callable[[int], World]
 
-DOCS = ROOT / "docs"
 WIDTH = 4
 # How many ranks a program is for; the others are for any number.
 RANKS = {"pipeline": 8, "codec": 2}
@@ -160,11 +156,6 @@ def _for_watching(folder: Path) -> dict[str, Any]:
     return {**around, "train_one_step": lambda: model(batch).sum().backward()}
 
 
-def _for_readme(folder: Path) -> dict[str, Any]:
-    around = _for_model(folder)
-    return {**around, "loader": [torch.ones(2, 3, WIDTH)] * 2}
-
-
 def _for_pipeline(_: Path) -> dict[str, Any]:
     from towpath.train.models.gpt import GPT, Shape
 
@@ -204,14 +195,13 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "peft": _for_peft,
     "data": _for_data,
     "pipeline": _for_pipeline,
-    "README.md": _for_readme,
     "docs/checkpoints.md": _for_checkpoints,
     "docs/lora.md": _for_lora,
     "docs/model.md": _for_model,
     "docs/planner.md": _for_planner,
     "docs/watching.md": _for_watching,
 }
-# On the laboratory (tests/lab/test_examples.py), without ranks (tests/unit/test_extending.py), or not here.
+# On the laboratory (tests/lab/test_lab_page.py), without ranks (tests/unit/test_extending.py), or not here.
 ELSEWHERE = {"lab", "counters", "preset", "route", "unchecked"}
 PROGRAMS = [
     (page.relative_to(ROOT).as_posix(), name)
@@ -254,50 +244,3 @@ def _as_started_here() -> Generator[None]:
         mock.patch.object(towpath, "shard", chosen, create=True),
     ):
         yield
-
-
-# --- every key of theirs ----------------------------------------------------------------------------------------------
-
-
-def _keys(page: str) -> set[str]:
-    return set(re.findall(r"`(\w+)(?:=[^`]*|\([^`]*\))?`", (DOCS / page).read_text()))
-
-
-def test_from_fsdp2_maps_every_argument_and_every_method() -> None:
-    from torch.distributed import fsdp
-
-    theirs = {*inspect.signature(fsdp.fully_shard).parameters, "register_fsdp_forward_method", "share_comm_ctx"}
-    theirs |= {name for name in dir(fsdp.FSDPModule) if not name.startswith("_")}
-    for policy in (fsdp.MixedPrecisionPolicy, fsdp.CPUOffloadPolicy):
-        theirs |= {field.name for field in dataclasses.fields(policy)}
-    assert theirs - _keys("from-fsdp2.md") == set()
-
-
-def test_from_accelerate_maps_every_field_of_its_plugin_and_every_argument() -> None:
-    import accelerate
-
-    plugin = {field.name for field in dataclasses.fields(accelerate.FullyShardedDataParallelPlugin)}
-    arguments = {*inspect.signature(accelerate.Accelerator).parameters}
-    assert (plugin | arguments) - _keys("from-accelerate.md") == set()
-
-
-# Of DeepSpeedZeroConfig, DeepSpeed 0.18; by the names that stand in a configuration.
-ZERO = re.findall(
-    r"\w+",
-    """
-    stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce allgather_partitions
-    allgather_bucket_size overlap_comm load_from_fp32_weights elastic_checkpoint offload_param offload_optimizer zenflow
-    sub_group_size cpu_offload_param cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size
-    stage3_param_persistence_threshold stage3_model_persistence_threshold stage3_max_live_parameters
-    stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save stage3_module_granularity_threshold
-    stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential stage3_partition_stream_chunk_size
-    ignore_unused_parameters legacy_stage1 round_robin_gradients zero_hpz_partition_size zero_quantized_weights
-    zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param mics_shard_size
-    mics_hierarchical_params_gather memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-    log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
-    """,
-)
-
-
-def test_from_deepspeed_maps_every_key_of_zero_optimization() -> None:
-    assert set(ZERO) - _keys("from-deepspeed.md") == set()

@@ -43,7 +43,6 @@ STEPS = 5
 
 TINY: dict[str, dict[str, Any]] = {
     "model": {"width": 16, "depth": 2, "heads": 2},
-    # eps = 1e-5: design.md, section 8.
     "train": {
         "steps": STEPS,
         "batch": 8,

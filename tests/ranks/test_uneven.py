@@ -6,7 +6,6 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -175,10 +174,3 @@ def test_under_a_launcher_shard_refuses_to_train_alone(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     with pytest.raises(TopologyError, match=r"rank 1: the launcher started 2 ranks.*init_process_group\(\)"):
         towpath.shard(nn.Linear(2, 2), "zero3")
-
-
-def test_the_first_lines_of_the_readme_make_a_process_group() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    begin = snippet and re.search(r"towpath\.init\(|init_process_group\(", snippet[1])
-    assert snippet and begin and begin.start() < snippet[1].index("towpath.shard(")

@@ -5,7 +5,6 @@ Functions whose names begin with an underscore run on every rank.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -735,22 +734,3 @@ def _compile(root: Path) -> None:
     options = StateDictOptions(full_state_dict=True)
     with pytest.raises(CheckpointError, match="is a TwoTensor, which checkpoints cannot hold"):
         checkpoint.get_optimizer_state_dict(sharded, optimizer, options=options)
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_program_of_the_page_trains(world: Worlds) -> None:
-    assert all(world(2).run(_program))
-
-
-def _program() -> bool:
-    page = Path(__file__).parents[2] / "docs" / "optimizers.md"
-    (program,) = re.findall(r"^```python \w+\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    torch.manual_seed(0)
-    model = Net()
-    before = model.blocks[0].a.weight.detach().clone()
-    scope: dict[str, Any] = {"towpath": towpath, "torch": torch, "model": model, "loader": [torch.ones(2, 6)] * 2}
-    exec(program, scope)
-    after = scope["model"].blocks[0].a.weight.full_tensor()
-    return after.isfinite().all().item() and not torch.equal(after, before)

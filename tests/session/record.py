@@ -1,4 +1,4 @@
-"""The last green run of what `make test` leaves out, in a file that is committed: tests/results/*.json."""
+"""Write a summary of a run that passed to the file of `--record-to`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "tests" / "results"
 
 
 class Recorder:
@@ -29,7 +28,7 @@ class Recorder:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """A run that failed, or was ended, leaves the last green one where it is."""
+        """Write the file, unless the run failed or was interrupted."""
         if exitstatus != pytest.ExitCode.OK:
             return
         found: dict[str, Any] = {
@@ -44,47 +43,6 @@ class Recorder:
         }
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._file.write_text(json.dumps(found, indent=2) + "\n")
-
-
-class Told:
-    """What tests have to say though they pass: their property `says`, at the end of the run."""
-
-    def __init__(self) -> None:
-        self._lines: list[str] = []
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "call":
-            self._lines += [text for name, text in report.user_properties if name == "says"]
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        for line in self._lines:
-            terminalreporter.write_line(line)
-
-
-def line_of(name: str, folder: Path = RESULTS) -> str:
-    """What README.md says of the last run of `make NAME`."""
-    file = folder / f"{name}.json"
-    if not file.exists():
-        return f"`make {name}`: no run is recorded"
-    found = json.loads(file.read_text())
-    minutes = max(1, round(found["seconds"] / 60))
-    changed = "" if found["clean"] else ", with changes that were not committed"
-    return (
-        f"`make {name}`: {found['passed']} passed, {found['skipped']} skipped, {minutes} minutes on {found['cores']} "
-        f"cores, {found['date']}, commit {found['commit'][:10]}{changed}"
-    )
-
-
-def distance_of(name: str, folder: Path = RESULTS) -> str:
-    """How far src/ has gone since, as the history tells."""
-    file = folder / f"{name}.json"
-    if not file.exists():
-        return "no run"
-    try:
-        behind = _git("rev-list", "--count", f"{json.loads(file.read_text())['commit']}..HEAD", "--", "src")
-    except (subprocess.CalledProcessError, FileNotFoundError):
-        return "a commit that this history does not hold"
-    return f"{behind} commits to src/ since"
 
 
 def _git(*arguments: str) -> str:

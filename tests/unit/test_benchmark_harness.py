@@ -608,10 +608,8 @@ class TestPool:
         entries = {name: self.entry("10mbit", name=name) for name in ("one", "two", "three")}
         with Pool() as pool, pool.started(entries, lambda text: None, failures) as made:
             assert list(made) == ["one", "two"]
-        assert failures == {
-            "three": "memory is short: one contestant took 3.0 GiB, and 2.0 GiB are left. Race fewer "
-            "contestants at once."
-        }
+        assert failures.keys() == {"three"}
+        assert "3.0 GiB" in failures["three"] and "2.0 GiB" in failures["three"]
 
     def test_an_exception_leaves_nobody(self) -> None:
         with Pool() as pool:

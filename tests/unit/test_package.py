@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -12,8 +14,7 @@ from pathlib import Path
 import pytest
 
 import towpath
-
-ROOT = Path(__file__).parents[2]
+from tests.documented import ROOT, all_fences, commands, programs
 
 # What a user's program says of types; pyright judges it in strict mode.
 TYPED = """
@@ -41,7 +42,7 @@ def _version() -> str:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
-def test_the_package_says_the_version_that_it_has_and_the_changelog_tells_of_it() -> None:
+def test_version_is_in_pyproject_and_changelog() -> None:
     assert towpath.__version__ == _version()
     assert f"\n## {_version()}" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -73,6 +74,30 @@ def test_sdist_and_wheel_are_built_and_the_wheel_works_in_a_fresh_environment(tm
         *(sys.executable, "-m", "pyright", "--pythonpath", python, "--project", str(tmp_path)),
         str(tmp_path / "program.py"),
     )
+    _check_that_the_example_learns(python, tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.compiles
+def test_readme_install_line_in_an_empty_environment(tmp_path: Path) -> None:
+    """Run the line as written, in a clone, with every dependency from the package index."""
+    lines = [line for fence in all_fences() if fence.page == "README.md" for line in commands(fence)]
+    (install,) = [line for line in lines if line.startswith("pip install")]
+    _run("git", "clone", "--quiet", str(ROOT), str(tmp_path / "clone"))
+    venv.create(tmp_path / "empty", with_pip=True)
+    python = str(tmp_path / "empty" / "bin" / "python")
+    constraints = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt")}  # else torch may bring its libraries for GPUs
+    _run(python, "-m", *install.split(), cwd=tmp_path / "clone", **constraints)
+    _check_that_the_example_learns(python, tmp_path)
+
+
+def _check_that_the_example_learns(python: str, folder: Path) -> None:
+    """Run README's example as written, on two ranks of CPUs."""
+    (folder / "train.py").write_text(programs("README.md")[""])
+    torchrun = (python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    said = _run(*torchrun, str(folder / "train.py"), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    losses = [float(loss) for loss in re.findall(r"loss after 50 steps: ([\d.]+)", said)]
+    assert len(losses) == 2 and max(losses) < 0.9, said  # about 1 before the first step
 
 
 def _environment(folder: Path, wheel: Path) -> str:
@@ -86,7 +111,7 @@ def _environment(folder: Path, wheel: Path) -> str:
     return python
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+def _run(*command: str, cwd: Path = Path("/"), **environment: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env={**os.environ, **environment})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

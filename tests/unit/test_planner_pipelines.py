@@ -184,6 +184,7 @@ def test_what_cannot_be_is_said(options: list[str], words: str) -> None:
     assert seen.exit_code != 0 and words in str(seen.exception or seen.output)
 
 
+@pytest.mark.parity
 def test_planning_stages_needs_no_torch() -> None:
     text = (
         "import sys; sys.argv = 'towpath plan gpt-2.5b --cluster ethernet-1g --nodes 2 --batch 8 --micro-batch 1 "

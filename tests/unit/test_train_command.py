@@ -132,11 +132,3 @@ def test_ranks_are_started_by_one_launcher_only(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert _run(["train", str(EXAMPLE), "--ranks", "2"]) == 2
     assert "a launcher has placed this one already" in capsys.readouterr().err
-
-
-def test_help_has_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    assert _run(["train", "--help"]) == 0
-    printed = capsys.readouterr().out
-    assert "Example: towpath train examples/gpt.toml --ranks 2" in printed
-    assert max(map(len, printed.splitlines())) <= 100

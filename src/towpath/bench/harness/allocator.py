@@ -2,7 +2,7 @@
 
 After a backward pass glibc gives the top of its heap back to the system, or not: that depends on what happens to lie
 above. Where it does, the next forward takes the pages anew, one fault each, and that is no contestant's doing
-(docs/log.md, 2026-11-25).
+(benchmarks/LOG.md, "Overhead on one rank").
 """
 
 from __future__ import annotations
