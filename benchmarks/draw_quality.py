@@ -1,16 +1,14 @@
-"""What benchmarks/quality.py found, judged and drawn: the last run of each variant and seed.
+"""The results of benchmarks/quality.py: the last run of each variant and seed.
 
-python benchmarks/draw_quality.py [-o benchmarks/results/quality.svg]
+`python benchmarks/draw_quality.py` prints them. `python -m docs.generate` draws benchmarks/results/quality.svg.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from quality import SETTING, STEPS, VARIANTS, Variant
@@ -63,8 +61,8 @@ def spread_of(rows: list[Judged]) -> float | None:
     return max((abs(share) for row in rows if row.variant == "control" for share in row.each), default=None)
 
 
-def plot(runs: list[dict[str, Any]], variants: Sequence[str], file: Path, spread: float | None = None) -> None:
-    """Write the validation losses, and how far they end from those of the first variant.
+def curves(runs: list[dict[str, Any]], variants: Sequence[str], spread: float | None = None) -> str:
+    """Return a picture of the validation losses, and of their difference from those of the first variant.
 
     `spread` is the share of the last loss by which runs differ by chance.
     """
@@ -98,7 +96,7 @@ def plot(runs: list[dict[str, Any]], variants: Sequence[str], file: Path, spread
         apart.set_title(f"the second half; {outside} is above the sheet", fontsize=10)
 
     drawn = [variant for variant in variants if any(run["case"]["variant"] == variant for run in runs)]
-    file.write_text(standalone_svg(draw, drawn, (11, 4.2)), encoding="utf-8")
+    return standalone_svg(draw, drawn, (11, 4.2))
 
 
 def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, float]]:
@@ -107,30 +105,34 @@ def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, flo
     return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
 
 
-def runs_of(folder: Path = results.FOLDER) -> list[dict[str, Any]]:
-    """The last of each variant and seed, in the setting that quality.py has now."""
-    read = results.read(folder / "quality.jsonl")
+def runs_of() -> list[dict[str, Any]]:
+    """Return the last run of each variant and seed, in the setting that quality.py has now."""
+    read = results.read(results.file_of("quality"))
     here = [run for run in read if run.get("setting") == SETTING and run["steps"] == STEPS]
     return list(results.last(here).values())
 
 
-def asked(variant: Variant) -> str:
+def limit(variant: Variant) -> str:
     if variant.worse:
-        return "worse is expected"
-    return "nothing is asked" if variant.most is None else f"asked ≤ {variant.most:.1%}"
+        return "expected to be worse"
+    return "no limit" if variant.most is None else f"limit ≤ {variant.most:.1%}"
+
+
+def rows_of(runs: list[dict[str, Any]]) -> list[Judged]:
+    return judged(runs, [variant.name for variant in VARIANTS], "zero3", float)
+
+
+def picture() -> str:
+    runs = runs_of()
+    return curves(runs, [variant.name for variant in VARIANTS], spread_of(rows_of(runs)))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=results.FOLDER / "quality.svg")
-    options = parser.parse_args()
     runs = runs_of()
     print(f"{len(runs)} runs of the setting that benchmarks/quality.py has now")
     variants = {variant.name: variant for variant in VARIANTS}
-    rows = judged(runs, list(variants), "zero3", float)
-    for row in rows:
-        print(f"{row} of zero3's loss ({asked(variants[row.variant])})")
-    plot(runs, list(variants), options.output, spread_of(rows))
+    for row in rows_of(runs):
+        print(f"{row} of zero3's loss ({limit(variants[row.variant])})")
 
 
 if __name__ == "__main__":

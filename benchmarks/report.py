@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from towpath.bench.harness import results
-from towpath.bench.harness.figures import bound
+from towpath.bench.harness.figures import against_limit
 
 WIDTH = 100
-COLUMNS = (30, 27, 7, 15, 17)  # case or date, what, found, interval or asked
+COLUMNS = (28, 24, 7, 15, 22)  # case or date, what, found, interval, limit
 
 
 def rows(label: str, line: dict[str, Any]) -> Iterable[tuple[str, ...]]:
@@ -31,14 +31,12 @@ def rows(label: str, line: dict[str, Any]) -> Iterable[tuple[str, ...]]:
     for number, check in enumerate(checks):
         interval = f"[{check['low']:.3g}, {check['high']:.3g}]" if "low" in check else ""
         found = f"{check['found']:.4g}"
-        asked = bound(check)
-        verdict = "" if check.get("met") is None else ("met" if check["met"] else "MISSED")
         yield (
             f"{label} {mark}".strip() if number == 0 else "",
             check["what"],
             found,
             interval,
-            f"{asked} {verdict}".strip(),
+            against_limit(check),
         )
 
 
@@ -52,7 +50,7 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 def last_runs(path: Path) -> str:
     found = results.last(results.read(path), failed=True)
     body = [row for name, line in found.items() for row in rows(name, line)]
-    return table(("case", "figure", "found", "interval", "asked"), body)
+    return table(("case", "figure", "found", "interval", "limit"), body)
 
 
 def history_of(path: Path, case: str) -> str:
@@ -64,7 +62,7 @@ def history_of(path: Path, case: str) -> str:
         for line in found
         for row in rows(f"{line['date'][:16].replace('T', ' ')} {(line.get('commit') or '')[:7]}", line)
     ]
-    return f"{case}\n" + table(("run", "figure", "found", "interval", "asked"), body)
+    return f"{case}\n" + table(("run", "figure", "found", "interval", "limit"), body)
 
 
 def _cell(text: str, width: int) -> str:

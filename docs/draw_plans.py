@@ -1,7 +1,4 @@
-"""Draws docs/which-by-rate.svg and docs/which-by-nodes.svg: which strategy when, as the simulator has it.
-
-python docs/draw_plans.py
-"""
+"""docs/which-by-rate.svg and docs/which-by-nodes.svg: the fastest strategy, according to the simulator."""
 
 from __future__ import annotations
 
@@ -19,25 +16,23 @@ MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"
 LENGTH, BATCHING = 1024, Batching(8, 1, checkpointing=True)
 
 
-def pictures() -> dict[Path, str]:
+def _solver() -> Solver:
     cluster = clusters.load(CLUSTER)
-    solver = Solver(describe(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
-    by_rate, by_nodes = (curves(solver, BATCHING, found, _nothing) for found in (rates_of(solver), nodes_of(solver)))
-    return {
-        DOCS / "which-by-rate.svg": standalone_svg(draw_rates, by_rate, (7, 3.6)),
-        DOCS / "which-by-nodes.svg": standalone_svg(draw_nodes, by_nodes, (7, 3.6)),
-    }
+    return Solver(describe(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
+
+
+def by_rate() -> str:
+    solver = _solver()
+    return standalone_svg(draw_rates, curves(solver, BATCHING, rates_of(solver), _nothing), (7, 3.6))
+
+
+def by_nodes() -> str:
+    solver = _solver()
+    return standalone_svg(draw_nodes, curves(solver, BATCHING, nodes_of(solver), _nothing), (7, 3.6))
 
 
 def _nothing() -> None:
     pass
 
 
-def main() -> None:
-    for path, text in pictures().items():
-        path.write_text(text, encoding="utf-8")
-        print(path)
-
-
-if __name__ == "__main__":
-    main()
+PICTURES = {DOCS / "which-by-rate.svg": by_rate, DOCS / "which-by-nodes.svg": by_nodes}

@@ -1,17 +1,12 @@
-"""Draws what each route sends, and prints the tables of docs/routes.md: all of it from the routes' own plans.
+"""The pictures and tables of docs/routes.md, from the plans of the routes.
 
-    python docs/draw_routes.py            # writes docs/routes-gather.svg and docs/routes-ho-ring.svg
-    python docs/draw_routes.py --table    # prints the tables, as they stand in docs/routes.md
-
-Nothing here is drawn by hand: `towpath.core.routes.sends` says who sends what to whom, and in which step.
+`towpath.core.routes.sends` says which rank sends what to which, and in which step.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -19,8 +14,11 @@ from math import hypot
 from pathlib import Path
 from typing import Any
 
+from docs import figures
+
 import towpath
 from towpath import Topology, Wire
+from towpath.bench.harness import results
 from towpath.core.payload import Range
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WIRED, Kind
@@ -29,7 +27,6 @@ from towpath.core.transitions import Move
 from towpath.train.observe.plots import light_and_dark
 
 DOCS = Path(__file__).parent
-RESULTS = DOCS.parent / "benchmarks" / "results" / "collectives.jsonl"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)
 REGION_MEBIBYTES = 64
 # What the links of a node carry in one unit of time, in slices: its cable (each way), and those inside it together.
@@ -418,66 +415,40 @@ def presets_table(shape: Topology = SHAPE) -> str:
     return table(["preset", "`ho-ring`", "`flat`"], [[", ".join(who), ho, flat] for (ho, flat), who in rows])
 
 
-def measured_table(results: Path = RESULTS) -> str | None:
-    """The ratios of benchmarks/collectives.py; None until they are there."""
+def measured_table() -> str:
+    """Return the ratios of benchmarks/collectives.py."""
     rows: list[list[str]] = []
-    for result in measured(results, in_parts=False):
-        case: dict[str, Any] = result["case"]
+    for run in measured(in_parts=False):
+        case: Mapping[str, Any] = run["case"]
         shape = Topology(**case["topology"])
+        where = f"{case['op']}, {shape.nodes} × {shape.ranks_per_node}"
         links = f"{case['inter'] or 'unshaped'}, {case['intra'] or 'unshaped'}"
-        where = f"{shape.nodes} × {shape.ranks_per_node}"
-        for check in result["checks"]:
-            asked = f"≤ {check['at_most']:.3f}" if "at_most" in check else ""
-            rows.append([case["op"], where, links, check["what"], f"{check['found']:.3f}", asked])
-    return (
-        table(["collective", "nodes × ranks", "cable, inside", "times of", "measured", "asked"], rows) if rows else None
-    )
+        commit = results.measured_at(run)
+        rows += [[where, links, check["what"], f"{check['found']:.3f}", commit] for check in run["checks"]]
+    return table(["case", "links between nodes, inside", "figure", "result", "commit"], rows)
 
 
-def parts_table(results: Path = RESULTS) -> str | None:
-    """Whole slices against slices in parts; None until they are there."""
+def parts_table() -> str:
+    """Return the seconds of slices in parts over those of whole slices."""
     rows: list[list[str]] = []
-    for result in measured(results, in_parts=True):
-        case: dict[str, Any] = result["case"]
+    for run in measured(in_parts=True):
+        case: Mapping[str, Any] = run["case"]
         size = f"{case['kilobytes'] // Topology(**case['topology']).world:,} KiB"
-        rows.append([case["op"], case["inter"] or "unshaped", size, *(f"{c['found']:.2f}" for c in result["checks"])])
-    return table(["collective", "cable", "a slice", "in 2 parts / whole", "in 4 parts / whole"], rows) if rows else None
+        found = (f"{check['found']:.2f}" for check in run["checks"])
+        rows.append([case["op"], case["inter"] or "unshaped", size, *found, results.measured_at(run)])
+    return table(["case", "link", "slice", "2 parts / whole", "4 parts / whole", "commit"], rows)
 
 
-def measured(results: Path, in_parts: bool) -> list[dict[str, Any]]:
-    """The last run of each case that has figures."""
-    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
-    last = {run["case"]["name"]: run for run in map(json.loads, lines) if "failed" not in run}
-    return [run for name, run in last.items() if name.endswith("in-parts") == in_parts]
+def measured(in_parts: bool) -> list[Mapping[str, Any]]:
+    return [run for run in figures.runs("collectives") if run["case"]["name"].endswith("in-parts") == in_parts]
 
 
-def tables() -> dict[str, str]:
-    """By name, as they stand in routes.md."""
-    made = {
-        "bytes": bytes_table(),
-        "time": time_table(),
-        "wire buffers": wire_table(),
-        "presets": presets_table(),
-        "measured": measured_table(),
-        "parts": parts_table(),
-    }
-    return {name: text for name, text in made.items() if text is not None}
-
-
-def pictures() -> dict[Path, str]:
-    return {DOCS / "routes-gather.svg": draw_gathers(), DOCS / "routes-ho-ring.svg": draw_steps()}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--table", action="store_true", help="print the tables instead of writing the pictures")
-    if parser.parse_args().table:
-        print("\n\n".join(f"{name}\n\n{text}" for name, text in tables().items()))
-        return
-    for path, svg in pictures().items():
-        path.write_text(svg, encoding="utf-8")
-        print(f"wrote {path}")
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {
+    "routes-bytes": bytes_table,
+    "routes-time": time_table,
+    "routes-wire-buffers": wire_table,
+    "routes-presets": presets_table,
+    "routes-measured": measured_table,
+    "routes-parts": parts_table,
+}
+PICTURES = {DOCS / "routes-gather.svg": draw_gathers, DOCS / "routes-ho-ring.svg": draw_steps}

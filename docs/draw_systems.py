@@ -1,21 +1,15 @@
 """What docs/systems/ shows of each system: a picture of its schedule, and a table of its bytes and memory.
 
-python -m docs.draw_systems          # prints the tables
-python -m docs.draw_systems --write  # puts them into the pages, and draws the pictures
-
 The pictures are steps that the simulator replays: what the engine would do, at the times that `ethernet-10g` gives it.
 The tables are `towpath.schedule` of a GPT of 2.5 billion parameters.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-
-from docs.papers import written
 
 from towpath.cli.plan_report import Step
 from towpath.core import presets
@@ -40,7 +34,6 @@ COUNTED, LENGTH, MICRO_STEPS = "gpt-2.5b", 1024, 2
 # Few blocks, so that each transfer can be seen.
 DRAWN = Transformer(vocabulary=32_000, width=4_096, depth=6, heads=32, hidden=11_008, gated=True, biases=False)
 DRAWN_LENGTH, DRAWN_BATCHING = 2_048, Batching(2, MICRO_STEPS)
-TABLE = "bytes and memory"
 
 # Eight nodes: four stages, each in two copies on nodes of their own, whose ranks share its layers (tensor parallelism).
 PIPELINE_CLUSTER = clusters.load("ethernet-10g", nodes=8)
@@ -82,13 +75,9 @@ def strategy(name: str, topology: Topology = TOPOLOGY) -> Strategy:
     return presets.strategy("lins", topology, **_LINS[name]) if name in _LINS else presets.strategy(name, topology)
 
 
-@cache
-def pictures() -> dict[Path, str]:
-    drawn = {system.page: list(_steps(system.strategies)) for system in SYSTEMS} | {OPTIMUS: list(_stages())}
-    return {PAGES / f"{page}.svg": _picture(steps) for page, steps in drawn.items()}
-
-
-def _picture(steps: Sequence[Step]) -> str:
+def picture(system: System | None = None) -> str:
+    """Draw the steps of a system's strategies, or those of Optimus-CC's stages."""
+    steps = list(_stages() if system is None else _steps(system.strategies))
     return standalone_svg(draw_timelines, steps, (10, 0.8 + 0.8 * len(steps)))
 
 
@@ -114,12 +103,6 @@ def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def page_tables() -> dict[Path, str]:
-    found = {PAGES / f"{system.page}.md": table(system) for system in SYSTEMS}
-    return found | {PAGES / f"{OPTIMUS}.md": pipeline_table()}
 
 
 def table(system: System) -> str:
@@ -169,18 +152,7 @@ def pipeline_table() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the pages, and draw the pictures")
-    write = parser.parse_args().write
-    for page, text in page_tables().items():
-        print(f"{page.name}\n{text}\n")
-        if write:
-            page.write_text(written(page.read_text(encoding="utf-8"), TABLE, text), encoding="utf-8")
-    for path, text in pictures().items() if write else ():
-        path.write_text(text, encoding="utf-8")
-        print(path)
-
-
-if __name__ == "__main__":
-    main()
+TABLES = {system.page: partial(table, system) for system in SYSTEMS} | {OPTIMUS: pipeline_table}
+PICTURES = {PAGES / f"{system.page}.svg": partial(picture, system) for system in SYSTEMS} | {
+    PAGES / f"{OPTIMUS}.svg": picture
+}

@@ -1,135 +1,357 @@
-"""The tables of measured figures in docs/*.md and README.md, between markers, from benchmarks/results/*.jsonl, and the
-picture of the races, docs/standings.svg.
+"""Tables of measured figures from benchmarks/results/*.jsonl: in docs and in benchmarks/comparisons/.
 
-    python docs/figures.py            writes them anew
-    python docs/figures.py --check    says which are old
-
-A page has `<!-- figures: strategies -->` where the table of that suite begins, and `<!-- end of figures -->` where it
-ends; `lossless` and `lossy` are the races at a glance, `headline` a sentence about them. Each row says the commit that
-it was measured at, or, where the code that the suite measures is another now, that it was "measured before" it changed.
-The working tree is compared with the commit that was measured: so the change that makes a figure one of the past says
-so itself, once; later changes find the page as it has to be. A test of `make test` holds the pages to this.
+Every table shows the last run of each case, with the commit that was measured. `python -m docs.generate` writes them.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from towpath.bench import standings
-from towpath.bench.drawing import draw_standings
-from towpath.bench.harness import results
-from towpath.bench.harness.age import SOURCES, is_old, when
-from towpath.bench.harness.figures import bound
-from towpath.bench.selection import OUR_LOSSLESS, OUR_LOSSY
+from towpath.bench import summary
+from towpath.bench.drawing import draw_speedups
+from towpath.bench.harness import figures, results
+from towpath.bench.table import best_lossless_peer
 from towpath.train.observe.plots import standalone_svg
+
+Line = Mapping[str, Any]
+Row = Sequence[str]
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-PAGES = (ROOT / "README.md", *sorted(DOCS.glob("*.md")))
-PICTURE = DOCS / "standings.svg"
-_MARKED = re.compile(r"(<!-- figures: ([a-z]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
-NOT_YET = "Not measured yet.\n"
+COMPARISONS = ROOT / "benchmarks" / "comparisons"
 
-# At a glance: how our best stands beside the best lossless peer.
-STANDINGS: Mapping[str, str] = {"lossless": OUR_LOSSLESS, "lossy": OUR_LOSSY}
-HEADLINE = "headline"
-_STRATEGIES = "strategies"
-QUALITY = "quality"
-# What a page can ask for: the table of a suite, or what is made of the races.
-KNOWN = (*SOURCES, *STANDINGS, HEADLINE)
-_QUALITY_HEAD = ("variant", "mean", "95 % interval", "by seed", "asked", "measured")
-_HEAD = ("case", "figure", "found", "95 % interval", "asked", "measured")
+HEADINGS = ("case", "figure", "result", "95 % interval", "commit")
+# Rows of docs/lora.md; all others are in the generated page.
+_LORA = ("fsdp2", "fsdp2 tuned", "torch-ddp tuned", "zero3", "mics", "ddp frozen=1x1")
+_SPEEDUP = ", times as fast"
+# Recorded results keep the words of their time; the pages use these.
+_WORDS = {
+    ": times as fast": ": speed-up over no compression",
+    "accounted": "CPU seconds / (seconds × cores)",
+    "bytes / the schedule's": "bytes sent / bytes in the schedule",
+    "exposed seconds, the schedule's": "exposed seconds with perfect overlap",
+    "of it the call's own": "of these, allocated by the call",
+    "the engine's own time on the host / step": "host time of the engine / step",
+    "limited half way between": "memory limit halfway between the two",
+    "bytes planned beside those scheduled": "bytes planned / bytes scheduled − 1",
+    "step / floor of perfect overlap": "step / lower bound with perfect overlap",
+    "oracle": "reference",
+    "rows_lost": "training rows lost",
+}
 
 
-def table(suite: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
-    """The last run of each case, whether it met what was asked or not."""
-    if suite == QUALITY:
-        head, body = _QUALITY_HEAD, list(quality_rows(folder, root))
-    elif suite == HEADLINE:
-        said = standings.headline(_last_lines(_STRATEGIES, folder), lambda line: is_old(line, _STRATEGIES, root))
-        return textwrap.fill(said, 119) + "\n"
-    elif suite in STANDINGS:
-        head, body = standings.HEADINGS, standings_rows(STANDINGS[suite], folder, root)
-    else:
-        lines = _last_lines(suite, folder)
-        head, body = _HEAD, [row for line in lines for row in rows(line, when(line, suite, root))]
-    if not body:
-        return NOT_YET
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A generated page. `about` is the first paragraph, and `summary` its line in the list of pages."""
+
+    title: str
+    summary: str
+    command: str
+    about: str = ""
+
+
+# By file of results. A new file needs an entry.
+PAGES: Mapping[str, Page] = {
+    "strategies": Page(
+        "Strategies",
+        "Steps of our strategies against tuned DDP, FSDP2 and HSDP.",
+        "towpath bench strategies",
+        "A case names its nodes and ranks, its link and its micro-steps. `regime4` is a communication-to-computation "
+        "ratio of 4. The measured ratio is the first row of each case. Blocks of `waiting` cases sleep instead of "
+        "computing. Ranks of `in-step` cases start each micro-step together. A speed-up compares medians of the "
+        "rounds. It is above 1 where the first strategy is faster.",
+    ),
+    "scaling": Page(
+        "Scaling",
+        "Steps on one to eight nodes, with constant work per rank and with constant work in total.",
+        "towpath bench scaling",
+        "Links between nodes have 200 Mbit/s. `weak` cases keep the work of each rank constant, and `strong` cases the "
+        "work of all ranks together. CPU time near the wall time means that the cores limit the step, not the links.",
+    ),
+    "overhead": Page(
+        "Overhead",
+        "One rank against the unsharded module, and the time that the engine takes on the host.",
+        "towpath bench overhead",
+    ),
+    "memory": Page(
+        "Memory",
+        "Peak memory of starting a model of a billion parameters, and of training under a memory limit.",
+        "towpath bench memory",
+    ),
+    "lora": Page(
+        "LoRA",
+        "Steps in which only PEFT's adapters train.",
+        "towpath bench lora",
+        "`compute` is the forward and backward pass alone. `bare barrier` adds clipping, AdamW and one barrier a step. "
+        "Blocks of `lora-elsewhere` sleep instead of computing.",
+    ),
+    "muon": Page(
+        "Muon",
+        "`optimizer.step()` of Muon on matrix owners, against gathering every gradient on every rank.",
+        "python benchmarks/muon.py",
+    ),
+    "ablations": Page(
+        "Ablations",
+        "One part at a time: kernels, message sizes, routes, group sizes and placements.",
+        "python benchmarks/ablations.py",
+        "A figure is a ratio of steps. It is below 1 where the first is faster. Blocks sleep instead of computing.",
+    ),
+    "quality": Page(
+        "Quality of codecs",
+        "Validation loss of training with codecs.",
+        "python benchmarks/quality.py",
+    ),
+    "quality_pipeline": Page(
+        "Quality of pipeline compression",
+        "Validation loss of pipelines with compressed messages.",
+        "python benchmarks/quality_pipeline.py",
+    ),
+    "collectives": Page(
+        "Collectives",
+        "Seconds of one collective on each route, against the flat route.",
+        "towpath bench collectives",
+    ),
+    "kernels": Page(
+        "Codec kernels",
+        "Encoding and decoding, against a copy in memory and against the reference implementation.",
+        "towpath bench kernels",
+        "`encode/copy` is a throughput: 1 is as fast as a copy. `encode/reference` is a speed-up.",
+    ),
+    "kernels-avx2": Page(
+        "Codec kernels on AVX2",
+        "The same on a CPU without AVX-512.",
+        "towpath bench kernels",
+    ),
+    "planner": Page(
+        "Planner",
+        "Predicted against measured steps, and the cost of the planner's choice.",
+        "python benchmarks/planner.py",
+    ),
+    "pipeline_planner": Page(
+        "Planner for pipelines",
+        "Predicted against measured steps of pipelines.",
+        "python benchmarks/pipeline_planner.py",
+    ),
+    "pipeline": Page(
+        "Pipelines",
+        "Pipelines against PyTorch's own with DDP stages, and the speed-up from compression.",
+        "python benchmarks/pipeline.py",
+    ),
+    "engine": Page(
+        "Engine",
+        "Earlier pairs of strategies and peers, overlap, and memory over many steps.",
+        "python benchmarks/engine.py",
+    ),
+    "step_check": Page(
+        "Step check",
+        "The time that ranks need to compare which parameters got a gradient.",
+        "python benchmarks/step_check.py",
+    ),
+    "checkouts": Page(
+        "Commits",
+        "Steps of another commit against steps of this one.",
+        "python benchmarks/checkouts.py",
+        "A figure is old seconds / new seconds. It is above 1 where the later commit is faster.",
+    ),
+    "checkouts-itself": Page(
+        "A commit against itself",
+        "The noise of the comparison of commits.",
+        "python benchmarks/checkouts.py",
+    ),
+    "train": Page("towpath train", "`towpath train` against a hand-written loop.", "python benchmarks/train.py"),
+    "checkpoints": Page(
+        "Checkpoints",
+        "The time for which a checkpoint in the background stops training, against one in the foreground.",
+        "python benchmarks/checkpoints.py",
+    ),
+    "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python benchmarks/soak.py"),
+    "timeline": Page(
+        "Overlap on a GPU",
+        "The share of communication that runs while the GPU computes, on one H100.",
+        "python benchmarks/timeline.py --device cuda",
+    ),
+}
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def table(head: Row, body: Iterable[Row]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *body))
 
 
-def _last_lines(suite: str, folder: Path) -> list[dict[str, Any]]:
-    return list(results.last(results.read(folder / f"{suite}.jsonl")).values())
+@cache
+def runs(suite: str) -> tuple[Line, ...]:
+    """Return the last run of each case that has figures, and the last run of each case if that failed."""
+    every = results.read(results.file_of(suite))
+    good = results.last(every)
+    latest = results.last(every, failed=True)
+    return tuple(
+        run
+        for case, line in latest.items()
+        for run in ([good[case]] if case in good else []) + [line] * ("failed" in line)
+    )
 
 
-def rows(line: Mapping[str, Any], measured: str) -> Iterable[Sequence[str]]:
-    for check in line["checks"]:
-        interval = f"{check['low']:.3g} – {check['high']:.3g}" if "low" in check else ""
-        missed = ", missed" if check.get("met") is False else ""
-        yield (
-            line["case"]["name"],
-            check["what"],
-            f"{check['found']:.4g}",
-            interval,
-            f"{bound(check)}{missed}",
-            measured,
-        )
+def measured_table(suite: str) -> str:
+    return table(HEADINGS, [row for run in runs(suite) for row in rows(suite, run)])
 
 
-def standings_rows(what: str, folder: Path, root: Path) -> Sequence[Sequence[str]]:
-    def mark(line: Mapping[str, Any]) -> str:
-        return " \\*" * is_old(line, _STRATEGIES, root)
+def rows(suite: str, run: Line) -> Iterable[Row]:
+    """Yield a row for each figure of a run, or one with the reason if the run failed."""
+    case, commit = run["case"]["name"], results.measured_at(run)
+    if "failed" in run:
+        yield case, f"failed: {' '.join(str(run['failed']).split())}".replace("|", "\\|"), "", "", commit
+        return
+    for check in _compared(run) if suite == "strategies" else run["checks"]:
+        yield case, _in_words(check["what"]), *_result(check), commit
 
-    every = results.read(folder / f"{_STRATEGIES}.jsonl")
-    return standings.rows([*results.last(every, failed=True).values(), *results.last(every).values()], what, mark)
+
+def _compared(run: Line) -> Iterable[Mapping[str, Any]]:
+    """Yield the ratio of a run, the speed-up of each of our candidates, and what else was recorded."""
+    if (ratio := run.get("regime", {}).get("found in the race")) is not None:
+        yield {"what": "communication / computation", "found": ratio}
+    ours = [name for name in run["communication_share"] if run["contestants"][name]["ours"]]
+    told: set[str] = set()
+    if (fastest := best_lossless_peer(run)) is not None:
+        peer = next(name for name, seconds in run["median_seconds"].items() if seconds == fastest)
+        for name in ours:
+            told.add(what := f"{name} against {peer}")
+            yield figures.ratio(run["seconds"], peer, name).recorded() | {"what": what + _SPEEDUP}
+    for check in run["checks"]:
+        what = check["what"].partition(": ")[2] if check["what"].endswith(_SPEEDUP) else check["what"]
+        if what.removesuffix(_SPEEDUP) not in told:
+            yield {**check, "what": what}
 
 
-def quality_rows(folder: Path, root: Path) -> Iterable[Sequence[str]]:
-    """Of each variant the final loss over zero3's with the same seed, less one."""
+def _in_words(what: str) -> str:
+    if what.endswith(_SPEEDUP):
+        ours, _, theirs = what.removesuffix(_SPEEDUP).partition(" against ")
+        return f"speed-up of `{ours}` over `{theirs}`"
+    for recorded, shown in _WORDS.items():
+        what = what.replace(recorded, shown)
+    return what.replace("|", "\\|")
+
+
+def _result(check: Mapping[str, Any]) -> tuple[str, str]:
+    found = check["found"]
+    return f"{found:,.0f}" if abs(found) >= 1e5 else f"{found:.4g}", results.interval(check)
+
+
+def quality_table() -> str:
+    """Return the final loss of each variant over that of `zero3` with the same seed, less one."""
+    draw_quality = _script("draw_quality")
+    quality = draw_quality.runs_of()
+    commits = {run["case"]["variant"]: results.measured_at(run) for run in quality}
+    return table(
+        ("variant", "mean", "95 % interval", "by seed", "commit"),
+        [
+            (
+                row.variant,
+                f"{row.mean:+.2%}",
+                f"± {row.around:.2%}",
+                ", ".join(f"{share:+.2%}" for share in row.each),
+                commits[row.variant],
+            )
+            for row in draw_quality.rows_of(quality)
+        ],
+    )
+
+
+@cache
+def _script(name: str) -> Any:
+    """Import a script of benchmarks/, which imports its neighbors by name."""
     sys.path.append(str(ROOT / "benchmarks"))
-    draw_quality = importlib.import_module("draw_quality")
-    runs = draw_quality.runs_of(folder)
-    measured = {run["case"]["variant"]: when(run, QUALITY, root) for run in runs}
-    variants = {variant.name: variant for variant in draw_quality.VARIANTS}
-    for row in draw_quality.judged(runs, list(variants), "zero3", float):
-        seeds = ", ".join(f"{share:+.2%}" for share in row.each)
-        most, asked = variants[row.variant].most, draw_quality.asked(variants[row.variant])
-        if most is not None and row.mean > most:
-            asked += ", missed"
-        yield row.variant, f"{row.mean:+.2%}", f"± {row.around:.2%}", seeds, asked, measured[row.variant]
+    return importlib.import_module(name)
 
 
-def written(page: str, folder: Path = results.FOLDER, root: Path = ROOT) -> str:
-    """A page with its tables as they are now."""
-    return _MARKED.sub(lambda found: f"{found[1]}{table(found[2], folder, root)}{found[4]}", page)
+def lora_table() -> str:
+    """Return steps of a few candidates over the forward and backward pass alone."""
+    found: list[Row] = []
+    for run in runs("lora"):
+        for name in _LORA:
+            if name in run["seconds"]:
+                check = figures.ratio(run["seconds"], name, "compute").recorded()
+                found.append((run["case"]["name"], check["what"], *_result(check), results.measured_at(run)))
+    return table(HEADINGS, found)
 
 
-def picture() -> str:
-    """The races at a glance."""
-    return standalone_svg(draw_standings, _last_lines(_STRATEGIES, results.FOLDER), (10.4, 4.6))
+def speedups_table() -> str:
+    """Return the four rows of README.md."""
+    head = ("FSDP2's communication / computation", "lossless", "with codecs")
+    return table(head, summary.readme_rows(_compared_strategies()))
 
 
-def old_pages() -> dict[Path, str]:
-    """What each of them would be now."""
-    pages = {page: written(page.read_text(encoding="utf-8")) for page in PAGES} | {PICTURE: picture()}
-    return {page: text for page, text in pages.items() if not page.exists() or page.read_text("utf-8") != text}
+def families_table() -> str:
+    return table(summary.HEADINGS, summary.rows(_compared_strategies()))
 
 
-def main(arguments: Sequence[str]) -> None:
-    old = old_pages()
-    for page, text in old.items():
-        if "--check" not in arguments:
-            page.write_text(text, encoding="utf-8")
-        print(f"{page.relative_to(ROOT)} {'is old' if '--check' in arguments else 'is written anew'}")
-    if old and "--check" in arguments:
-        raise SystemExit(1)
+def speedups_picture() -> str:
+    return standalone_svg(draw_speedups, _compared_strategies(), (10.4, 4.6))
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def _compared_strategies() -> list[Line]:
+    return [run for run in runs("strategies") if "failed" not in run]
+
+
+TABLES = {
+    "speedups": speedups_table,
+    "families": families_table,
+    "quality": quality_table,
+    "lora": lora_table,
+    "muon": lambda: measured_table("muon"),
+    "ablations": lambda: measured_table("ablations"),
+    "comparisons": lambda: "".join(
+        f"- [{page.title}](comparisons/{suite}.md): {page.summary}\n" for suite, page in PAGES.items()
+    ),
+}
+
+PICTURES = {
+    DOCS / "speedups.svg": speedups_picture,
+    results.FOLDER / "quality.svg": lambda: _script("draw_quality").picture(),
+    results.FOLDER / "quality_pipeline.svg": lambda: _script("draw_quality_pipeline").picture(),
+}
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def page_of(suite: str) -> str:
+    """Return the page of a file of results."""
+    page = PAGES[suite]
+    origin = (
+        f"`{page.command}` runs these cases and adds to [{suite}.jsonl](../results/{suite}.jsonl). This page shows the "
+        "last run of each case. `python -m docs.generate` writes it."
+    )
+    about = [textwrap.fill(text, 120, break_on_hyphens=False) for text in (f"{page.summary} {page.about}", origin)]
+    return "\n\n".join([f"# {page.title}", *about, *_sections(suite)])
+
+
+def _sections(suite: str) -> Iterable[str]:
+    """Yield the table of a suite; for strategies, one per cluster and number of micro-steps."""
+    if suite != "strategies":
+        yield measured_table(suite)
+        return
+    for heading, found in groupby(sorted(runs(suite), key=_place), key=_heading):
+        yield f"## {heading}\n\n" + table(HEADINGS, [row for run in found for row in rows(suite, run)])
+
+
+def _heading(run: Line) -> str:
+    workload = run["case"]["workload"]
+    shape, steps = workload["topology"], workload["micro_steps"]
+    return f"{shape['nodes']} nodes × {shape['ranks_per_node']} ranks, {steps} micro-step{'s' * (steps > 1)}"
+
+
+def _place(run: Line) -> tuple[Any, ...]:
+    """Return a sort key: by heading, by the seconds that blocks wait, and by the communication-to-computation ratio."""
+    workload, ratio = run["case"]["workload"], summary.comm_ratio_of(run)
+    column = len(summary.COMM_RATIOS) if ratio is None else summary.COMM_RATIOS.index(ratio)
+    return _heading(run), workload.get("in_step", False), workload["wait_seconds"] or 0.0, column

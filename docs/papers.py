@@ -1,17 +1,14 @@
 """What the papers measured, and what the simulator says of the same runs: the tables of docs/papers.md.
 
-python docs/papers.py          # prints the tables; a minute
-python docs/papers.py --write  # puts them into docs/papers.md
+`python -m docs.generate` writes them; the slow ones take a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import ceil, log2, prod
-from pathlib import Path
 from typing import Any
 
 from towpath.core import presets
@@ -34,8 +31,6 @@ from towpath.planner.solver import Batching, Priced, Solver
 from towpath.sim.hardware import Hardware
 from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 from towpath.topology.cluster import Extent
-
-PAGE = Path(__file__).parent / "papers.md"
 
 BLOCKS, MATRICES = "blocks", "matrices"
 _AFTER_ATTENTION = 3  # of a block's matrices, the one that takes what attention gives
@@ -386,35 +381,9 @@ def _is(placement: Placement, options: Mapping[str, Any]) -> bool:
 
 
 TABLES = {
-    "placements": placements_table,
-    "collectives": collectives_table,
-    "pipelines": pipelines_table,
-    "ratios": lambda: ratios_table(rows()),
+    "papers-placements": placements_table,
+    "papers-collectives": collectives_table,
+    "papers-pipelines": pipelines_table,
+    "papers-ratios": lambda: ratios_table(rows()),
 }
-
-
-def written(page: str, name: str, table: str) -> str:
-    """The page with `table` between its marks."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    before, found, rest = page.partition(begin)
-    _, found_end, after = rest.partition(end)
-    if not (found and found_end):
-        raise SystemExit(f"{PAGE}: expected the marks {begin.strip()} and {end.strip()}.")
-    return before + begin + table + "\n" + end + after
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/papers.md")
-    write = parser.parse_args().write
-    page = PAGE.read_text(encoding="utf-8") if write else ""
-    for name, table in TABLES.items():
-        made = table()
-        print(made, end="\n\n", flush=True)
-        page = written(page, name, made) if write else page
-    if write:
-        PAGE.write_text(page, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
+SLOW = ("papers-placements", "papers-pipelines", "papers-ratios")

@@ -1,8 +1,8 @@
 """What mkdocs asks when it builds the site (mkdocs.yml): pages that lie outside docs/, and files that pages link to.
 
-The home page is README.md, and CONTRIBUTING.md, CHANGELOG.md and examples/README.md are pages too. Whatever else of the
-repository a page links to, a result file or a script, is copied into the site, under `repository/`. Such a
-Markdown file, for example benchmarks/LOG.md, becomes a page that the navigation does not list.
+The home page is README.md. The other entries of `PAGES` are pages too. Any other file of the repository that a page
+links to, such as a script, is copied into the site under `repository/`. A Markdown file that is copied, for example
+benchmarks/LOG.md, becomes a page that the navigation does not list.
 """
 
 from __future__ import annotations
@@ -22,6 +22,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples.md",
+    "benchmarks/README.md": "comparisons/index.md",
+}
+# Pages generated from results (docs/figures.py).
+PAGES |= {
+    page.relative_to(ROOT).as_posix(): f"comparisons/{page.name}" for page in ROOT.glob("benchmarks/comparisons/*.md")
 }
 COPIED = "repository"
 _FENCE = re.compile(r"^( *```\w+) .*$", re.MULTILINE)

@@ -141,9 +141,9 @@ class TestFigures:
         check = figures.ratio({"ours": [0.5 * s for s in theirs], "theirs": theirs}, "ours", "theirs", 0.4)
         assert check.interval == figures.Interval(0.5, 0.5, 1 - 2 / 64)
         assert (check.what, check.found, check.met) == ("ours / theirs", 0.5, False)
-        assert figures.verdict(check.recorded()) == "ours / theirs: 0.5 [0.5, 0.5 at 97%] (asked ≤ 0.4: MISSED)"
+        assert figures.verdict(check.recorded()) == "ours / theirs: 0.5 [0.5, 0.5 at 97%] (limit ≤ 0.4: exceeded)"
 
-    def test_what_was_asked_is_met_missed_or_nothing(self) -> None:
+    def test_a_limit_is_met_exceeded_or_missing(self) -> None:
         assert figures.Check("x", 1.0, at_most=1.0).met is True
         assert figures.Check("x", 1.1, at_most=1.0).met is False
         assert figures.Check("x", 0.9, at_least=1.0).met is False
@@ -348,7 +348,7 @@ class TestSuite:
         assert second["load"] == {"before": 0.75, "after": 0.75} and second["busy_processors"] == 0.25
         assert second["warnings"] == [*stamp.warnings(0.25, True), "its own"]
         assert second["checks"] == [{"what": "ours / theirs", "found": 0.5, "at_most": 0.4, "met": False}]
-        assert "first\n  ours / theirs: 0.5 (asked ≤ 0.4: MISSED)\n  warning: 0.25 processors were busy before" in (
+        assert "first\n  ours / theirs: 0.5 (limit ≤ 0.4: exceeded)\n  warning: 0.25 processors were busy before" in (
             capsys.readouterr().out
         )
 
@@ -648,7 +648,9 @@ class TestReport:
         for text in (scripts.report.last_runs(file), scripts.report.history_of(file, long)):
             assert all(len(row) <= scripts.report.WIDTH for row in text.splitlines()), text
             assert "FAILED" in text
-        assert "MISSED" in scripts.report.history_of(file, long) and "aaaaaaa" in scripts.report.history_of(file, long)
+        assert "≤ 0.1: exceeded" in scripts.report.history_of(file, long) and "aaaaaaa" in scripts.report.history_of(
+            file, long
+        )
 
     def test_an_unknown_case_is_refused_with_those_there_are(self, scripts: SimpleNamespace, tmp_path: Path) -> None:
         results.append(tmp_path / "a.jsonl", line("there"))

@@ -1,63 +1,73 @@
-"""What docs/routes.md shows is what the routes are: its pictures and tables are what docs/draw_routes.py makes.
-
-Other pages, too, show what the simulator, the results and the source say.
-"""
+"""Regenerating the docs changes nothing, and the routes in docs/routes.md are simulated correctly."""
 
 from __future__ import annotations
 
-import ast
-import functools
-import json
-import re
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
-from docs import draw_pipeline_predictions, draw_plans, draw_predictions, draw_routes, draw_systems, papers
-from docs.draw_routes import CARRIED, DOCS, DRAWN, bars, pictures, plan_of, simulate, tables, taken, transfer_of
+from docs import figures, generate
+from docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
 
+from towpath.bench.harness import results
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(2, 3), Topology(2, 4), Topology(2, 8)]
-PAGE = (DOCS / "routes.md").read_text(encoding="utf-8")
-TROUBLES = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("path", pictures(), ids=lambda path: path.name)
-def test_the_pictures_are_those_of_the_plans(path: Path) -> None:
-    same = path.read_text(encoding="utf-8") == pictures()[path]
-    assert same, f"{path.name} is not what the routes are now: run `python docs/draw_routes.py`"
-    assert f"]({path.name})" in PAGE
+@pytest.mark.parametrize("file", generate.files(), ids=lambda file: str(file.relative_to(generate.ROOT)))
+def test_regenerating_changes_nothing(file: Path) -> None:
+    same = file.exists() and file.read_text(encoding="utf-8") == generate.text_of(file, slow=False)
+    assert same, "run `python -m docs.generate` and commit what it writes"
 
 
-@pytest.mark.parametrize("name", tables())
-def test_the_tables_are_those_of_the_plans(name: str) -> None:
-    same = tables()[name] in PAGE
-    assert same, f"the table {name!r} of docs/routes.md is old: paste what `python docs/draw_routes.py --table` prints"
+@pytest.mark.parity
+def test_regenerating_the_slow_tables_changes_nothing() -> None:
+    page = generate.ROOT / "docs" / "papers.md"
+    assert page.read_text(encoding="utf-8") == generate.text_of(page), "run `python -m docs.generate`"
 
 
-def test_figures_are_given_only_where_they_were_measured(tmp_path: Path) -> None:
-    assert draw_routes.measured_table(tmp_path / "collectives.jsonl") is None
-    same = ("Not measured yet" in PAGE) == ("measured" not in tables())
-    assert same, (
-        "docs/routes.md must say 'Not measured yet' just as long as benchmarks/results/collectives.jsonl is missing"
-    )
+class TestRows:
+    """Rows of generated tables, from results made by hand."""
 
+    @pytest.fixture
+    def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+        monkeypatch.setattr(results, "FOLDER", tmp_path)
+        figures.runs.cache_clear()
+        yield tmp_path
+        figures.runs.cache_clear()
 
-def test_of_many_runs_the_last_one_with_figures_is_shown(tmp_path: Path) -> None:
-    file = tmp_path / "collectives.jsonl"
-    case = {"name": "gather", "op": "all-gather", "topology": {"nodes": 2, "ranks_per_node": 4}, "inter": None}
-    runs: list[dict[str, Any]] = [
-        {"case": case | {"intra": None}, "checks": [{"what": "a / b", "found": found, "at_most": 0.6}]}
-        for found in (0.1, 0.7)
-    ]
-    lines = [*runs, {"case": case, "checks": [], "failed": "rank 3 died"}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    shown = draw_routes.measured_table(file)
-    assert shown is not None and "| a / b | 0.700 | ≤ 0.600 |" in shown and "0.100" not in shown
+    def test_the_last_run_with_figures_and_a_later_failure(self, folder: Path) -> None:
+        case = {"case": {"name": "a"}, "commit": "0123456789abcdef"}
+        runs = [{**case, "checks": [{"what": "x / y", "found": found, "low": 1, "high": 3}]} for found in (1.0, 2.0)]
+        for run in (*runs, {**case, "checks": [], "failed": "rank 3\ndied"}):
+            results.append(folder / "overhead.jsonl", run)
+        shown = figures.measured_table("overhead").splitlines()[2:]
+        assert shown == [
+            "| a | x / y | 2 | 1 – 3 | 0123456789 |",
+            "| a | failed: rank 3 died |  |  | 0123456789 |",
+        ]
+
+    def test_a_comparison_shows_every_candidate_of_ours(self) -> None:
+        seconds = {"mics": [2.0] * 6, "zero++": [4.0] * 6, "fsdp2": [3.0] * 6}
+        run = {
+            "case": {"name": "2x2-regime4-micro1"},
+            "versions": {"towpath": "1.0"},
+            "regime": {"found in the race": 4.1},
+            "communication_share": dict.fromkeys(seconds, 0.1),
+            "contestants": {name: {"ours": name != "fsdp2", "lossless": name != "zero++"} for name in seconds},
+            "seconds": seconds,
+            "median_seconds": {name: each[0] for name, each in seconds.items()},
+            "checks": [{"what": "lossless: mics against fsdp2, times as fast", "found": 1.5, "low": 1, "high": 2}],
+        }
+        assert [row[1:3] for row in figures.rows("strategies", run)] == [
+            ("communication / computation", "4.1"),
+            ("speed-up of `mics` over `fsdp2`", "1.5"),
+            ("speed-up of `zero++` over `fsdp2`", "0.75"),
+        ]
 
 
 @pytest.mark.parametrize("route", DRAWN)
@@ -96,71 +106,3 @@ def test_two_nodes_of_four_take_what_the_page_says() -> None:
         "two-hop": 4 + Fraction(6, 16),
         "one-hop": 16,
     }
-
-
-def test_what_is_said_of_the_papers_is_what_the_simulator_says() -> None:
-    """Of all rows those that take little time."""
-    page = papers.PAGE.read_text(encoding="utf-8")
-    quick = [row for row in papers.rows() if row.setting.micro_steps == 1 and "7b" in row.setting.model]
-    tables = [papers.placements_table(), papers.collectives_table(), papers.ratios_table(quick)]
-    tables.append(
-        papers.pipelines_table({"gpt-2.5b": {k: papers.OPTIMUS_DAYS["gpt-2.5b"][k] for k in ("nothing", "CB")}})
-    )
-    missing = [line for table in tables for line in table.splitlines() if "|" in line and line not in page]
-    assert not missing, f"docs/papers.md is old: run `python docs/papers.py --write`. It lacks {missing}"
-
-
-def test_the_pictures_of_which_strategy_when_are_what_the_simulator_says() -> None:
-    page = (DOCS / "planner.md").read_text(encoding="utf-8")
-    for path, text in draw_plans.pictures().items():
-        assert f"]({path.name})" in page
-        assert path.read_text(encoding="utf-8") == text, f"{path.name} is old: run `python docs/draw_plans.py`"
-
-
-def test_the_table_of_predicted_pipelines_is_that_of_the_results() -> None:
-    page = draw_pipeline_predictions.PAGE.read_text(encoding="utf-8")
-    told = "docs/planner.md is old: run `python -m docs.draw_pipeline_predictions --write`"
-    assert draw_pipeline_predictions.table() in page, told
-
-
-def test_what_is_said_of_predictions_is_what_was_measured() -> None:
-    page = draw_predictions.PAGE.read_text(encoding="utf-8")
-    assert draw_predictions.table() in page, "docs/planner.md is old: run `python -m docs.draw_predictions --write`"
-    drawn = draw_predictions.PICTURE.read_text(encoding="utf-8")
-    assert drawn == draw_predictions.picture(), "docs/timelines.svg is old: `python -m docs.draw_predictions --write`"
-
-
-@pytest.mark.parametrize("page", [*(system.page for system in draw_systems.SYSTEMS), draw_systems.OPTIMUS])
-def test_what_is_shown_of_each_system_is_its_schedule(page: str) -> None:
-    told = "run `python -m docs.draw_systems --write`"
-    text, drawn = (draw_systems.PAGES / f"{page}.md"), (draw_systems.PAGES / f"{page}.svg")
-    shown = text.read_text(encoding="utf-8")
-    assert draw_systems.page_tables()[text] in shown, f"docs/systems/{page}.md is old: {told}"
-    assert f"]({drawn.name})" in shown
-    assert drawn.read_text(encoding="utf-8") == draw_systems.pictures()[drawn], (
-        f"docs/systems/{page}.svg is old: {told}"
-    )
-
-
-@pytest.mark.parametrize(
-    "quoted", re.findall(r'\*"([^"]+)"\*', (DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
-)
-def test_a_message_that_is_quoted_is_one_that_is_said(quoted: str) -> None:
-    """In a quotation … stands for whatever is said there."""
-    words = re.compile(".*".join(re.escape(part) for part in " ".join(quoted.split()).split("…")), re.DOTALL)
-    assert any(words.search(text) for text in texts_of_the_source()), f"nothing in src/towpath says {quoted!r}"
-
-
-@functools.cache
-def texts_of_the_source() -> list[str]:
-    """Every text in src/towpath that is no docstring, with … where a value is put in."""
-    found: list[str] = []
-    for file in (DOCS.parent / "src" / "towpath").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        for node in nodes:
-            if isinstance(node, ast.JoinedStr):
-                found.append("".join(str(v.value) if isinstance(v, ast.Constant) else "…" for v in node.values))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-                found.append(re.sub(r"%[.\d]*[dfs]", "…", node.value))
-    return found

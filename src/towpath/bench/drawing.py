@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import towpath
-from towpath.bench import standings
 from towpath.bench.environment import UNSHAPED
 from towpath.bench.peers import AUTO
+from towpath.bench.summary import comparisons
 from towpath.bench.table import marks
 from towpath.lab import Rate
 from towpath.train.observe.plots import axes_of, colour, draw_stacked, set_log_scale
 
 Line = dict[str, Any]
 
-_MEGA = 1e6
+_MEGA, _GREY = 1e6, "#868e96"
 # Whoever is named here has the same colour in every picture; peers are grey.
 _OURS = ("mics", "paro-iig", "paro-nig", "paro-ngg", "zero++", "ddp", "zero3")
 _PEERS = {"torch-ddp": "#343a40", "hsdp": "#868e96", "fsdp2": "#adb5bd", "deepspeed": "#ced4da"}
@@ -132,36 +132,38 @@ def look_of(name: str) -> tuple[str, str]:
     return "D", colour(others.index(kind) if kind in others else len(others))
 
 
-def draw_standings(figure: Any, lines: Sequence[Line]) -> None:
-    """How our best stands beside the best lossless peer, by regime: a point for each race."""
-    panels = figure.subplots(1, len(standings.TITLES), sharey=True)
-    labels: dict[str, Any] = {}
-    clusters: list[tuple[int, int]] = []
-    for axes, (what, title) in zip(panels, standings.TITLES.items(), strict=True):
-        for setting, row in standings.standings(lines, what).items():
-            shape = (setting.nodes, setting.ranks)
-            clusters += [shape] if shape not in clusters else []
-            points = [(one.line["regime"]["found in the race"], one.found) for one in row.values()]
-            paint = colour(clusters.index(shape))
-            mark = "v" if setting.in_step else "o" if setting.micro_steps == 1 else "^"
-            filled = "none" if setting.waits else paint
-            steps = "1 micro-step" if setting.micro_steps == 1 else f"{setting.micro_steps} micro-steps"
-            label = f"{setting.nodes} × {setting.ranks}, {steps}{', blocks wait' * setting.waits}"
-            label += ", in step" * setting.in_step
-            drawn = axes.plot(
-                *zip(*sorted(points), strict=True), mark, color=paint, markerfacecolor=filled, markersize=5
-            )
-            labels.setdefault(label, drawn[0])
-        axes.axhline(1.0, color="#868e96", linewidth=1)
-        axes.set_xlabel("communication of FSDP2 : computation")
-        axes.set_title(title.split(",")[0], fontsize=9)
+def draw_speedups(figure: Any, lines: Sequence[Line]) -> None:
+    """Draw our fastest strategy's speed-up over the communication-to-computation ratio: one point per comparison."""
+    panels = dict(
+        zip(("lossless strategies", "strategies with codecs"), figure.subplots(1, 2, sharey=True), strict=True)
+    )
+    shapes: list[tuple[int, int]] = []
+    looks: dict[str, dict[str, Any]] = {}
+    for each in comparisons(lines):
+        shape = (each.nodes, each.ranks_per_node)
+        shapes += [shape] if shape not in shapes else []
+        paint, mark = colour(shapes.index(shape)), "o" if each.micro_steps == 1 else "^"
+        looks[f"{each.nodes} nodes × {each.ranks_per_node} ranks"] = {"marker": "s", "color": paint}
+        looks[f"{each.micro_steps} micro-step{'s' * (each.micro_steps > 1)}"] = {"marker": mark, "color": _GREY}
+        if each.blocks_wait:
+            looks["hollow: blocks wait"] = {"marker": "o", "color": _GREY, "markerfacecolor": "none"}
+        look = {"color": paint, "markerfacecolor": "none" if each.blocks_wait else paint, "markersize": 5}
+        for axes, speedups in zip(panels.values(), (each.lossless, each.codecs), strict=True):
+            if speedups and each.measured_ratio:
+                axes.plot([each.measured_ratio], [max(speedups.values())], mark, **look)
+    for title, axes in panels.items():
+        axes.axhline(1.0, color=_GREY, linewidth=1)
+        axes.set_xlabel("FSDP2's communication time / computation time")
+        axes.set_title(title, fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25, linewidth=0.6)
         axes.set_xscale("log")
         axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "1", "2", "4", "8"])
         axes.minorticks_off()
-    panels[0].set_ylabel("times as fast as the best lossless peer")
-    figure.legend(labels.values(), labels.keys(), frameon=False, fontsize=8, ncols=3, loc="outside lower center")
+    first, *_ = panels.values()
+    first.set_ylabel("speed-up over the best tuned lossless peer")
+    handles = [first.plot([], [], linestyle="none", markersize=5, **look)[0] for look in looks.values()]
+    figure.legend(handles, looks.keys(), frameon=False, fontsize=8, ncols=3, loc="outside lower center")
 
 
 def _names(line: Line) -> list[str]:
@@ -200,7 +202,7 @@ def draw_pareto(figure: Any, line: Line) -> None:
         axes.plot(*at, mark, color=paint, markersize=6, label=label, **hollow)
     lossless = {name: at for name, at in points.items() if line["contestants"][name]["lossless"]}
     if best := [lossless[name] for name in unbeaten(lossless)]:
-        axes.plot(*zip(*best, strict=True), "-", color="#868e96", linewidth=1)
+        axes.plot(*zip(*best, strict=True), "-", color=_GREY, linewidth=1)
     figure.legend(*axes.get_legend_handles_labels(), frameon=False, fontsize=8, ncols=2, loc="outside lower center")
 
 

@@ -3,7 +3,7 @@
     towpath bench report -o bench.html                  of all files of results there are
     towpath bench report results.jsonl -o bench.html    of these
 
-The last run of each case counts. Whoever loses stays where it is, and what was asked and missed says so.
+The page shows the last run of each case, failed runs and lost comparisons included.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from towpath.bench import drawing, standings
+from towpath.bench import drawing, summary
 from towpath.bench.drawing import Line
 from towpath.bench.harness import results
-from towpath.bench.harness.age import is_old, when
-from towpath.bench.harness.figures import bound
 from towpath.bench.harness.help import HelpFormatter
 from towpath.bench.harness.suite import Parser
 from towpath.errors import ConfigError
@@ -25,18 +23,12 @@ from towpath.output_file import check_output_file
 from towpath.train.observe.plots import svg
 from towpath.train.observe.report import figure_html, table_html, write_page
 
-_HEADINGS = ("case", "figure", "found", "95 % interval", "asked", "", "measured")
+_HEADINGS = ("case", "figure", "result", "95 % interval", "date", "commit")
 _SIZE = (5.2, 4.2)
-_RACED = "communication_share"  # what results of strategies and scaling have
+_COMPARED = "communication_share"  # a key that only results of strategies and scaling have
 _ABOUT = (
-    "Columns are regimes: in a regime of 4, FSDP2's communication alone takes four times what the bare module "
-    "computes. “At 0.53”: what the race came to, where the column does not say it. “1.15 of 1.18”: with perfect "
-    "overlap of ours it would be 1.18. “Mean by messages alone”: with that, beside a peer that computes, and then "
-    "sends as few bytes as any, over cables in use all the time, and does nothing else. A block computes, or it "
-    "waits so many seconds in its forward pass, and takes nothing from the cores. Asked: without codecs 0.97 "
-    "everywhere, and in the geometric mean of 8 to 1 1.25 with one micro-step and 1.15 with four; with codecs 2.2 from "
-    "a regime of 4 on. Empty: not raced; –: failed, as the tables below say; *: before the code that was measured "
-    "changed; †: of blocks that wait for different times; ‡: asked is more than one of these two would give."
+    "A column is the time that FSDP2's communication takes alone, over the time that the model computes. A cell has "
+    "the median speed-up over the best tuned lossless peer, the lowest and highest, and the number of comparisons."
 )
 _LOOK = "Peers are grey squares; what is lossy has a broken line."
 
@@ -82,36 +74,25 @@ def write(path: Path, lines: Sequence[Line]) -> None:
 
 
 def counted(lines: Sequence[Line]) -> str:
-    """What was asked and missed, in one sentence."""
-    asked = [check for line in lines for check in line["checks"] if check.get("met") is not None]
-    missed, failed = sum(not check["met"] for check in asked), sum("failed" in line for line in lines)
-    return (
-        f"{len(lines)} cases, each in its last run. Of {len(asked)} figures something was asked, and {missed} missed "
-        f"it; {failed} runs failed. They stand in the tables as all others do."
-    )
+    """Return how many cases there are, and how many failed, in one sentence."""
+    failed = sum("failed" in line for line in lines)
+    return f"The last run of {len(lines)} cases, of which {failed} failed."
 
 
 def at_a_glance(lines: Sequence[Line]) -> str:
-    """How our best stands beside the best lossless peer, in every environment."""
-    raced = [line for line in lines if line.get("suite") == "strategies"]
-    shown = [line for line in raced if "failed" not in line]
-    if not any(standings.column_of(line) for line in shown):
+    """Return the picture and the table of speed-ups, or nothing without comparisons of the usual model."""
+    compared = [line for line in lines if line.get("suite") == "strategies"]
+    if not (rows := summary.rows(compared)):
         return ""
-    drawn = svg(drawing.draw_standings, shown, (10.4, 4.6))
-    points = "A point for each race: above the line ours is faster. Hollow: blocks wait."
-    parts = [figure_html("Beside the best lossless peer", points, drawn, wide=True), f"<p>{html.escape(_ABOUT)}</p>"]
-    for what, title in standings.TITLES.items():
-        if found := standings.rows(raced, what, lambda line: " *" * is_old(line, "strategies")):
-            parts.append(f"<h2>{title}</h2>{table_html(standings.HEADINGS, found)}")
-    return "".join(parts)
+    drawn = svg(drawing.draw_speedups, compared, (10.4, 4.6))
+    points = "One point per comparison. Above the line our strategy is faster."
+    picture = figure_html("Speed-up over the best tuned lossless peer", points, drawn, wide=True)
+    return f"{picture}<p>{html.escape(_ABOUT)}</p>{table_html(summary.HEADINGS, rows)}"
 
 
 def tables(lines: Sequence[Line]) -> Iterable[str]:
-    """Every figure, by suite."""
-    each = (
-        "A figure is of medians over rounds in which all contestants took turns, each in processes of its own. The "
-        "interval is of the ratio within a round."
-    )
+    """Yield a table of every figure for each suite."""
+    each = "Figures are medians over the rounds. An interval is that of the ratio within a round."
     suites: dict[str, list[Line]] = {}
     for line in lines:
         suites.setdefault(line.get("suite") or "other results", []).append(line)
@@ -121,20 +102,17 @@ def tables(lines: Sequence[Line]) -> Iterable[str]:
 
 
 def rows(line: Line) -> Iterable[list[str]]:
-    """One for each figure; of a failed run, why there is none."""
-    suite, case = line.get("suite", ""), str(line["case"]["name"])
-    where = f"{str(line.get('date'))[:10]}, {when(line, suite)}"
+    """Yield a row for each figure of a run, and one with the reason if it failed."""
+    case, where = str(line["case"]["name"]), [str(line.get("date"))[:10], results.measured_at(line)]
     if "failed" in line:
-        yield [case, f"FAILED: {str(line['failed'])[:120]}", "", "", "", "", where]
+        yield [case, f"FAILED: {str(line['failed'])[:120]}", "", "", *where]
     for check in line["checks"]:
-        interval = f"{check['low']:.3g} – {check['high']:.3g}" if "low" in check else ""
-        verdict = "" if check.get("met") is None else ("met" if check["met"] else "MISSED")
-        yield [case, str(check["what"]), f"{check['found']:.4g}", interval, bound(check), verdict, where]
+        yield [case, str(check["what"]), f"{check['found']:.4g}", results.interval(check), *where]
 
 
 def figures(lines: Sequence[Line]) -> Iterable[str]:
     """Of whatever there is."""
-    raced = [line for line in lines if _RACED in line]
+    raced = [line for line in lines if _COMPARED in line]
     for title, group in drawing.groups_of([line for line in raced if line["suite"] == "strategies"]).items():
         curves, unshaped = drawing.curves_by_rate(group)
         if any(len(curve.points) > 1 for curve in curves):
@@ -147,7 +125,7 @@ def figures(lines: Sequence[Line]) -> Iterable[str]:
 
 
 def _of_one(line: Line) -> Iterable[str]:
-    name, bars = line["case"]["name"], (5.2, 1.0 + 0.24 * len(line[_RACED]))
+    name, bars = line["case"]["name"], (5.2, 1.0 + 0.24 * len(line[_COMPARED]))
     sent, held = svg(drawing.draw_bytes, line, bars), svg(drawing.draw_memory, line, bars)
     yield figure_html(f"Bytes on the links: {name}", "By the kernel's counters.", sent)
     yield figure_html(f"Memory: {name}", "The rank that holds most.", held)

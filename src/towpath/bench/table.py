@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towpath.bench.harness.figures import verdict
@@ -38,8 +38,8 @@ def _by_speed(line: dict[str, Any]) -> list[str]:
     return sorted(line["communication_share"], key=lambda name: line["median_seconds"][name])
 
 
-def best_lossless_peer(line: dict[str, Any]) -> float | None:
-    """Its seconds."""
+def best_lossless_peer(line: Mapping[str, Any]) -> float | None:
+    """Return the seconds of a step of the fastest lossless peer, or None if none took part."""
     peers = [
         line["median_seconds"][name]
         for name, about in line["contestants"].items()

@@ -2,7 +2,7 @@
 
     contestants.py  its ranks, stopped until its turn        worker.py   what such a rank does
     turns.py        who goes when                            race.py     the rounds
-    figures.py      medians, intervals, what was asked       regime.py   a cable's rate, from communication : compute
+    figures.py      medians, intervals and limits            regime.py   a cable's rate, from communication : compute
     stamp.py        what a figure depends on besides         results.py  the files, which only grow
     suite.py        the command line of every suite          help.py     how its help is laid out
     migrate.py      files from before the harness

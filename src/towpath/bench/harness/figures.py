@@ -1,4 +1,4 @@
-"""What the seconds of the rounds say: medians, their spread, a ratio with its interval, and what was asked of it."""
+"""Medians of the rounds, their spread, and ratios with an interval and an optional limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def interval_of_median(values: Sequence[float], confidence: float = CONFIDENCE) 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A figure, and what was asked of it: at most, at least, or nothing. `interval`: of a ratio over the rounds."""
+    """A figure with optional limits. `interval` is the interval of a ratio over the rounds."""
 
     what: str
     found: float
@@ -49,7 +49,7 @@ class Check:
 
     @property
     def met(self) -> bool | None:
-        """None where nothing was asked."""
+        """Whether the figure keeps its limits, or None without limits."""
         if self.at_most is None and self.at_least is None:
             return None
         return (self.at_most is None or self.found <= self.at_most) and (
@@ -57,9 +57,9 @@ class Check:
         )
 
     def recorded(self) -> dict[str, Any]:
-        asked = {"at_most": self.at_most, "at_least": self.at_least}
+        limits = {"at_most": self.at_most, "at_least": self.at_least}
         line: dict[str, Any] = {"what": self.what, "found": self.found}
-        line |= {name: bound for name, bound in asked.items() if bound is not None}
+        line |= {name: limit for name, limit in limits.items() if limit is not None}
         if self.interval is not None:
             line |= {"low": self.interval.low, "high": self.interval.high, "coverage": self.interval.coverage}
         return line | {"met": self.met}
@@ -86,11 +86,19 @@ def verdict(check: Mapping[str, Any]) -> str:
     parts = [f"{check['what']}: {check['found']:.4g}"]
     if "low" in check:
         parts.append(f"[{check['low']:.4g}, {check['high']:.4g} at {check['coverage']:.0%}]")
-    if asked := bound(check):
-        parts.append(f"(asked {asked}: {'met' if check['met'] else 'MISSED'})")
+    if limit := against_limit(check):
+        parts.append(f"(limit {limit})")
     return " ".join(parts)
 
 
-def bound(check: Mapping[str, Any]) -> str:
+def against_limit(check: Mapping[str, Any]) -> str:
+    """Return the recorded limit and whether the figure keeps it, or nothing if there is no limit."""
+    if not (limit := _limit(check)):
+        return ""
+    over = check.get("at_most") is not None and check["found"] > check["at_most"]
+    return f"{limit}: {'met' if check['met'] else 'exceeded' if over else 'not reached'}"
+
+
+def _limit(check: Mapping[str, Any]) -> str:
     signs = (("at_most", "≤"), ("at_least", "≥"))
     return " and ".join(f"{sign} {check[key]:.4g}" for key, sign in signs if check.get(key) is not None)

@@ -65,3 +65,16 @@ def last(lines: Iterable[Line], failed: bool = False) -> dict[str, Line]:
 
 def history(lines: Iterable[Line], case: str) -> list[Line]:
     return [line for line in lines if line["case"]["name"] == case]
+
+
+def measured_at(line: Line) -> str:
+    """Return the short hash of the commit that was measured, or else the package's version or the date."""
+    if commit := line.get("commit") or line.get("environment", {}).get("commit"):
+        return str(commit)[:10]
+    version = line.get("versions", {}).get("towpath")
+    return f"version {version}" if version else str(line.get("date"))[:10]
+
+
+def interval(check: Line) -> str:
+    """Return the 95 % interval of a recorded figure as text, or nothing if it has none."""
+    return f"{check['low']:.3g} – {check['high']:.3g}" if "low" in check else ""

@@ -17,18 +17,17 @@ pair of equal rank then race in turns. The pairs:
     lossless                 our best lossless strategy against the best
                              lossless peer, which may have our ring in place
                              of gloo's reduce-scatter (that sends twice the
-                             bytes); at least 0.97 times as fast
+                             bytes)
     lossless, as they come   the same without such help
     beside DeepSpeed         the same, with its ZeRO where it is installed
                              (deepspeed_peer.py)
     lossy against lossless   our best strategy with codecs against the best
-                             lossless peer; from a regime of 4 on at least 2.2
-                             times as fast
+                             lossless peer
     low rank                 ddp with low-rank gradients against DDP's
-                             PowerSGD hook of the same rank; at least 0.97
+                             PowerSGD hook of the same rank
 
 Where blocks wait (--waiting), also a step of mics, paro-iig and zero++ against the least that it can take, which the
-simulator gives for perfect overlap, both without the optimizer (and clipping); at most 1.15 times that.
+simulator gives for perfect overlap, both without the optimizer (and clipping).
 
 Lossless is what sends nothing in fewer bits than the run computes in. Under torchrun all ranks run each contestant in
 turns inside one job, on the links that there are; the regime is then reported.

@@ -1,0 +1,87 @@
+"""Everything in the docs that is generated: tables between markers, pages in benchmarks/comparisons/, and pictures.
+
+    python -m docs.generate            writes what has changed (two minutes)
+    python -m docs.generate --check    lists what would change
+    python -m docs.generate --fast     leaves out the slow tables of docs/papers.md (15 seconds)
+
+A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/step.svg has a
+script of its own, docs/draw_step.py, because it shows a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from docs import draw_pipeline_predictions, draw_plans, draw_predictions, draw_routes, draw_systems, figures, papers
+
+ROOT = figures.ROOT
+_MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    **figures.TABLES,
+    **papers.TABLES,
+    **draw_predictions.TABLES,
+    **draw_pipeline_predictions.TABLES,
+    **draw_routes.TABLES,
+    **draw_systems.TABLES,
+}
+PICTURES: Mapping[Path, Callable[[], str]] = {
+    **figures.PICTURES,
+    **draw_predictions.PICTURES,
+    **draw_plans.PICTURES,
+    **draw_routes.PICTURES,
+    **draw_systems.PICTURES,
+}
+
+
+def files() -> list[Path]:
+    """Return every generated file, and every page with a generated table."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob("docs/**/*.md")]
+    marked = [page for page in pages if _MARKED.search(page.read_text(encoding="utf-8"))]
+    return sorted([*marked, *PICTURES, *_comparisons()])
+
+
+def _comparisons() -> dict[Path, str]:
+    """Return the suite of each page in benchmarks/comparisons."""
+    suites = sorted(path.stem for path in figures.results.FOLDER.glob("*.jsonl"))
+    return {figures.COMPARISONS / f"{suite}.md": suite for suite in suites}
+
+
+def text_of(file: Path, slow: bool = True) -> str:
+    """Return what a file should contain; without `slow`, the tables in `papers.SLOW` stay as they are."""
+    if file in PICTURES:
+        return PICTURES[file]()
+    if (suite := _comparisons().get(file)) is not None:
+        return figures.page_of(suite)
+
+    def filled(found: re.Match[str]) -> str:
+        keep = not slow and found[2] in papers.SLOW
+        return found[0] if keep else f"{found[1]}{TABLES[found[2]]().rstrip()}\n{found[4]}"
+
+    return _MARKED.sub(filled, file.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
+    parser.add_argument("--fast", action="store_true", help="leave out the slow tables of docs/papers.md")
+    options = parser.parse_args()
+    changed = 0
+    for file in files():
+        text = text_of(file, slow=not options.fast)
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            continue
+        changed += 1
+        print(f"{file.relative_to(ROOT)}{' would change' if options.check else ''}", flush=True)
+        if not options.check:
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    if changed and options.check:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

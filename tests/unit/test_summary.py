@@ -1,0 +1,105 @@
+"""The summary of speed-ups, on a few result lines made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from towpath.bench import summary
+
+
+def line(name: str, **seconds: float) -> dict[str, Any]:
+    """Return a result line. Peers are `fsdp2` and `hsdp`; `zero++` and names with `int4` use codecs."""
+    names = [each.replace("_", " ") for each in seconds]
+    nodes, ranks = int(name[0]), int(name[2])
+    return {
+        "case": {
+            "name": name,
+            "workload": {
+                "topology": {"nodes": nodes, "ranks_per_node": ranks},
+                "micro_steps": int(name.partition("-micro")[2][0]),
+                "wait_seconds": 0.1 if "waiting" in name else None,
+            },
+        },
+        "communication_share": dict.fromkeys(names, 0.1),
+        "contestants": {
+            each: {"ours": each not in ("fsdp2", "hsdp"), "lossless": "int4" not in each and each != "zero++"}
+            for each in names
+        },
+        "median_seconds": dict(zip(names, seconds.values(), strict=True)),
+    }
+
+
+def cells(lines: list[dict[str, Any]], strategies: str, micro_steps: int = 1) -> dict[str, str]:
+    [row] = [row for row in summary.rows(lines) if row[:2] == (str(micro_steps), strategies)]
+    return dict(zip(summary.HEADINGS, row, strict=True))
+
+
+def test_a_speed_up_is_over_the_fastest_lossless_peer() -> None:
+    found = summary.Comparison.of(line("2x2-regime4-micro1", mics=1.0, fsdp2=3.0, hsdp=2.0))
+    assert found is not None and found.lossless == {"mics": 2.0} and not found.codecs
+    assert (found.comm_ratio, found.nodes, found.ranks_per_node, found.blocks_wait) == ("4", 2, 2, False)
+
+
+def test_a_cell_has_the_median_the_range_and_the_count() -> None:
+    lines = [
+        line(f"2x2-regime8-micro1-waiting{wait}", mics=1.0, fsdp2=peer) for wait, peer in ((1, 2), (2, 1.5), (3, 3))
+    ]
+    lines.append(line("2x2-unshaped-micro1", mics=1.0, fsdp2=0.9))
+    row = cells(lines, "MiCS")
+    assert row["8"] == "2.00 (1.50–3.00), n = 3"
+    assert row["unshaped"] == "0.90, n = 1"
+    assert row["4"] == ""
+
+
+def test_a_family_counts_its_fastest_member_once() -> None:
+    row = cells([line("2x2-regime4-micro1", **{"paro-igg": 1.0, "paro-ngg": 2.0, "fsdp2": 3.0})], "PaRO")
+    assert row["4"] == "3.00, n = 1" and row["lossless"] == "yes"
+
+
+def test_micro_steps_have_separate_rows_and_lossless_ones_come_first() -> None:
+    lines = [line(f"2x2-regime4-micro{steps}", **{"zero++": 1.0, "mics": 1.5, "fsdp2": 3.0}) for steps in (4, 1)]
+    kinds = [row[:3] for row in summary.rows(lines)]
+    assert kinds == [("1", "MiCS", "yes"), ("1", "ZeRO++", "no"), ("4", "MiCS", "yes"), ("4", "ZeRO++", "no")]
+
+
+@pytest.mark.parametrize(
+    ("candidate", "family"),
+    [
+        ("mics", "MiCS"),
+        ("mics gradients=int4:64", "int4 gradients"),
+        ("ddp gradients=low-rank:4", "low-rank gradients"),
+        ("paro-iig", "PaRO"),
+        ("zero++", "ZeRO++"),
+        ("zero3", "DDP, ZeRO"),
+        ("lins", "lins"),
+    ],
+)
+def test_the_family_of_a_candidate(candidate: str, family: str) -> None:
+    assert summary.family_of(candidate) == family
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["2x2-200mbit-micro1", "2x2-regime4-micro1-fp32", "2x2-regime4-micro1-width192", "2x2-cluster-micro1"],
+)
+def test_another_model_precision_or_link_rate_is_left_out(name: str) -> None:
+    assert summary.comparisons([line(name, mics=1.0, fsdp2=2.0)]) == []
+
+
+def test_a_failed_run_and_one_without_a_lossless_peer_are_left_out() -> None:
+    failed = line("2x2-regime4-micro1", mics=1.0, fsdp2=2.0) | {"failed": "rank 3 died"}
+    assert summary.comparisons([failed, line("2x2-regime2-micro1", mics=1.0)]) == []
+
+
+def test_the_readme_table_has_the_range_and_median_of_the_fastest() -> None:
+    lines = [
+        line("2x2-regime8-micro1", **{"mics": 1.0, "paro-iig": 2.0, "mics_gradients=int4": 0.5, "fsdp2": 1.5}),
+        line("4x2-regime8-micro4", mics=1.0, fsdp2=1.1),
+        line("2x2-regime0.5-micro1", mics=1.0, fsdp2=9.0),
+    ]
+    rows = {ratio: (lossless, codecs) for ratio, lossless, codecs in summary.readme_rows(lines)}
+    assert list(rows) == ["8", "4", "2", "1"]
+    assert rows["8"] == ("1.10× to 1.50×, median 1.30×", "3.00× to 3.00×, median 3.00×")
+    assert rows["1"] == ("not measured", "not measured")
