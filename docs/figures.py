@@ -286,7 +286,7 @@ def lora_table() -> str:
 
 def speedups_table() -> str:
     """Return the four rows of README.md."""
-    head = ("FSDP2 would communicate", "lossless", "with codecs (lossy)")
+    head = ("FSDP2 would communicate", "comparisons", "lossless", "compressed (lossy)")
     rows = summary.readme_rows(_compared_strategies())
     return table(
         head, [("as long as it computes" if r == "1" else f"{r} times as long as it computes", *c) for r, *c in rows]

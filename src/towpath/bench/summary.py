@@ -124,6 +124,7 @@ def readme_rows(lines: Iterable[Line]) -> list[Sequence[str]]:
     return [
         (
             ratio,
+            str(len(here)),
             _range([max(each.lossless.values()) for each in here if each.lossless]),
             _range([max(each.codecs.values()) for each in here if each.codecs]),
         )
