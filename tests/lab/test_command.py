@@ -56,6 +56,7 @@ def test_a_failing_script_is_exit_code_1(tmp_path: Path) -> None:
     assert "What each link carried" in done.stdout
 
 
+@pytest.mark.parity
 def test_an_error_of_ours_in_a_script_is_one_line_of_each_rank_and_torchrun_adds_none(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

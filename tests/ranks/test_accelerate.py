@@ -24,7 +24,7 @@ import towpath
 import towpath.optim
 from tests.ranks.launched import forget, launched
 from tests.ranks.server import World
-from tests.ranks.strategies import seldom
+from tests.ranks.strategies import in_turn, seldom
 from towpath.errors import CheckpointError, MismatchError, ShardError, StrategyError, TopologyError
 
 Worlds = Callable[[int], World]
@@ -101,7 +101,7 @@ def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "paro-nig"])
+@in_turn(["zero3", "paro-nig"], 1, "strategy")
 def test_ten_steps_are_those_of_ddp(world: Worlds, strategy: str) -> None:
     """With an optimizer and a schedule made before `prepare`, accumulation and clipping."""
     differences = world(2).run(_trained_beside_ddp, strategy)
@@ -496,6 +496,7 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.parity
 def test_under_torchrun_cpu_ranks_are_refused_and_with_cpu_they_share_the_batches(tmp_path: Path) -> None:
     done = _run(tmp_path, "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     assert done.returncode == 0, done.stderr

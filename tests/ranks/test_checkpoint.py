@@ -27,7 +27,7 @@ import towpath
 from tests.ranks.checkpoints import Content, Run, content, differing, rank
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
-from tests.ranks.strategies import seldom, strategy_of
+from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_tensor_parallel_checkpoints import _one_model
 from towpath import Topology, checkpoint
 from towpath.checkpoint.dcp import storage
@@ -80,7 +80,7 @@ def _load_and_save(root: Path, label: str, shape: Topology, step: int, expected:
     return wrong
 
 
-@pytest.mark.parametrize("label", ["zero3", "mics:2x1", "paro-nig"])
+@in_turn(["zero3", "mics:2x1", "paro-nig"], 1)
 def test_the_next_losses_are_those_of_the_uninterrupted_run(world: Worlds, tmp_path: Path, label: str) -> None:
     """Bit for bit under the same strategy; within rounding under another, which sums in another order."""
     for here, there, same in world(4).run(_interrupted, tmp_path, label):
@@ -177,7 +177,7 @@ def _after_until(root: Path) -> tuple[list[str], list[str]]:
 # --- written once, read once -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", ["ddp", "mics:2x1", "zero3"])
+@in_turn(["ddp", "mics:2x1", "zero3"], 1)
 def test_replicas_are_written_once_by_all_and_each_byte_is_read_once_on_each_node(
     world: Worlds, tmp_path: Path, label: str
 ) -> None:

@@ -30,7 +30,7 @@ SHAPE = Topology(2, 2)
 
 # One of each way that gradients and parameters travel: all-reduce, late and early reduction, two hops, gathers.
 KINDS = ("ddp", "zero2", "zero3", "hpz", "mics:2x1", "paro-nig", "paro-iig", "lins:1x1|2x1|2x1")
-kinds = in_turn(KINDS, 2)
+kinds = in_turn(KINDS, 1)
 
 _gpt_loss = loss_on("gpt")
 

@@ -27,7 +27,7 @@ import towpath
 import towpath.checkpoint
 from tests.ranks.models import TiedGPT
 from tests.ranks.server import World
-from tests.ranks.strategies import seldom
+from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import Twin
 from towpath import ShardTensor
 from towpath.engine.hooks import KNOWN_METHODS
@@ -109,7 +109,7 @@ def _rests(model: Any) -> bool:
 # --- methods that are entries ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 1)
 def test_registered_methods_train_exactly_nest_and_release_what_they_gathered(world: Worlds, label: str) -> None:
     world(2).run(_train_by_methods, label)
 
@@ -186,7 +186,7 @@ def _register_wrongly() -> None:
         towpath.register_forward_method(Coder(), "encode")
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 1)
 def test_modules_of_the_root_may_be_called_alone(world: Worlds, label: str) -> None:
     world(2).run(_call_parts, label)
 
@@ -529,7 +529,7 @@ def _orthogonal(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
     return _loss(model, rank, micro, step) + (1 + rank) * sum((m @ m.T).square().mean() for m in matrices)
 
 
-@pytest.mark.parametrize("label", [*LABELS, "ddp"])
+@in_turn([*LABELS, "ddp"], 1)
 def test_a_regulariser_of_the_parameters_is_part_of_the_loss(world: Worlds, label: str) -> None:
     world(2).run(_train_regularised, label)
 
@@ -609,7 +609,7 @@ def _differentiate_twice() -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("label", LABELS)
+@in_turn(LABELS, 1)
 def test_both_kinds_of_weight_norm_train_exactly(world: Worlds, label: str) -> None:
     world(2).run(_train_weight_norm, label)
 
@@ -710,7 +710,7 @@ def _fresh_compiler() -> Iterator[None]:
 # --- units that are small --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", [*LABELS, "hpz"])
+@in_turn([*LABELS, "hpz"], 1)
 def test_lora_with_every_linear_layer_as_a_unit_trains_exactly(world: Worlds, label: str) -> None:
     """The first layer's inputs want no gradient: nothing but their own gradients tells when its units are through."""
     world(2).run(_train_lora, label)

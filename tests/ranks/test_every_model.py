@@ -784,7 +784,7 @@ class ParallelModel(nn.Module):
 PARALLEL = (*((label, Topology(2, 1)) for label in ("zero3", "hpz", "paro-iig", "zero1")), ("mics:2x1", Topology(1, 2)))
 
 
-@in_turn(PARALLEL, 3, "parallel")
+@in_turn(PARALLEL, 2, "parallel")
 def test_a_tensor_parallel_model_trains_exactly_and_clips_by_the_norm_over_both_meshes(
     world: Worlds, parallel: tuple[str, Topology]
 ) -> None:

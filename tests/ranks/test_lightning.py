@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.ranks.launched import launched
 from tests.ranks.server import World
-from tests.ranks.strategies import seldom
+from tests.ranks.strategies import in_turn, seldom
 from towpath.errors import ShardError
 from towpath.optim import whole_matrices
 
@@ -117,7 +117,7 @@ def _whole_matrices(folder: Path) -> float:
         return _differences(_values(ours), _values(plain))
 
 
-@pytest.mark.parametrize("strategy", ["towpath", "towpath_paro-nig"])
+@in_turn(["towpath", "towpath_paro-nig"], 1, "strategy")
 def test_ten_steps_are_those_of_ddp(world: Worlds, tmp_path: Path, strategy: str) -> None:
     assert max(world(2).run(_trained_beside_ddp, tmp_path, strategy)) <= 1e-9
 

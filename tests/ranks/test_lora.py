@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import in_turn
+from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath import checkpoint
 from towpath.core.strategy import Kind
@@ -44,7 +44,7 @@ def _loss(model: Any, rank: int, micro: int, step: int) -> Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-@in_turn(LABELS, 2)
+@in_turn(LABELS, 1)
 def test_adapters_of_peft_train_as_in_one_process(world: Worlds, label: str) -> None:
     world(4).run(_train, label)
 
@@ -65,7 +65,9 @@ def _train(label: str) -> None:
         assert torch.equal(twin.sharded.get_parameter(name).full_tensor(), value), name
 
 
-@pytest.mark.parametrize("label, options", [("qgz", {"frozen": "as-trained"}), ("mics", {"gradients": "int4:64"})])
+@pytest.mark.parametrize(
+    "label, options", [("qgz", {"frozen": "as-trained"}), seldom("mics", {"gradients": "int4:64"})]
+)
 def test_what_is_frozen_is_not_laid_out_for_the_codecs_of_gradients(
     world: Worlds, label: str, options: dict[str, str]
 ) -> None:

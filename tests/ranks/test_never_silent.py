@@ -13,13 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 import towpath
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from tests.ranks.twin import Twin
 from towpath.errors import ShardError, ShardTensorError, StepError
 
 Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 1)
-LABELS = pytest.mark.parametrize("label", ["zero3", "zero1"])
+LABELS = in_turn(["zero3", "zero1"], 1)
 
 
 class Block(nn.Module):

@@ -35,7 +35,7 @@ MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
 @pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
-@in_turn(LABELS, 2)
+@in_turn(LABELS, 1)
 def test_training_is_the_same_to_the_bit(world: Worlds, label: str, precision: Precision) -> None:
     world(4).run(_compare_with_device, label, precision)
 
@@ -154,7 +154,7 @@ def _checkpoints(folder: Path, precision: Precision) -> None:
         assert differing(second.content(), third.content()) == []
 
 
-@in_turn(("zero3", "paro-iig", "ddp", "zero++"), 2)
+@in_turn(("zero3", "paro-iig", "ddp", "zero++"), 1)
 def test_whole_parameters_may_be_read_and_written(world: Worlds, label: str) -> None:
     world(4).run(_whole, label)
 

@@ -103,7 +103,7 @@ def pairs(case: Case) -> frozenset[tuple[tuple[str, Any], ...]]:
     # Of a strategy's shapes only the kind counts: what crosses nodes alone, or what goes by two kinds of links.
     beside = {"two levels": case.topology.ranks_per_node > 1, "micro_steps": case.micro_steps, "dtype": case.dtype}
     if "@" in case.strategy:  # a preset over another route: its messages are test_routes.py's matter
-        beside = {"two levels": case.topology.ranks_per_node > 1}
+        beside = {"two levels": True} if case.topology.ranks_per_node > 1 else {}
     return frozenset(combinations(values.items(), 2)) | {(strategy, pair) for pair in beside.items()}
 
 

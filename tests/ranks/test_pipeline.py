@@ -192,12 +192,12 @@ def _halves(strategy: str) -> bool:
     return arrived[0] == "True"
 
 
-@in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 2, "pair")
+@in_turn(list(product((*SINGLE, *SEVERAL), STRATEGIES)), 1, "pair")
 def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str, str], steps: int) -> None:
     world(4).run(_exact, 2, 2, *pair, 4, steps)
 
 
-@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_four_stages_are_one_process(world: Worlds, schedule: str, steps: int) -> None:
     world(4).run(_exact, 4, 1, schedule, "ddp", 8, steps)
 
@@ -233,7 +233,7 @@ def _low_rank(schedule: str, every: bool) -> None:
             optimizer.step()
 
 
-@in_turn(list(product((*SINGLE, *SEVERAL), [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 3, "case")
+@in_turn(list(product((*SINGLE, *SEVERAL), [(2, 4), (2, 8), (3, 6), (4, 4), (4, 8)])), 2, "case")
 def test_exactly_the_exposed_gradients_are_encoded_at_both_ends(world: Worlds, case: Any) -> None:
     schedule, sizes = case
     found = world(sizes[0]).run(_sent, schedule, *sizes)
@@ -285,7 +285,7 @@ WARM_UP = Compression(
 )
 
 
-@in_turn((*SINGLE, *SEVERAL), 2, "schedule")
+@in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_both_ends_of_a_link_switch_their_codecs_in_the_same_step(world: Worlds, schedule: str) -> None:
     found = world(2).run(_warm_up, schedule)
     for losses, exact, ends, planned, counted in found:

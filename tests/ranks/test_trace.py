@@ -40,7 +40,7 @@ LABELS = ["ddp", "zero3", "hpz", "paro-iig", "zero3@hierarchical", "zero++", "mi
 MICRO_STEPS = 2
 
 
-@in_turn(LABELS, 2)
+@in_turn(LABELS, 1)
 def test_the_tracks_of_the_links_add_up_to_stats(world: Worlds, label: str) -> None:
     world(SHAPE.world).run(_compare_sums, label)
 

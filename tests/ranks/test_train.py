@@ -211,7 +211,7 @@ LOSSLESS: list[Any] = [
 ]
 
 
-@in_turn(LOSSLESS, 4, "options")
+@in_turn(LOSSLESS, 2, "options")
 def test_every_lossless_strategy_trains_alike(
     world: Worlds, config: Callable[..., Config], alone: tuple[list[float], float], options: dict[str, Any]
 ) -> None:

@@ -241,7 +241,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-@in_turn(["zero3", "paro-iig", "mics:2x1", "ddp"], 2)
+@in_turn(["zero3", "paro-iig", "mics:2x1", "ddp"], 1)
 @pytest.mark.parametrize("stored", ["one", "several", "bf16"])
 def test_what_is_sharded_is_what_the_files_hold(
     world: Worlds, weights: dict[str, Path], stored: str, label: str

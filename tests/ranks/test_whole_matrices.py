@@ -83,7 +83,7 @@ MAKE: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
 # --- the same numbers -------------------------------------------------------------------------------------------------
 
 
-@in_turn(LABELS, 2)
+@in_turn(LABELS, 1)
 @pytest.mark.parametrize("name", MAKE)
 def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds, name: str, label: str) -> None:
     world(4).run(_same_bits, name, label)
@@ -621,7 +621,7 @@ class Averaged(Iterated):
                     z.sub_(change, alpha=0.2)
 
 
-@pytest.mark.parametrize("wrap", ["wrapped", "as it is", "together"])
+@in_turn(["wrapped", "as it is", "together"], 1, "wrap")
 def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(world: Worlds, wrap: str) -> None:
     world(4).run(_schedule_free, wrap)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Generator
 from datetime import timedelta
 from types import SimpleNamespace
@@ -146,3 +147,11 @@ def test_ranks_of_the_lab_train_on_the_cpu_unless_told_otherwise(monkeypatch: py
     assert [rank.env["CUDA_VISIBLE_DEVICES"] for rank in direct(["train.py"], towpath.Topology(2, 1), None)] == ["", ""]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert direct(["train.py"], towpath.Topology(1, 1), None)[0].env["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_a_port_in_use_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        monkeypatch.setattr(os, "environ", {**os.environ, **LAUNCHED, **address, "RANK": "0"})
+        with pytest.raises(TopologyError, match=rf"port in use.*127.0.0.1:{address['MASTER_PORT']}.*--master-port"):
+            towpath.init()

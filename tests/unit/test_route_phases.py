@@ -15,7 +15,7 @@ from towpath.core.strategy import Kind
 from towpath.core.transitions import Move, everyone, transitions
 from towpath.topology.cluster import Topology
 
-MOST = 64
+MOST = 36
 GRIDS = [Grid(n, m) for n in range(1, MOST + 1) for m in range(1, MOST // n + 1) if n * m > 1]
 CUT = {"ho-ring": 4, "two-hop": 3}  # into so many parts
 

@@ -1,0 +1,81 @@
+"""`towpath train --ranks 2` as a command: what it prints, its exit codes, and the ranks that it starts itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
+TINY = [
+    *("model.width=16", "model.depth=2", "model.heads=2"),
+    *("train.batch=4", "train.micro_batch=1", "train.length=16", "train.evaluate_batches=1", "train.threads=1"),
+]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("a line of text\n" * 400)
+    return path
+
+
+def _command(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """`towpath train examples/gpt.toml` in another folder; its output goes where nobody looks at a terminal."""
+    outside = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "towpath", "train", str(EXAMPLE), *TINY, *arguments],
+        cwd=folder,
+        env={**outside, "XDG_CACHE_HOME": str(folder / "cache"), "COLUMNS": "100", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parity
+def test_it_trains_in_any_folder_on_ranks_of_its_own(text: Path) -> None:
+    done = _command(text.parent, "--ranks", "2", "data.text=text.txt", "train.steps=3")
+    out, err = done.communicate(timeout=300)
+    assert done.returncode == 0, err
+    assert out.startswith("Where the time went (3 steps")
+    told = err.splitlines()
+    assert told[0].startswith("text.txt: ") and "zero3 on 1 × 2 cpu ranks" in told[1]
+    assert told[-2].startswith("step 3: held-out loss")
+    assert told[-1] == "checkpoint: towpath-run/checkpoints/step-000003"
+    assert max(map(len, [*told, *out.splitlines()])) <= 100
+    rows = [json.loads(line) for line in (text.parent / "towpath-run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows] == ["start", "train", "train", "train", "validation"]
+
+
+@pytest.mark.parity
+def test_what_cannot_begin_is_one_line_of_each_rank_and_exit_code_2(tmp_path: Path) -> None:
+    done = _command(tmp_path, "--ranks", "2", "data.text=nowhere.txt")
+    out, err = done.communicate(timeout=300)
+    assert done.returncode == 2, err
+    assert not out
+    told = err.splitlines()
+    assert len(told) == 2
+    assert all(line.startswith("towpath: nowhere.txt is not there") for line in told)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc that tells a process's children")
+def test_a_killed_rank_ends_the_others_and_is_named(text: Path) -> None:
+    with _command(text.parent, "--ranks", "2", "data.text=text.txt", "train.steps=1000000") as done:
+        assert done.stderr is not None
+        while "1/1000000" not in (line := done.stderr.readline()):
+            assert line, "it ended"
+        first, second = Path(f"/proc/{done.pid}/task/{done.pid}/children").read_text().split()
+        os.kill(int(second), signal.SIGKILL)
+        _, err = done.communicate(timeout=300)
+    told = [line for line in err.splitlines() if line.startswith("towpath")]
+    assert done.returncode == 1
+    assert "towpath: rank 1 was ended by SIGKILL (was memory short?); the other ranks are ended too." in told
+    assert len(told) <= 2 and all("rank 1" in line for line in told)
+    assert "was not saved; there is no checkpoint of this run" in err and "Traceback" not in err
+    assert not Path("/proc", first).exists()
