@@ -370,9 +370,12 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
     attempt(6)
     storage.free_bytes = real_free
     bad = {"loader": object()} if rank() == 1 else {}
-    attempt(7, checkpoint.Saver(root, run.state(data=_Extra(bad)), background=background, lane="bad"))
+    other = checkpoint.Saver(root, run.state(data=_Extra(bad)), background=background, lane="bad")
+    attempt(7, other)
     run.train([1])
     assert saver.save(8).outcome().ok
+    for each in (other, saver):  # its thread may still use one that nothing else refers to
+        each.close()
     return outcomes
 
 

@@ -24,7 +24,8 @@ from towpath.core.strategy import Strategy
 from towpath.train.config import Config
 from towpath.train.observe.plots import svg
 
-PLAN = ("plan", "gpt-2.5b", "--cluster", "two-desktops", "--batch", "32", "--top", "3")
+MODEL = str(Path(__file__).with_name("six-layers") / "config.json")  # few layers are quickly planned
+PLAN = ("plan", MODEL, "--cluster", "ethernet-10g", "--batch", "32", "--top", "3", "--length", "1024")
 SMALL = ("--model", "gpt-2.5b", "--cluster", "ethernet-10g", "--micro-batch", "2", "--nodes", "2", "--checkpointing")
 SIDES = ("--model", "bert-10b", "--cluster", "p3dn", "--micro-batch", "8", "--micro-steps", "4", "--checkpointing")
 
@@ -69,7 +70,7 @@ def test_a_table_ranks_what_fits_and_says_how_much_was_looked_at(written: tuple[
     assert all(len(line) <= 100 for line in output.splitlines() if "towpath train" not in line), output
     rows = [line.split() for line in output.splitlines() if re.match(r"\d ", line)]
     assert [row[0] for row in rows] == ["1", "2", "3"]
-    assert "were considered" in output and "may fit into 22.0 GiB" in output and "gpt-2.5b: 2.4" in output
+    assert "were considered" in output and "may fit into 22.0 GiB" in output and "six-layers: 1.48 billion" in output
 
 
 def test_for_machines_all_of_it_is_json(found: dict[str, Any]) -> None:
@@ -226,8 +227,7 @@ def test_a_simulated_step_is_a_trace_like_the_engines(tmp_path: Path) -> None:
 
 def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    plan = ("plan", "gpt-2.5b", "--cluster", "ethernet-10g", "--batch", "32", "--top", "2", "--micro-batch", "2")
-    output = told(*plan, "--report", str(page))
+    output = told(*PLAN, "--top", "2", "--micro-batch", "2", "--report", str(page))
 
     written = page.read_text()
     assert f"Plots: {page}" in output and written.count("<svg") == 5
@@ -235,7 +235,7 @@ def test_a_report_shows_which_strategy_when_and_needs_nothing_from_elsewhere(tmp
     for words in ("Gbit/s between nodes", "GiB of a rank", "zero3", "waiting for", "Pareto"):
         assert words in written
     # Reports of other models have other titles, and no two rows of a picture have one name.
-    assert "<title>Which strategy for gpt-2.5b on ethernet-10g?</title>" in written
+    assert "<title>Which strategy for six-layers on ethernet-10g?</title>" in written
     timelines = written[written.index("One step, from inside") :]
     assert re.findall(r">(best: [^<]*|zero3)</text>", timelines) == ["best: lins", "zero3"]
 
