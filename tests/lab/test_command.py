@@ -23,6 +23,7 @@ def towpath(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.Complet
     return subprocess.run([*before, *TOWPATH, *arguments], capture_output=True, text=True, env=environment, timeout=120)
 
 
+@pytest.mark.parity
 def test_a_script_runs_under_torchrun_and_its_links_are_told(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

@@ -23,6 +23,7 @@ def measured(rank: int, world: int) -> Profile:
         return probe.probe(Topology(2, 2), budget_seconds=4)
 
 
+@pytest.mark.parity
 def test_a_probe_finds_the_rate_of_the_cables_and_all_ranks_have_the_same(lab: Callable[..., Lab]) -> None:
     profiles = lab(2, 2, inter=RATE).call(measured)
 

@@ -136,6 +136,7 @@ def _mixed() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero3", seldom("mics")])
+@pytest.mark.parity
 def test_an_optimizer_of_whole_matrices_is_prepared_with_its_model_and_resumes(
     world: Worlds, tmp_path: Path, strategy: str
 ) -> None:

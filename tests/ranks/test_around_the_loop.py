@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ def _schedule_and_average() -> None:
             assert (found.full_tensor() - expected).abs().max() <= 1e-10, label
 
 
+@pytest.mark.parity
 def test_the_datas_workers_run_beside_the_queues(world: Worlds) -> None:
     """They are forked from a process whose queues and process groups have threads."""
     world(2).run(_with_workers)

@@ -237,6 +237,7 @@ def _still_holds() -> tuple[bool, bool]:
 # --- in a training ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parity
 def test_a_training_takes_the_micro_batch_and_checkpointing_that_go_with_it(
     world: Worlds, profile: Path, tmp_path: Path
 ) -> None:

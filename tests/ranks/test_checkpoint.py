@@ -581,6 +581,7 @@ def _stagers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("label", ["zero3", seldom("mics"), seldom("ddp"), seldom("paro-iig")])
+@pytest.mark.parity
 def test_pytorchs_async_save_writes_the_values_of_its_call_while_training_goes_on(
     world: Worlds, tmp_path: Path, label: str
 ) -> None:

@@ -649,7 +649,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-RARER = ("the whole, in place", "a part, wrapped", "a step")  # nearly as others
+RARER = ("the whole, wrapped", "the whole, in place", "a part, wrapped", "a step")  # nearly as others
 
 
 @pytest.mark.compiles

@@ -305,7 +305,7 @@ def test_two_forwards_then_one_backward(world: Worlds, label: str) -> None:
 
 
 @labels
-@pytest.mark.parametrize("accumulate", [False, True], ids=["two boundaries", "one boundary"])
+@pytest.mark.parametrize("accumulate", [seldom(False), True], ids=["two boundaries", "one boundary"])
 @pytest.mark.parametrize("last_first", [False, True], ids=["in order", "last first"])
 def test_two_forwards_then_two_backwards(world: Worlds, label: str, accumulate: bool, last_first: bool) -> None:
     world(4).run(_train_interleaved, label, accumulate, last_first)
@@ -556,7 +556,7 @@ def _wrapped_loss(model: nn.Module, rank: int, micro: int, step: int) -> Tensor:
 
 
 @labels
-@pytest.mark.parametrize("kinds", [*((k, k) for k in WRAPS), tuple(WRAPS)], ids=[*WRAPS, "all"])
+@pytest.mark.parametrize("kinds", [*(seldom((k, k)) for k in WRAPS), tuple(WRAPS)], ids=[*WRAPS, "all"])
 def test_units_may_return_their_tensors_inside_anything(world: Worlds, label: str, kinds: tuple[str, ...]) -> None:
     world(4).run(_train, partial(Mixed, kinds), label, _wrapped_loss)
 
@@ -595,7 +595,7 @@ ORDERS = ((0, 1, 2, 3), (3, 2, 1, 0), (0, 2), (1, 1, 3), (3, 0, 3, 1, 2), (0, 1,
 
 
 @labels
-@pytest.mark.parametrize("how", ["plain", seldom("reentrant"), "non-reentrant"])
+@pytest.mark.parametrize("how", [seldom("plain"), seldom("reentrant"), "non-reentrant"])
 def test_later_steps_may_run_in_another_order(world: Worlds, label: str, how: str) -> None:
     world(4).run(_train_in_other_orders, label, how)
 
@@ -668,7 +668,7 @@ def _uneven(how: str = "none") -> nn.Module:
 
 
 @labels
-@pytest.mark.parametrize("how", ["none", *CHECKPOINTS])
+@pytest.mark.parametrize("how", ["none", *map(seldom, CHECKPOINTS)])
 def test_small_neighbours_travel_together_and_train_exactly(world: Worlds, label: str, how: str) -> None:
     world(4).run(_train_uneven, label, how)
 

@@ -570,6 +570,7 @@ def _command(options: tuple[str, ...]) -> Generator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("number", "code"), [seldom(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["ctrl-c", "sigterm"]
 )
+@pytest.mark.parity
 def test_the_command_told_to_stop_has_its_ranks_save_and_tells_by_its_exit_code(
     options: tuple[str, ...], tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
