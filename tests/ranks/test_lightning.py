@@ -102,6 +102,7 @@ def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
+@pytest.mark.parity
 def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
     assert max(world(2).run(_whole_matrices, tmp_path)) <= 1e-9
 

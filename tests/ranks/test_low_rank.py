@@ -194,6 +194,7 @@ def _warm_up() -> None:
 
 
 @pytest.mark.parametrize("label", [seldom("bf16 sums"), "bf16 parameters, float32 sums"])
+@pytest.mark.parity
 def test_narrow_sums_travel_narrow_and_are_near(world: Worlds, label: str) -> None:
     world(4).run(_narrow, label)
 

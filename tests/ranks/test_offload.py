@@ -34,7 +34,7 @@ LABELS = ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig
 MIXED = Precision(params=torch.bfloat16, reduce=torch.float32)
 
 
-@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
+@pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 @in_turn(LABELS, 1)
 def test_training_is_the_same_to_the_bit(world: Worlds, label: str, precision: Precision) -> None:
     world(4).run(_compare_with_device, label, precision)
@@ -82,7 +82,7 @@ def _twin() -> None:
             twin.check_parameters()
 
 
-@pytest.mark.parametrize("precision", [Precision(), MIXED], ids=["float32", "bf16"])
+@pytest.mark.parametrize("precision", [seldom(Precision()), MIXED], ids=["float32", "bf16"])
 def test_memory_is_what_the_schedule_says_of_device_and_host(world: Worlds, precision: Precision) -> None:
     world(4).run(_compare_memory, precision)
 

@@ -191,7 +191,9 @@ def _checkpointed_alike(config: ModelConfig) -> bool:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("order", [seldom("compiled"), seldom("compiled, checkpointed"), "checkpointed, compiled"])
+@pytest.mark.parametrize(
+    "order", [seldom("compiled"), seldom("compiled, checkpointed"), seldom("checkpointed, compiled")]
+)
 def test_compiled_blocks_share_one_graph_and_train_alike(world: Worlds, order: str) -> None:
     for graphs, distance in world(2).run(_compiled_alike, order):
         assert graphs == 1  # for ten blocks, two more than torch.compile makes graphs of one function
