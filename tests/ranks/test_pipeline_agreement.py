@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks.server import World
+from tests.ranks.strategies import in_turn
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, WIDTH, _batch, _loss, _token_loss
 from towpath.errors import MismatchError, StepError
 from towpath.pipeline import Compression, Pipeline, split
@@ -126,7 +127,7 @@ def _args(pipeline: Pipeline, wrong: str, x: torch.Tensor, y: torch.Tensor) -> t
     return args, targets.get(wrong, y) if reads_target else None
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@in_turn(list(WRONG), 3, "wrong")
 def test_a_wrong_batch_on_one_rank_is_refused_on_every_rank_and_the_next_one_trains(world: Worlds, wrong: str) -> None:
     schedule, strategy, odd, words = WRONG[wrong]
     call = ("step", "evaluate")[list(WRONG).index(wrong) % 2]

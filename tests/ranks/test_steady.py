@@ -52,9 +52,9 @@ class Checkpointed(TiedGPT):
 @pytest.mark.parametrize(
     ("build", "micro_steps", "precision", "labels"),
     [
-        (partial(TiedGPT, layers=4), 1, towpath.Precision(), PLAIN_LABELS),
+        seldom(partial(TiedGPT, layers=4), 1, towpath.Precision(), PLAIN_LABELS),
         seldom(partial(TiedGPT, layers=4), 1, towpath.Precision(), LABELS),
-        (Checkpointed, 1, MIXED, BF16_LABELS),
+        seldom(Checkpointed, 1, MIXED, BF16_LABELS),
         (Checkpointed, 3, towpath.Precision(), ACCUMULATING_LABELS),
         seldom(Checkpointed, 1, MIXED, LABELS),
         seldom(Checkpointed, 3, towpath.Precision(), LABELS),
@@ -150,7 +150,7 @@ def _engine_allocations() -> Iterator[list[str]]:
 # --- inference --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("training", [seldom(False), True], ids=["eval", "train"])
 def test_any_number_of_forward_passes_without_a_graph_leaves_nothing_behind(world: Worlds, training: bool) -> None:
     world(2).run(_infer, training)
 
@@ -165,7 +165,7 @@ def _infer(training: bool) -> None:
         model(x).sum().backward()
     last_step = towpath.stats(model).last_step
     held: list[dict[str, int]] = []
-    for count in (500, 4_500):
+    for count in (200, 1_300):
         with torch.no_grad():
             for _ in range(count):
                 model(x)

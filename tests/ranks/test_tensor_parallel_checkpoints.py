@@ -37,6 +37,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parity
 def test_a_checkpoint_fits_other_tensor_parallel_ranks_stages_and_copies(world: Worlds, tmp_path: Path) -> None:
     world(8).run(_refitted, tmp_path)
     saved = checkpoint.latest(tmp_path)

@@ -70,6 +70,7 @@ LAYOUTS = [
 
 
 @in_turn(LAYOUTS, 1, "layout")
+@pytest.mark.parity
 def test_a_run_goes_on_with_shared_layers_as_without(
     world: Worlds, config: Callable[..., Config], tmp_path: Path, layout: Any
 ) -> None:
