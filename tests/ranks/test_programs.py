@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.server import World
-from tests.ranks.strategies import labels, seldom, strategy_of
+from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
 from towpath.core.journal import Call, scopes
 from towpath.errors import MismatchError, ShardError, StepError
 
@@ -110,7 +110,7 @@ DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("label", ["ddp", "zero1", "zero3", "mics", "paro-iig"])
+@in_turn(["ddp", "zero1", "zero3", "mics", "paro-iig"], 1)
 @pytest.mark.parametrize("program", DIFFERENCES, ids=lambda program: program.__name__.strip("_"))
 def test_ranks_that_run_different_programs_all_raise_and_name_the_difference(program: Any, label: str) -> None:
     here, there = DIFFERENCES[program]
@@ -127,7 +127,7 @@ def _differ(program: Callable[[Any, bool], None], label: str) -> str:
     return _error_of(lambda: program(model, dist.get_rank() == 1))
 
 
-@pytest.mark.parametrize("label", ["ddp", "zero1", "mics"])
+@in_turn(["ddp", "zero1", "mics"], 1)
 def test_other_numbers_of_micro_steps_are_refused(world: Worlds, label: str) -> None:
     for rank, text in enumerate(world(2).run(_other_micro_steps, label)):
         assert text.startswith(f"rank {rank}: the ranks ran different programs: call 1 of the step was, on rank 0")
@@ -323,7 +323,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__.strip("_"))
-@pytest.mark.parametrize("label", ["zero3", "zero1"])
+@in_turn(["zero3", "zero1"], 1)
 def test_a_call_that_one_rank_makes_alone_ends_in_one_error_on_every_rank(label: str, call: Any) -> None:
     """Long before the patience of the process group, of a minute here, ends."""
     with World(2, group_timeout=60.0) as ranks:
