@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
 
-from towpath.core.low_rank import NAME as LOW_RANK
+from towpath.core.low_rank import LOW_RANK
 from towpath.core.low_rank import LowRank
 from towpath.core.pipeline import Message, Order, messages
 from towpath.core.routes import Op

@@ -16,7 +16,7 @@ from math import prod
 from towpath.core.units import BucketSpec
 from towpath.errors import StrategyError
 
-NAME = "low-rank"
+LOW_RANK = "low-rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class LowRank:
 
     @staticmethod
     def parse(text: str) -> LowRank:
-        match = re.fullmatch(rf"{NAME}:(\d+)(?:\+rate:(\d+(?:\.\d+)?))?", text)
+        match = re.fullmatch(rf"{LOW_RANK}:(\d+)(?:\+rate:(\d+(?:\.\d+)?))?", text)
         if match is None:
             raise StrategyError(
-                f"not a codec: {text!r}. Write '{NAME}:' and the rank, as in '{NAME}:16', and if need be by how many "
-                f"times the factors must be smaller to be worth while: '{NAME}:16+rate:2'."
+                f"not a codec: {text!r}. Write '{LOW_RANK}:' and the rank, as in '{LOW_RANK}:16', and if need be by how many "
+                f"times the factors must be smaller to be worth while: '{LOW_RANK}:16+rate:2'."
             )
         return LowRank(int(match[1]), float(match[2] or 1))
 
     def __str__(self) -> str:
-        return f"{NAME}:{self.rank}" + (f"+rate:{self.rate:g}" if self.rate != 1 else "")
+        return f"{LOW_RANK}:{self.rank}" + (f"+rate:{self.rate:g}" if self.rate != 1 else "")
 
     def pays(self, shape: Sequence[int]) -> bool:
         """Whether P and Q are smaller than what they stand for; else that travels as it is."""

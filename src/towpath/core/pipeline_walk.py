@@ -103,10 +103,10 @@ def _gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
 def one_forward_one_backward_walk(order: Order) -> Walk:
     """Before the first backward pass, a message is waited for when the next is to be sent. Then each is waited for with
     what is needed next; and behind the last forward pass as before the first backward pass."""
-    return {rank: list(_one_forward_one_backward(passes, Messages(order))) for rank, passes in order.items()}
+    return {rank: list(_walk_1f1b(passes, Messages(order))) for rank, passes in order.items()}
 
 
-def _one_forward_one_backward(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
+def _walk_1f1b(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
     under_way: Message | None = None
     for index, each in enumerate(passes):
         following = passes[index + 1] if index + 1 < len(passes) else None

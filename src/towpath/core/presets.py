@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any, Literal, TypedDict, Unpack
 
-from towpath.core.low_rank import NAME as LOW_RANK
+from towpath.core.low_rank import LOW_RANK
 from towpath.core.placement import Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Offload, Strategy

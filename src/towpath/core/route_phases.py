@@ -35,7 +35,7 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
         return (Phase(1, out, inside, out, inside),)
-    gather = tuple(p for p in _GATHERS[travelled(route, grid)](grid, parts) if p.rounds)
+    gather = tuple(p for p in _PHASES[travelled(route, grid)](grid, parts) if p.rounds)
     return {
         Op.ALL_GATHER: gather,
         Op.REDUCE_SCATTER: gather[::-1],
@@ -43,19 +43,19 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
     }[op]
 
 
-def _ring(grid: Grid, parts: int) -> Iterator[Phase]:
+def _ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
     others = grid.nodes * grid.width - 1
     messages_out = others / grid.width if grid.nodes > 1 else 0
     yield Phase(others, others * (grid.nodes > 1), others * (grid.width > 1), messages_out, others - messages_out)
 
 
-def _hierarchical(grid: Grid, parts: int) -> Iterator[Phase]:
+def _hierarchical_phases(grid: Grid, parts: int) -> Iterator[Phase]:
     out, inside = grid.nodes - 1, (grid.width - 1) * grid.nodes
     yield Phase(out, grid.width * out, 0, out, 0)
     yield Phase(grid.width - 1, 0, inside, 0, inside)
 
 
-def _ho_ring(grid: Grid, parts: int) -> Iterator[Phase]:
+def _ho_ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
     """The node shares out what has crossed while the next part crosses; the last part alone."""
     within = min(HO_RING_STEPS, parts)
     out, last = (grid.nodes - 1) * parts, grid.width - 1
@@ -64,23 +64,23 @@ def _ho_ring(grid: Grid, parts: int) -> Iterator[Phase]:
     yield Phase(within, 0, last / parts, 0, last)
 
 
-def _two_hop(grid: Grid, parts: int) -> Iterator[Phase]:
+def _two_hop_phases(grid: Grid, parts: int) -> Iterator[Phase]:
     out, last = (grid.nodes - 1) * parts, (grid.width - 1) * grid.nodes
     shared = last * (parts - 1)
     yield Phase(parts, grid.width * (grid.nodes - 1), shared / parts, out, shared)
     yield Phase(1, 0, last / parts, 0, last)
 
 
-def _one_hop(grid: Grid, parts: int) -> Iterator[Phase]:
+def _one_hop_phases(grid: Grid, parts: int) -> Iterator[Phase]:
     out, inside = grid.width * (grid.nodes - 1), grid.width - 1
     yield Phase(1, grid.width * out, inside, out, inside)
 
 
-_GATHERS: dict[str, Callable[[Grid, int], Iterator[Phase]]] = {
-    "flat": _ring,
-    "ring": _ring,
-    "hierarchical": _hierarchical,
-    "ho-ring": _ho_ring,
-    "one-hop": _one_hop,
-    "two-hop": _two_hop,
+_PHASES: dict[str, Callable[[Grid, int], Iterator[Phase]]] = {
+    "flat": _ring_phases,
+    "ring": _ring_phases,
+    "hierarchical": _hierarchical_phases,
+    "ho-ring": _ho_ring_phases,
+    "one-hop": _one_hop_phases,
+    "two-hop": _two_hop_phases,
 }

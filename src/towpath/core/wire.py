@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.low_rank import NAME as LOW_RANK
+from towpath.core.low_rank import LOW_RANK
 from towpath.core.low_rank import LowRank
 from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, travelled
 from towpath.errors import StrategyError

@@ -31,7 +31,6 @@ from towpath.logs import logger
 from towpath.topology.groups import Groups
 from towpath.topology.noticeboard import Noticeboard
 
-_LOG = logger("engine")
 
 # How long a rank makes no progress before it says so to its peers, and before it logs what it waits for; or earlier
 # where the process group's own patience is short.
