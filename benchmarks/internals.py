@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from towpath.collectives.bound_transfer import BoundTransfer
-from towpath.core.actions import Compare, Deliver, Seal, Show
-from towpath.core.steady_step import Compute, steady_step
+from towpath.core.schedule import Compute, steady_step
+from towpath.core.step_state import Compare, Deliver, Seal, Show
 
 
 def without_transfers(step: Callable[[], None]) -> None:

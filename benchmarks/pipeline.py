@@ -29,8 +29,7 @@ from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.core.low_rank import LowRank
-from towpath.core.wire import Wire
+from towpath.core.wire import LowRank, Wire
 from towpath.pipeline.stage_link import Encoding, Sender
 
 BASELINE, UNSHAPED, PEER = "uncompressed", "uncompressed, unshaped", "torch, DDP stages"

@@ -27,8 +27,8 @@ from towpath.bench import gpt
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.core.strategy import Kind
-from towpath.engine import program
-from towpath.engine.usage import CHECK_EVERY, Usage
+from towpath.engine.checks import program
+from towpath.engine.parameters.unit import CHECK_EVERY, Usage
 from towpath.observing import sums
 
 WARM_UP, STEPS = 5, 20

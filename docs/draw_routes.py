@@ -19,11 +19,10 @@ from docs import figures
 import towpath
 from towpath import Topology, Wire
 from towpath.bench.harness import results
-from towpath.core.payload import Range
+from towpath.core.placement import Move
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WIRED, Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.train.observe.plots import light_and_dark
 
 DOCS = Path(__file__).parent

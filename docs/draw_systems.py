@@ -13,7 +13,7 @@ from pathlib import Path
 
 from towpath.cli.plan_report import Step
 from towpath.core import presets
-from towpath.core.compression import Compression, compression
+from towpath.core.pipeline import Compression, compression
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy

@@ -12,12 +12,11 @@ from math import ceil, log2, prod
 from typing import Any
 
 from towpath.core import presets
-from towpath.core.compression import Compression
-from towpath.core.compression import compression as named_compression
-from towpath.core.move_shapes import MoveShape, move_shapes
+from towpath.core.pipeline import Compression
+from towpath.core.pipeline import compression as named_compression
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import Kind, MoveShape, move_shapes
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
 from towpath.pipeline.schedules import walks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.collectives.collective import WireBuffers, Workspace
 
 
 def workspace() -> Workspace:

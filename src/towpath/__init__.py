@@ -30,15 +30,15 @@ if TYPE_CHECKING:
         shard,
         unshard,
     )
+    from towpath.core.formats import Precision
     from towpath.core.placement import Placement
-    from towpath.core.precision import Precision
     from towpath.core.presets import strategies, strategy
     from towpath.core.schedule import Schedule
     from towpath.core.strategy import Strategy
     from towpath.core.wire import Wire
     from towpath.engine.hooks import register_forward_method
+    from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
-    from towpath.engine.shard_tensor import ShardTensor
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats, tracing
     from towpath.planner.workload import Workload

@@ -16,27 +16,21 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.core import presets
-from towpath.core.formats import registered_formats
-from towpath.core.frozen import decided, is_open
-from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.presets import Preset
-from towpath.core.schedule import Schedule
+from towpath.core.schedule import Schedule, decided, is_open
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
 from towpath.core.whole_matrices import WholeParameter
-from towpath.engine import full_parameters as whole
-from towpath.engine.agreement import agree
-from towpath.engine.build import BuildOptions, build, check_exchangeable, check_low_rank
-from towpath.engine.executor import engine_of
-from towpath.engine.free_memory import least_free_bytes
-from towpath.engine.fsdp_methods import check_arguments
-from towpath.engine.hooks import attach
-from towpath.engine.initialise import Values
-from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out
-from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.uneven_data import Batch
-from towpath.engine.usage import CHECK_EVERY
+from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank
+from towpath.engine.executor import Batch, engine_of
+from towpath.engine.hooks import attach, check_arguments
+from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out, least_free_bytes
+from towpath.engine.parameters import full_parameters as whole
+from towpath.engine.parameters.initialise import Values
+from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
 from towpath.planner.workload import Workload

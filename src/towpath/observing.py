@@ -13,9 +13,8 @@ from torch import nn
 from towpath.core.transfer import Transfer
 from towpath.engine.build import optimizers_of
 from towpath.engine.executor import Engine, engine_of
-from towpath.engine.record import Sums, TransferStats
-from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.trace import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Trace
+from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.streams.record import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Sums, Trace, TransferStats
 from towpath.errors import StepError
 from towpath.topology.groups import Groups
 

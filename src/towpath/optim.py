@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from towpath.core.wire import Wire
-from towpath.engine.agreement import agree
+from towpath.engine.build import agree
+from towpath.engine.checks.trial_steps import Common, call_with, coupling, options_of
 from towpath.engine.executor import Engine, engine_with
-from towpath.engine.matrix_steps import MatrixSteps, Whole
-from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.trial_steps import Common, call_with, coupling, options_of
+from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import ShardError, StepError, TowpathError
 
 __all__ = ["Together", "WholeMatrices", "together", "whole_matrices"]

@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from towpath.engine.executor import Engine
-from towpath.engine.full_parameters import reshard, unshard
-from towpath.engine.hooks import Entry, register_known_methods
-from towpath.engine.module_classes import become
-from towpath.engine.uneven_data import Batch, joined
+from towpath.engine.executor import Batch, Engine, joined
+from towpath.engine.hooks import Entry, become, register_known_methods
+from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 
 

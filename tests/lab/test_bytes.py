@@ -13,7 +13,7 @@ import torch.distributed as dist
 import towpath
 from tests.ranks.strategies import ROUNDING, seldom, strategy_of
 from towpath.bench import gpt
-from towpath.core.payload import Matrices
+from towpath.core.transfer import Matrices
 from towpath.lab import Lab, link_counters
 from towpath.optim import whole_matrices
 

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 
 from tests.workspace import workspace
+from towpath.collectives.bound_transfer import select
 from towpath.collectives.collective import Members
-from towpath.collectives.select import select
-from towpath.core.payload import Range
+from towpath.core.placement import Move
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
 from towpath.lab import Lab, link_counters
 from towpath.topology.cluster import Topology

@@ -31,14 +31,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import towpath.codecs.packing
-import towpath.collectives.encoded
+import towpath.collectives.native
 from towpath.codecs.kernels.dispatch import Kernels
-from towpath.collectives import messages
-from towpath.engine import encoded_shard, optimizer_memory, queue
-from towpath.engine.partial_sums import Partial
-from towpath.engine.queue import Streams
-from towpath.engine.shard_tensor import ShardTensor
-from towpath.engine.streams import Handle, Job, Stream, Waiting
+from towpath.collectives import point_to_point as messages
+from towpath.engine.parameters import gradients as optimizer_memory
+from towpath.engine.parameters import shard_tensor as encoded_shard
+from towpath.engine.parameters.partial_sums import Partial
+from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.streams import queue
+from towpath.engine.streams.queue import Streams
+from towpath.engine.streams.streams import Handle, Job, Stream, Waiting
 
 COMPUTATION, HOST = "computation", "the host"
 
@@ -408,7 +410,7 @@ def checking() -> Generator[Checker]:
         patched(messages, "_launched", launch),
         patched(optimizer_memory, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of))),
         native(towpath.codecs.packing),
-        native(towpath.collectives.encoded),
+        native(towpath.collectives.native),
         native(encoded_shard),
     ]
     try:

@@ -20,11 +20,11 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.workspace import workspace
 from towpath.checkpoint import State, load, save
-from towpath.collectives.workspace import Workspace
-from towpath.core.actions import Task, Wait
+from towpath.collectives.collective import Workspace
+from towpath.core.step_state import Task, Wait
 from towpath.core.strategy import Kind
 from towpath.engine.executor import Engine
-from towpath.engine.streams import Job
+from towpath.engine.streams.streams import Job
 
 Worlds = Callable[[int], World]
 

@@ -21,14 +21,13 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
+from towpath.collectives.bound_transfer import bind
 from towpath.collectives.collective import Binding, Collective, Members
-from towpath.collectives.select import bind
 from towpath.core.formats import Codec
-from towpath.core.payload import Range
+from towpath.core.placement import Move
 from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import FEEDBACK, Wire
 from towpath.topology.cluster import Topology
 

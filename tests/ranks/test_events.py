@@ -1,6 +1,6 @@
 """The events that a steady step is made of are those that PyTorch's hooks send, for every model of these tests.
 
-A schedule is the step machine run over such a step (`core/steady_step.py`): that the engine runs the same machine makes
+A schedule is the step machine run over such a step (`core/schedule.py`): that the engine runs the same machine makes
 its transfers the schedule's, if what it is told is the same.
 """
 
@@ -20,7 +20,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import strategy_of
-from towpath.core.steady_step import steady_step
+from towpath.core.schedule import steady_step
 from towpath.core.step import StepMachine
 
 Worlds = Callable[[int], World]

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 
 import towpath
 from tests.ranks.server import World
-from towpath.engine.fsdp_methods import ARGUMENTS, COUNTERPARTS
+from towpath.engine.hooks import ARGUMENTS, COUNTERPARTS
 from towpath.errors import MismatchError, ShardError, StrategyError
 
 Worlds = Callable[[int], World]
@@ -184,7 +184,7 @@ def test_every_method_of_theirs_is_ours_or_names_its_counterpart(world: Worlds) 
 
 
 def _call_their_methods() -> None:
-    assert sorted(COUNTERPARTS) == THEIR_METHODS, "FSDPModule has other methods: add them to engine/fsdp_methods.py"
+    assert sorted(COUNTERPARTS) == THEIR_METHODS, "FSDPModule has other methods: add them to engine/hooks.py"
     model: Any = towpath.shard(_net(), "zero3", units=[Block])
     for name in THEIR_METHODS:
         for module in (model, model.blocks[0], model.head):
@@ -267,7 +267,7 @@ def _their_arguments() -> None:
     shard: Any = towpath.shard
     theirs = {*inspect.signature(fully_shard).parameters, *inspect.signature(FullyShardedDataParallel).parameters}
     ours = {*inspect.signature(shard).parameters, "module"}
-    assert theirs - ours - set(ARGUMENTS) == set(), "FSDP has other arguments: add them to engine/fsdp_methods.py"
+    assert theirs - ours - set(ARGUMENTS) == set(), "FSDP has other arguments: add them to engine/hooks.py"
     for name in theirs - ours:
         with pytest.raises(ShardError, match=rf"no {name}=. Use instead"):
             shard(nn.Linear(2, 2), "zero3", **{name: None})

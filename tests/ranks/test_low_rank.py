@@ -17,7 +17,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
-from towpath.engine.low_rank_sync import LowRankSync
+from towpath.engine.parameters.low_rank_sync import LowRankSync
 
 Worlds = Callable[[int], World]
 

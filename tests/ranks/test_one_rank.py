@@ -14,8 +14,8 @@ import towpath
 from tests.ranks.server import World
 from tests.ranks.test_engine_promises import Branching
 from tests.ranks.twin import Twin, loss_on
-from towpath.engine.gradients import OwnGradients
-from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.parameters.gradients import OwnGradients
+from towpath.engine.parameters.shard_tensor import ShardTensor
 
 Worlds = Callable[[int], World]
 

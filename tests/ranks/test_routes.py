@@ -18,15 +18,12 @@ import torch.distributed as dist
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
-from towpath.collectives.bound_transfer import BoundTransfer
-from towpath.collectives.coalesced import CoalescedAllGather
+from towpath.collectives.bound_transfer import BoundTransfer, CoalescedAllGather, select
 from towpath.collectives.collective import Binding, Collective, Members
-from towpath.collectives.select import select
-from towpath.core.payload import Range
+from towpath.core.placement import Move
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology

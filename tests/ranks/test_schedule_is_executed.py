@@ -16,7 +16,7 @@ import towpath
 from tests.ranks.models import MODELS
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
-from towpath.collectives import messages
+from towpath.collectives import point_to_point as messages
 from towpath.core.routes import ROUTES, Grid, Op, parts_of, sends
 from towpath.core.strategy import Kind
 

@@ -24,10 +24,9 @@ from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
 from towpath import checkpoint
-from towpath.collectives import messages
-from towpath.core.owner_messages import owner_messages, piece_bytes
-from towpath.core.payload import Matrices
+from towpath.collectives import point_to_point as messages
 from towpath.core.strategy import Kind
+from towpath.core.transfer import Matrices, owner_messages, piece_bytes
 from towpath.errors import CheckpointError, MismatchError, ShardError, ShardTensorError, StepError, StrategyError
 from towpath.optim import together, whole_matrices
 

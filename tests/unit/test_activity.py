@@ -8,17 +8,16 @@ import weakref
 import pytest
 import torch
 
-from towpath.core.payload import Range
-from towpath.core.queues import QUEUES, WAYS
+from towpath.core.placement import Move
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
+from towpath.core.schedule import QUEUES, WAYS
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
-from towpath.engine.activity import Activity, Peers, _end, _report
-from towpath.engine.cuda_stream import CudaStream
-from towpath.engine.queue import ThreadStream, make_stream
+from towpath.engine.checks.activity import Activity, Peers, _end, _report
+from towpath.engine.streams.queue import ThreadStream, make_stream
+from towpath.engine.streams.streams import CudaStream
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 

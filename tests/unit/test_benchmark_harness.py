@@ -26,7 +26,7 @@ from towpath.bench.harness.pool import Pool
 from towpath.bench.suites import prediction, timelines
 from towpath.bench.workload import Workload
 from towpath.core.presets import strategy
-from towpath.core.queues import QUEUES
+from towpath.core.schedule import QUEUES
 from towpath.core.strategy import Kind
 from towpath.errors import ConfigError
 from towpath.lab import LinkBytes, Rate

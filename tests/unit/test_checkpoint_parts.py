@@ -24,7 +24,7 @@ from towpath.checkpoint.disk.manifest import File, Manifest, Stored, StoredBox
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.disk.stored import check_boxes
 from towpath.checkpoint.memory.rng import rng_state, seed_anew, set_rng_state
-from towpath.engine.boxes import Box, boxes_of, ranges_of
+from towpath.engine.parameters.parallel import Box, boxes_of, ranges_of
 from towpath.errors import CheckpointError
 
 # --- boxes -----------------------------------------------------------------------------------------------------------

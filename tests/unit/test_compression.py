@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 import towpath
-from towpath.core.compression import COMPRESSIONS, Compression, compression, encoded_gradients
-from towpath.core.pipeline import messages, one_forward_one_backward
+from towpath.core.pipeline import (
+    COMPRESSIONS,
+    Compression,
+    compression,
+    encoded_gradients,
+    messages,
+    one_forward_one_backward,
+)
 from towpath.core.strategy import Kind
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError

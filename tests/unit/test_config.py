@@ -11,8 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from towpath.core.formats import Codec
-from towpath.core.precision import Precision
+from towpath.core.formats import Codec, Precision
 from towpath.core.presets import strategies
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError

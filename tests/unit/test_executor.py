@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 import towpath
-from towpath.core.actions import Task, Wait
+from towpath.core.step_state import Task, Wait
 from towpath.core.strategy import Kind
-from towpath.engine.streams import Handle
+from towpath.engine.streams.streams import Handle
 from towpath.errors import StepError
 
 

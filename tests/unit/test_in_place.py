@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from towpath.engine.in_place import narrowed, widen
+from towpath.engine.parameters.gradients import narrowed, widen
 
 
 @pytest.mark.parametrize("elements", [1, 2, 3, 64, 1000, 4097])

@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from towpath.codecs.low_rank import first_factor, orthonormal, with_unit_columns
-from towpath.core.formats import item_bytes
-from towpath.core.low_rank import Factored, LowRank, Matrix
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision, item_bytes
 from towpath.core.presets import strategy
 from towpath.core.routes import Op
 from towpath.core.schedule import schedule
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
+from towpath.core.wire import Factored, LowRank, Matrix, Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 

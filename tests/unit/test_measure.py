@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from towpath.auto import measure
 from towpath.auto.measure import describe_measured, line_through
 from towpath.auto.probe_together import Doing, beside
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
 from towpath.planner import clusters

@@ -9,9 +9,8 @@ import pytest
 
 import towpath
 from tests.unit.test_plan_command import told, told_wide
-from towpath.core.actions import Submit, Wait
 from towpath.core.step import StepMachine
-from towpath.core.step_state import UnitFacts
+from towpath.core.step_state import Submit, UnitFacts, Wait
 from towpath.core.strategy import Kind
 from towpath.errors import StrategyError
 from towpath.planner import clusters

@@ -10,14 +10,15 @@ import pytest
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
-from towpath.core.compression import Compression, encoded_gradients
 from towpath.core.pipeline import (
     SCHEDULES,
+    Compression,
     Message,
     Order,
     PassKind,
     StagePass,
     asked_of_micro_batches,
+    encoded_gradients,
     gpipe,
     messages,
     one_forward_one_backward,

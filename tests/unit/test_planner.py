@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.profiles import BUSY_LATENCY, host_points, line, made_profile
+from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
-from towpath.core.precision import Precision
 from towpath.core.presets import strategy
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit

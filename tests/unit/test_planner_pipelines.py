@@ -12,8 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from towpath.cli.main import app
-from towpath.core.compression import Compression
-from towpath.core.pipeline import gpipe, most_in_flight, one_forward_one_backward
+from towpath.core.pipeline import Compression, gpipe, most_in_flight, one_forward_one_backward
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
 from towpath.planner import clusters

@@ -11,7 +11,7 @@ from rich.console import Console
 import towpath
 from tests.unit.test_metrics import row_of
 from towpath.core.strategy import Kind
-from towpath.engine.record import Sums, TransferStats
+from towpath.engine.streams.record import Sums, TransferStats
 from towpath.observing import Stats
 from towpath.train.observe.progress import Progress, duration, size
 from towpath.train.observe.summary import Spent, summary, times

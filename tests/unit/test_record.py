@@ -9,15 +9,14 @@ from typing import Any, cast
 import pytest
 import torch
 
-from towpath.collectives.workspace import WireBuffers, Workspace
-from towpath.core.payload import Range
+from towpath.collectives.collective import WireBuffers, Workspace
+from towpath.core.placement import Move
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
-from towpath.engine.record import Record, Waits
-from towpath.engine.timing import HostTimer, Mark
+from towpath.engine.streams.record import Record, Waits
+from towpath.engine.streams.streams import HostTimer, Mark
 from towpath.topology.cluster import Topology
 
 PAIR = Move(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))

@@ -11,12 +11,11 @@ import pytest
 import towpath
 from tests.unit.test_routes import group_of
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.payload import Range
+from towpath.core.placement import Move
 from towpath.core.routes import COLLECTIVES, ROUTES, Op, Send, encoded_slice, piece_bounds, sends
 from towpath.core.schedule import schedule
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
 from towpath.topology.cluster import Extent, Topology

@@ -7,12 +7,9 @@ from itertools import product
 
 import pytest
 
-from towpath.core.move_shapes import move_shapes
-from towpath.core.placement import Placement, legal_extents
-from towpath.core.route_phases import phases
-from towpath.core.routes import ROUTES, Grid, Group, Op, sends
-from towpath.core.strategy import Kind
-from towpath.core.transitions import Move, everyone, transitions
+from towpath.core.placement import Move, Placement, everyone, legal_extents, transitions
+from towpath.core.routes import ROUTES, Grid, Group, Op, phases, sends
+from towpath.core.strategy import Kind, move_shapes
 from towpath.topology.cluster import Topology
 
 MOST = 36

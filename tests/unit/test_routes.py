@@ -9,7 +9,7 @@ import pytest
 
 import towpath
 from tests.cases import each
-from towpath.core.payload import Range
+from towpath.core.placement import Move
 from towpath.core.routes import (
     COLLECTIVES,
     ROUTES,
@@ -25,8 +25,7 @@ from towpath.core.routes import (
     wire_elements,
 )
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
 from towpath.topology.cluster import Topology
 

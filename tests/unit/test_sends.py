@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cases import each
-from towpath.core.low_rank import LowRank, matrix_of
-from towpath.core.payload import Activation
+from towpath.core.placement import send
 from towpath.core.presets import strategy
 from towpath.core.schedule import schedule
 from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import send
+from towpath.core.transfer import Activation, Transfer
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
+from towpath.core.wire import LowRank, Wire, matrix_of
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Topology
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from towpath.core.formats import Precision
 from towpath.core.placement import legal_placements
-from towpath.core.precision import Precision
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES
-from towpath.core.schedule import schedule
-from towpath.core.steady_step import steady_tasks
+from towpath.core.schedule import schedule, steady_tasks
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec

@@ -7,10 +7,21 @@ from collections.abc import Sequence
 import pytest
 
 from towpath.core import presets
-from towpath.core.compression import Compression
-from towpath.core.pipeline import SCHEDULES, Order, as_computed, gpipe, one_forward_one_backward
-from towpath.core.pipeline_walk import Await, Post, Run, Walk, gpipe_walk, one_forward_one_backward_walk
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
+from towpath.core.pipeline import (
+    SCHEDULES,
+    Await,
+    Compression,
+    Order,
+    Post,
+    Run,
+    Walk,
+    as_computed,
+    gpipe,
+    gpipe_walk,
+    one_forward_one_backward,
+    one_forward_one_backward_walk,
+)
 from towpath.core.strategy import Kind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec

@@ -18,12 +18,31 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Slot, Submit, Task, Wait
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.core.presets import strategy
-from towpath.core.queues import QUEUES
+from towpath.core.schedule import QUEUES
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.core.step_state import GRADIENTS_CHANGE, WEIGHTS_CHANGE, Gradients, Pass, UnitFacts, UnitState, Weights
+from towpath.core.step_state import (
+    GRADIENTS_CHANGE,
+    WEIGHTS_CHANGE,
+    Action,
+    Collect,
+    Compare,
+    Deliver,
+    Gradients,
+    Keep,
+    Pass,
+    Place,
+    Seal,
+    Show,
+    Slot,
+    Submit,
+    Task,
+    UnitFacts,
+    UnitState,
+    Wait,
+    Weights,
+)
 from towpath.core.strategy import Kind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec

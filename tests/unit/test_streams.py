@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.workspace import workspace
-from towpath.collectives.workspace import Workspace
-from towpath.engine.queue import make_stream
-from towpath.engine.streams import Job, Stream, Work
+from towpath.collectives.collective import Workspace
+from towpath.engine.streams.queue import make_stream
+from towpath.engine.streams.streams import Job, Stream, Work
 
 DEADLINE_SECONDS = 60.0
 

@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from towpath.core.placement import Placement, legal_extents
+from towpath.core.placement import Cut, Move, Placement, legal_extents, transitions
 from towpath.core.routes import ROUTES, Op, sends
-from towpath.core.transitions import Cut, Move, transitions
 from towpath.topology.cluster import Topology
 
 TOPOLOGIES = [Topology(2, 2), Topology(2, 3), Topology(4, 2), Topology(3, 1), Topology(2, 4), Topology(1, 4)]

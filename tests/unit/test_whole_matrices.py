@@ -8,13 +8,11 @@ from collections.abc import Iterator
 import pytest
 
 import towpath
-from towpath.core.actions import Submit, Wait
-from towpath.core.formats import Codec
-from towpath.core.owner_messages import owner_messages, piece_bytes
-from towpath.core.payload import Matrices
+from towpath.core.formats import Codec, Precision
 from towpath.core.placement import legal_placements
-from towpath.core.precision import Precision
+from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import Strategy
+from towpath.core.transfer import Matrices, owner_messages, piece_bytes
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.whole_matrices import (

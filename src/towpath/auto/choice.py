@@ -25,7 +25,7 @@ from towpath.auto.live import describe_by_parameters
 from towpath.auto.measure import describe_measured, ranks_measure_together
 from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitChoice, lay_out
 from towpath.errors import ConfigError, PlanError, TowpathError

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from towpath.core import presets
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.engine.build import BuildOptions, build
 from towpath.engine.hooks import attach
 from towpath.engine.layout import lay_out

@@ -23,10 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from towpath.core.formats import dtype_name
-from towpath.core.precision import Precision
-from towpath.engine.dtypes import torch_dtype
-from towpath.engine.layout import UnitChoice, UnitLayout, device_of, lay_out
+from towpath.core.formats import Precision, dtype_name
+from towpath.engine.layout import UnitChoice, UnitLayout, device_of, lay_out, torch_dtype
 from towpath.errors import ConfigError
 from towpath.planner.model import Model, Unit
 

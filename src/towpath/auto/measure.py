@@ -23,9 +23,8 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from towpath.auto.live import Call, Traced, trace
-from towpath.core.precision import Precision
-from towpath.engine.dtypes import torch_dtype
-from towpath.engine.layout import UnitLayout
+from towpath.core.formats import Precision
+from towpath.engine.layout import UnitLayout, torch_dtype
 from towpath.errors import ConfigError
 from towpath.planner.model import Line, Measured, Model, Unit
 

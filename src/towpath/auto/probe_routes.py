@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from towpath.collectives.collective import Binding, Members
-from towpath.collectives.select import bind, has_group_between_nodes
-from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.collectives.bound_transfer import bind, has_group_between_nodes
+from towpath.collectives.collective import Binding, Members, WireBuffers, Workspace
 from towpath.core.routes import ROUTES, Grid, Group, Op
 from towpath.planner.profile import route_name
 from towpath.topology.cluster import Topology

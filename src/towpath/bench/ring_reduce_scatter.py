@@ -16,9 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 # FSDP2's documentation names this module as the interface's home; it is exported nowhere else (torch 2.13).
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from towpath.collectives.collective import Binding, Collective, Members
-from towpath.collectives.select import bind
-from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.collectives.bound_transfer import bind
+from towpath.collectives.collective import Binding, Collective, Members, WireBuffers, Workspace
 from towpath.core.routes import Group, Op
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups

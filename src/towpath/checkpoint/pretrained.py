@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from towpath.checkpoint.dcp.calls import described
 from towpath.checkpoint.state_dicts import get_model_state_dict
-from towpath.engine.agreement import agree
+from towpath.engine.build import agree
 from towpath.engine.executor import engine_of
-from towpath.engine.full_parameters import reshard, unshard
+from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import CheckpointError
 
 

@@ -22,9 +22,9 @@ from torch.utils import _pytree as trees
 from towpath.checkpoint.dcp.calls import described
 from towpath.checkpoint.memory.names import parameters_of
 from towpath.checkpoint.memory.optimizer import is_like, name_of
-from towpath.engine.agreement import agree
+from towpath.engine.build import agree
 from towpath.engine.executor import Engine
-from towpath.engine.shard_tensor import ShardTensor, whole_tensors
+from towpath.engine.parameters.shard_tensor import ShardTensor, whole_tensors
 from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import WholeMatrices, members_of
 

@@ -18,8 +18,8 @@ from towpath.cli.plan_pipelines import Asked, simulated, with_pipelines
 from towpath.cli.plan_pipelines import settings as of_stages
 from towpath.cli.ranges import above_zero, whole
 from towpath.core import presets
+from towpath.core.formats import Precision
 from towpath.core.pipeline import SCHEDULES
-from towpath.core.precision import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.output_file import check_output_file

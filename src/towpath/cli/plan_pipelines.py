@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from towpath.core.compression import COMPRESSIONS
-from towpath.core.pipeline import SCHEDULES
-from towpath.core.pipeline_walk import plain_walk
+from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
 from towpath.errors import ConfigError
 from towpath.planner import model as models
 from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline, Walks

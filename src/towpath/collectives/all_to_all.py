@@ -22,9 +22,8 @@ from typing import final
 import torch
 
 from towpath.codecs.packing import Draws, Encoded, Packing, Plain
-from towpath.collectives.collective import Binding, Collective, Members
-from towpath.collectives.messages import Message, Posted, post
-from towpath.collectives.workspace import Workspace
+from towpath.collectives.collective import Binding, Collective, Members, Workspace
+from towpath.collectives.point_to_point import Message, Posted, post
 from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
 
 

@@ -1,4 +1,4 @@
-"""Pieces of matrices to the ranks that own these, and back (`core/owner_messages.py`)."""
+"""Pieces of matrices to the ranks that own these, and back (`core/transfer.py`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,11 @@ import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.watched import watched
-from towpath.collectives.collective import Members
-from towpath.collectives.messages import Message, post
-from towpath.collectives.workspace import Workspace
+from towpath.collectives.collective import Members, Workspace
+from towpath.collectives.point_to_point import Message, post
 from towpath.core.formats import item_bytes
-from towpath.core.owner_messages import OwnerMessage, owner_messages, piece_bytes
-from towpath.core.payload import Matrices
 from towpath.core.routes import Op
-from towpath.core.transfer import Transfer
+from towpath.core.transfer import Matrices, OwnerMessage, Transfer, owner_messages, piece_bytes
 from towpath.errors import StepError
 
 # Codecs that round at random are refused for these transfers: there is nothing to draw.

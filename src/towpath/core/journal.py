@@ -29,8 +29,8 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
+from towpath.core.placement import replicas
 from towpath.core.strategy import Kind, Strategy
-from towpath.core.transitions import replicas
 from towpath.errors import StepError
 
 _DIGEST_BYTES = 8

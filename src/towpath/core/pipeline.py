@@ -8,9 +8,17 @@ nothing else (Optimus-CC's epilogue, for any schedule). Both ends know the whole
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from math import ceil
+from typing import Any
+
+from towpath.core.routes import Op
+from towpath.core.strategy import GRADIENTS, Strategy
+from towpath.core.wire import LOW_RANK, LowRank, Wire
+from towpath.errors import StrategyError
 
 # By name, as torch.distributed.pipelining knows them: how many stages each rank has.
 SCHEDULES = {
@@ -185,3 +193,231 @@ def most_in_flight(passes: Sequence[StagePass]) -> int:
         most = max(most, now)
         now -= each.kind in (PassKind.BACKWARD, PassKind.WEIGHT_GRADIENTS)
     return most
+
+
+# --- pipeline walk ----------------------------------------------------------------------------------------------------
+#
+# A rank's way through a pipeline's step: when it computes what, posts which message, and waits for which.
+#
+# As torch.distributed.pipelining does it. A message moves once both ends have posted it.
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Compute a pass."""
+
+    stage_pass: StagePass
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """Let a message be sent, or be received, as soon as the other end does."""
+
+    message: Message
+    sends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Until a message has been sent, or received."""
+
+    message: Message
+    sends: bool
+
+
+Operation = Run | Post | Await
+# By rank of the pipeline, in the order in which it does them.
+Walk = Mapping[int, Sequence[Operation]]
+
+
+class Messages:
+    """Those of an order, by the pass that sends them, and by the pass that needs them."""
+
+    def __init__(self, order: Order) -> None:
+        homes = owners(order)
+        self._sent: dict[tuple[int, bool, int], Message] = {}
+        self._needed: dict[tuple[int, bool, int], Message] = {}
+        for each in messages(order):
+            assert homes[each.source] != homes[each.target]
+            self._sent[each.source, each.backward, each.micro_batch] = each
+            self._needed[each.target, each.backward, each.micro_batch] = each
+
+    def sent_by(self, each: StagePass) -> Message | None:
+        if each.kind is PassKind.WEIGHT_GRADIENTS:
+            return None
+        return self._sent.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
+
+    def needed_by(self, each: StagePass) -> Message | None:
+        if each.kind is PassKind.WEIGHT_GRADIENTS:
+            return None
+        return self._needed.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
+
+
+def plain_walk(schedule: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk]:
+    """Of the two schedules that have one stage on each rank; neither halves its backward passes, even where stages
+    could. The others are PyTorch's to plan (`towpath.pipeline.schedules.walks`)."""
+    if schedule == "GPipe":
+        order = gpipe(ranks, micro_batches)
+        return order, gpipe_walk(order)
+    assert schedule == "1F1B", schedule
+    order = one_forward_one_backward(ranks, micro_batches)
+    return order, one_forward_one_backward_walk(order)
+
+
+def gpipe_walk(order: Order) -> Walk:
+    """What is sent is waited for when all passes of its kind are computed."""
+    return {rank: list(_gpipe(passes, Messages(order))) for rank, passes in order.items()}
+
+
+def _gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
+    for forward in (True, False):
+        sent: list[Message] = []
+        for each in passes:
+            if (each.kind is PassKind.FORWARD) is forward:
+                yield from _received(found.needed_by(each))
+                yield Run(each)
+                if (message := found.sent_by(each)) is not None:
+                    sent.append(message)
+                    yield Post(message, sends=True)
+        yield from (Await(message, sends=True) for message in sent)
+
+
+def one_forward_one_backward_walk(order: Order) -> Walk:
+    """Before the first backward pass, a message is waited for when the next is to be sent. Then each is waited for with
+    what is needed next; and behind the last forward pass as before the first backward pass."""
+    return {rank: list(_walk_1f1b(passes, Messages(order))) for rank, passes in order.items()}
+
+
+def _walk_1f1b(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
+    under_way: Message | None = None
+    for index, each in enumerate(passes):
+        following = passes[index + 1] if index + 1 < len(passes) else None
+        if index == 0:
+            yield from _received(found.needed_by(each))
+        yield Run(each)
+        yield from _sent(under_way)
+        turns = following is not None and (following.kind is PassKind.FORWARD) is not (each.kind is PassKind.FORWARD)
+        message = found.sent_by(each)
+        needed = found.needed_by(following) if following is not None else None
+        if message is not None:
+            yield Post(message, sends=True)
+        if needed is not None:
+            yield Post(needed, sends=False)
+        if turns:
+            yield from _sent(message)
+        under_way = None if turns else message
+        if needed is not None:
+            yield Await(needed, sends=False)
+    yield from _sent(under_way)
+
+
+def _received(message: Message | None) -> Iterator[Operation]:
+    if message is not None:
+        yield Post(message, sends=False)
+        yield Await(message, sends=False)
+
+
+def _sent(message: Message | None) -> Iterator[Operation]:
+    if message is not None:
+        yield Await(message, sends=True)
+
+
+# --- compression ------------------------------------------------------------------------------------------------------
+#
+# What of a pipeline travels compressed (Optimus-CC): between stages, of tied embeddings, and inside stages.
+
+
+@dataclass(frozen=True, slots=True)
+class Compression:
+    """Each of the first three is a codec's text, or a `Wire`; of 'low-rank:16' what a message misses is added to the
+    next one, unless the `Wire` says otherwise.
+
+    `activation_gradients`: what stages send back, where it is exposed (`core/pipeline.py`), or all of it
+    (`every_gradient`). `activations`: what they hand on. `gradients`: how the data-parallel ranks of a stage bring
+    theirs together, in the first stages of the pipeline, a `share_of_stages` of all; the others do it as their strategy
+    says. `fused_embeddings`: the gradients of tied embeddings come together in one sum over the ranks of both ends;
+    else first in each end, and then between the two.
+    """
+
+    activation_gradients: Any = "none"
+    activations: Any = "none"
+    gradients: Any = "none"
+    every_gradient: bool = False
+    share_of_stages: float = 0.75
+    fused_embeddings: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("activation_gradients", "activations", "gradients"):
+            wire = getattr(self, name)
+            if not isinstance(wire, Wire):
+                wire = Wire(codec=wire, feedback="first" if str(wire).startswith(LOW_RANK) else "none")
+                object.__setattr__(self, name, wire)
+            if name != "gradients":
+                wire.check(Op.SEND, f"Compression: {name}")
+            elif wire.codec != "none" and not isinstance(wire.codec, LowRank):
+                raise StrategyError(
+                    f"Compression: gradients takes low rank, such as 'low-rank:4'; got {wire.codec}. Codecs of blocks "
+                    "belong to the strategy."
+                )
+        if not 0 < self.share_of_stages <= 1:
+            raise StrategyError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")
+
+    @property
+    def _wires(self) -> dict[str, Wire]:
+        return {name: getattr(self, name) for name in ("activation_gradients", "activations", "gradients")}
+
+    @property
+    def changes(self) -> set[int]:
+        """The optimizer steps at which a codec begins or ceases to serve."""
+        return {step for wire in self._wires.values() for step in wire.changes}
+
+    def at(self, step: int) -> Compression:
+        """Return the compression of optimizer step `step`, counted from 0."""
+        return replace(self, **{name: wire.at(step) for name, wire in self._wires.items()}) if self.changes else self
+
+    def encodes(self, message: Message) -> bool:
+        """Whether it takes a wire of these; else it travels as it is."""
+        return not message.backward or message.exposed or self.every_gradient
+
+    def of(self, message: Message) -> Wire:
+        wire: Wire = self.activation_gradients if message.backward else self.activations
+        return wire if self.encodes(message) else Wire()
+
+    def strategy_of(self, strategy: Strategy, stage: int, stages: int) -> Strategy:
+        """That of a stage, of so many."""
+        if self.gradients.codec == "none" or stage >= ceil(self.share_of_stages * stages):
+            return strategy
+        moving = [kind for kind in GRADIENTS if getattr(strategy.moves, kind.value)]
+        return replace(strategy, **{k.value: replace(self.gradients, route=strategy.wire(k).route) for k in moving})
+
+
+def encoded_gradients(order: Order, compression: Compression) -> frozenset[tuple[int, int]]:
+    """Those that stages send back and that take its wire, by the stage that sends them and the micro-batch."""
+    return frozenset((m.source, m.micro_batch) for m in messages(order) if m.backward and compression.encodes(m))
+
+
+# The three parts of Optimus-CC, with the ranks of its section 9: compressed backpropagation, fused embedding
+# synchronisation, selective stage compression.
+_BACKPROPAGATION = Compression("low-rank:16", fused_embeddings=False)
+_FUSED = replace(_BACKPROPAGATION, fused_embeddings=True)
+COMPRESSIONS = {
+    "none": Compression(),
+    "optimus-cb": _BACKPROPAGATION,
+    "optimus-cb+fe": _FUSED,
+    "optimus-cb+fe+sc": replace(_FUSED, gradients="low-rank:128"),
+}
+
+
+def compression(name: str, **options: Any) -> Compression:
+    """The preset `name`: 'none', 'optimus-cb', 'optimus-cb+fe' or 'optimus-cb+fe+sc'. Options: the fields of a
+    `Compression`, in the place of the preset's."""
+    if name not in COMPRESSIONS:
+        close = difflib.get_close_matches(str(name), COMPRESSIONS, n=1, cutoff=0.0)[0]
+        known = ", ".join(COMPRESSIONS)
+        raise StrategyError(f"unknown compression {name!r}; did you mean {close!r}? Known: {known}.")
+    known = [field.name for field in fields(Compression)]
+    if unknown := set(options) - set(known):
+        raise StrategyError(
+            f"compression {name!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(known)}."
+        )
+    return replace(COMPRESSIONS[name], **options)

@@ -9,12 +9,10 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any, Literal, TypedDict, Unpack
 
-from towpath.core.low_rank import LOW_RANK
-from towpath.core.placement import Placement
+from towpath.core.placement import Move, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Offload, Strategy
-from towpath.core.transitions import Move
-from towpath.core.wire import Feedback, Wire
+from towpath.core.wire import LOW_RANK, Feedback, Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 

@@ -346,3 +346,148 @@ class AllToAll:
     def kept_elements(self) -> tuple[int, ...]:
         """Of what is rounded away before each hop, if it is kept: a float32 for every element brought to it."""
         return tuple(self.stages * prod(self.hops[h:]) * self.cell for h in range(len(self.hops)))
+
+
+# --- route bytes ------------------------------------------------------------------------------------------------------
+#
+# How many bytes each route sends, in closed form: what the messages of `routes.sends` add up to.
+#
+# A link carries the whole region, but for what its receiver does not need: in a ring, the slice of the member that
+# receives; by the routes of two levels, the slices of its node. A reduction's messages are a gather's turned back:
+# what arrives at a node in one leaves it in the other.
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """By the members of one group together: inside their nodes, and out of each of their nodes."""
+
+    inside: int
+    leaving: tuple[int, ...]
+
+
+def sent_bytes(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced: Sequence[int]) -> Sent:
+    """What one collective of a group sends.
+
+    `gathered`, `reduced`: the bytes of each member's slice, in the order of the ring, as a gather and as a reduction
+    send it. An all-reduce does both.
+    """
+    route, inside, leaving = travelled(route, grid), 0, [0] * grid.nodes
+    if op is not Op.ALL_GATHER:
+        inside += _inside(route, grid, reduced)
+        leaving = _arriving_in_a_gather(route, grid, reduced)
+    if op is not Op.REDUCE_SCATTER:
+        inside += _inside(route, grid, gathered)
+        leaving = [a + b for a, b in zip(leaving, _leaving_in_a_gather(route, grid, gathered), strict=True)]
+    return Sent(inside, tuple(leaving))
+
+
+def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:
+    total = sum(slices)
+    if route in ("flat", "ring"):
+        receivers = [i for i in range(len(slices)) if i % grid.width or grid.nodes == 1]
+        return len(receivers) * total - sum(slices[i] for i in receivers)
+    return (grid.width - 1) * total * (1 if route == "one-hop" else grid.nodes)
+
+
+def _arriving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[int]:
+    """By node, from other nodes."""
+    if grid.nodes == 1:
+        return [0]
+    total, of_node = sum(slices), _by_node(grid, slices)
+    if route in ("flat", "ring"):
+        return [total - slices[first] for first in range(0, len(slices), grid.width)]
+    copies = grid.width if route == "one-hop" else 1
+    return [copies * (total - own) for own in of_node]
+
+
+def _leaving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[int]:
+    if route in ("one-hop", "two-hop"):  # each slice straight to all other nodes
+        receivers = (grid.nodes - 1) * (grid.width if route == "one-hop" else 1)
+        return [receivers * own for own in _by_node(grid, slices)]
+    arriving = _arriving_in_a_gather(route, grid, slices)
+    return [*arriving[1:], arriving[0]]  # all of it at the next node
+
+
+def _by_node(grid: Grid, slices: Sequence[int]) -> list[int]:
+    return [sum(slices[i : i + grid.width]) for i in range(0, len(slices), grid.width)]
+
+
+# --- route phases -----------------------------------------------------------------------------------------------------
+#
+# How long each route keeps which links busy, in closed form: what the messages of `routes.sends` add up to.
+#
+#     Phase     rounds that follow one another; what crosses between nodes and what stays inside travel at the same time
+#
+# Where a route does one after the other, it has two phases. All members of a group are alike here, and all groups.
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """In slices of the region: `leaving` those that leave each node, `inside` those that a rank sends to its node.
+
+    `messages_out`, `messages_inside`: how many messages a rank sends there, on average: of a ring's ranks in a node
+    only the last one sends out of it. All of the whole phase, over its rounds.
+    """
+
+    rounds: int
+    leaving: float
+    inside: float
+    messages_out: float
+    messages_inside: float
+
+
+@lru_cache(maxsize=4096)
+def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
+    """Of one collective of a group, in their order."""
+    if op is Op.SEND:
+        out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
+        return (Phase(1, out, inside, out, inside),)
+    gather = tuple(p for p in _PHASES[travelled(route, grid)](grid, parts) if p.rounds)
+    return {
+        Op.ALL_GATHER: gather,
+        Op.REDUCE_SCATTER: gather[::-1],
+        Op.ALL_REDUCE: (*gather[::-1], *gather),
+    }[op]
+
+
+def _ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+    others = grid.nodes * grid.width - 1
+    messages_out = others / grid.width if grid.nodes > 1 else 0
+    yield Phase(others, others * (grid.nodes > 1), others * (grid.width > 1), messages_out, others - messages_out)
+
+
+def _hierarchical_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+    out, inside = grid.nodes - 1, (grid.width - 1) * grid.nodes
+    yield Phase(out, grid.width * out, 0, out, 0)
+    yield Phase(grid.width - 1, 0, inside, 0, inside)
+
+
+def _ho_ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+    """The node shares out what has crossed while the next part crosses; the last part alone."""
+    within = min(HO_RING_STEPS, parts)
+    out, last = (grid.nodes - 1) * parts, grid.width - 1
+    shared = last * (grid.nodes * parts - 1)
+    yield Phase(out - 1 + within, grid.width * (grid.nodes - 1), shared / parts, out, shared)
+    yield Phase(within, 0, last / parts, 0, last)
+
+
+def _two_hop_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+    out, last = (grid.nodes - 1) * parts, (grid.width - 1) * grid.nodes
+    shared = last * (parts - 1)
+    yield Phase(parts, grid.width * (grid.nodes - 1), shared / parts, out, shared)
+    yield Phase(1, 0, last / parts, 0, last)
+
+
+def _one_hop_phases(grid: Grid, parts: int) -> Iterator[Phase]:
+    out, inside = grid.width * (grid.nodes - 1), grid.width - 1
+    yield Phase(1, grid.width * out, inside, out, inside)
+
+
+_PHASES: dict[str, Callable[[Grid, int], Iterator[Phase]]] = {
+    "flat": _ring_phases,
+    "ring": _ring_phases,
+    "hierarchical": _hierarchical_phases,
+    "ho-ring": _ho_ring_phases,
+    "one-hop": _one_hop_phases,
+    "two-hop": _two_hop_phases,
+}

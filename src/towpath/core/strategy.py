@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.placement import LABELS, Placement, legal_extents
-from towpath.core.toml import written
-from towpath.core.transitions import Transitions, transitions
+from towpath.core.placement import LABELS, Placement, Transitions, legal_extents, transitions
+from towpath.core.routes import Grid, Op
 from towpath.core.wire import Wire
 from towpath.errors import PlacementError, StrategyError
 from towpath.topology.cluster import Extent, Topology
+
+# --- toml -------------------------------------------------------------------------------------------------------------
+#
+# Values as TOML writes them; `tomllib` reads them back.
+
+
+# Beyond what JSON escapes, TOML wants DEL escaped, and knows no surrogate pairs: other characters stay as they are.
+_ESCAPED = re.compile('[\x00-\x1f\x7f"\\\\]')
+
+
+def written(value: str | bool | int | float | Iterable[Any]) -> str:
+    """A scalar, or an array of such. Text with lone surrogates is a ValueError: no file can hold it."""
+    if isinstance(value, str):
+        value.encode()  # or UnicodeEncodeError, which is a ValueError
+        return f'"{_ESCAPED.sub(_escape, value)}"'
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    return f"[{', '.join(map(written, value))}]"
+
+
+def _escape(found: re.Match[str]) -> str:
+    character = found[0]
+    return f"\\{character}" if character in '"\\' else f"\\u{ord(character):04x}"
 
 
 class Kind(StrEnum):
@@ -51,7 +77,7 @@ class Strategy:
     """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand.
 
     `frozen`: over how many ranks one copy of the parameters that do not train is spread. 'as-trained': as what trains.
-    None is left to `shard()`: in each node where its memory allows, if P spans nodes (`core/frozen.py`).
+    None is left to `shard()`: in each node where its memory allows, if P spans nodes (`core/schedule.py`).
     `frozen_codec`: a `Codec` or its text ('int8', 'int4:64') in which these parameters rest and travel; 'none': as they
     are.
     `offload="optimizer"`: what the optimizer works on (its slice of the parameters, `.grad`, its states) lies in the
@@ -234,3 +260,61 @@ def _of_frozen(strategy: Strategy) -> Strategy:
         gather, backward = Wire(gather.route), Wire(backward.route)
     plain = {kind.value: Wire() for kind in (*GRADIENTS, Kind.PUBLISH)}
     return replace(strategy, placement=placement, gather=gather, backward_gather=backward, **plain)
+
+
+# --- move shapes ------------------------------------------------------------------------------------------------------
+#
+# The moves of a placement without their ranks: how many groups there are, of what shape, and where they lie.
+#
+# `transitions` names every rank of every group; of thousands of ranks that takes a while, and what a transfer costs
+# does not depend on it. A test holds the two together.
+
+
+_ONE = Extent(1)
+
+
+@dataclass(frozen=True, slots=True)
+class MoveShape:
+    """One collective, run by every group at once. Each group's region is 1/`regions` of the flat buffer.
+
+    `stride`: a group's nodes are so far apart, if it has several.
+    """
+
+    op: Op
+    regions: int
+    grid: Grid
+    stride: int
+
+    @property
+    def members(self) -> int:
+        return self.grid.nodes * self.grid.width
+
+
+@lru_cache(maxsize=4096)
+def move_shapes(placement: Placement, topology: Topology) -> dict[Kind, tuple[MoveShape, ...]]:
+    params, grads, optimizer = placement.params, placement.grads, placement.optimizer
+    backward = placement.backward_params or params
+    return {
+        Kind.GATHER: tuple(_between(Op.ALL_GATHER, _ONE, params)),
+        Kind.BACKWARD_GATHER: tuple(_between(Op.ALL_GATHER, _ONE, backward)),
+        Kind.REDUCE: tuple(_between(Op.REDUCE_SCATTER, _ONE, grads)),
+        Kind.SYNC: (*_between(Op.REDUCE_SCATTER, grads, optimizer), *_over_replicas(optimizer, topology)),
+        Kind.PUBLISH: tuple(_between(Op.ALL_GATHER, params, optimizer)),
+        Kind.USAGE: tuple(_over_replicas(_ONE, topology)),
+    }
+
+
+def _between(op: Op, coarse: Extent, fine: Extent) -> Iterator[MoveShape]:
+    grid = Grid(fine.nodes // coarse.nodes, fine.local // coarse.local)
+    if coarse != fine:
+        yield _shape(op, coarse, grid)
+
+
+def _over_replicas(extent: Extent, topology: Topology) -> Iterator[MoveShape]:
+    grid = Grid(topology.nodes // extent.nodes, topology.ranks_per_node // extent.local)
+    if grid != Grid(1, 1):
+        yield _shape(Op.ALL_REDUCE, extent, grid)
+
+
+def _shape(op: Op, outer: Extent, grid: Grid) -> MoveShape:
+    return MoveShape(op, outer.size, grid, outer.nodes if grid.nodes > 1 else 1)

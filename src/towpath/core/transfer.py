@@ -2,29 +2,200 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import prod
+from typing import NamedTuple
 
 from towpath.core.formats import NARROW, Codec, item_bytes
-from towpath.core.owner_messages import encoded_by_a_rank, sent_with_owners
-from towpath.core.payload import Activation, Matrices, Matrix, Payload
-from towpath.core.route_bytes import Sent, sent_bytes
+from towpath.core.placement import Move
 from towpath.core.routes import (
+    WITH_OWNERS,
     AllToAll,
     Grid,
+    Group,
     Op,
+    Sent,
     bounds,
     encoded_slice,
     hops_of,
     parts_of,
+    sent_bytes,
     slice_bytes,
     wire_elements,
 )
 from towpath.core.strategy import Kind
-from towpath.core.transitions import Move
 from towpath.core.wire import Wire
 from towpath.topology.cluster import Topology
+
+# --- payload ----------------------------------------------------------------------------------------------------------
+#
+# What a transfer moves.
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Of a bucket's parameters, or of their gradients: as much as one group shares.
+
+    `factored`: the elements of the matrices of which it has factors, instead of what they are. `encoded`: each rank's
+    part rests in the wire's codec, and is sent as it rests.
+    """
+
+    unit: str
+    bucket: str
+    elements: int
+    dtype: str
+    factored: int = 0
+    encoded: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.unit or 'root'} [{self.bucket}]" if self.bucket else "all units"
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """Of one micro-batch, what a pipeline stage hands to the next: an output; or, on its way back, its gradient."""
+
+    stage: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def unit(self) -> str:
+        return f"stage {self.stage}"
+
+    @property
+    def bucket(self) -> str:
+        return ""
+
+    def __str__(self) -> str:
+        return f"{self.unit} [{' × '.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A parameter that one rank of each copy of the optimizer states steps whole: the one that holds slice `owner`.
+
+    `pieces`: by slice, in order, how many of its elements lie there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[int, ...]
+    owner: int
+
+    @property
+    def numel(self) -> int:
+        return sum(self.pieces)
+
+    @property
+    def stays(self) -> bool:
+        """Whether its owner holds all of it, and none of it travels."""
+        return self.pieces[self.owner] == self.numel
+
+    def bounds(self, slot: int) -> tuple[int, int]:
+        """Which of its elements lie in that slice."""
+        start = sum(self.pieces[:slot])
+        return start, start + self.pieces[slot]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """Whole parameters, or their gradients, as their slices travel between the ranks that hold these and the owners."""
+
+    matrices: tuple[Matrix, ...]
+    dtype: str
+
+    @property
+    def elements(self) -> int:
+        """Those at their owners from the start among them."""
+        return sum(matrix.numel for matrix in self.matrices)
+
+    @property
+    def unit(self) -> str:
+        return ", ".join(matrix.name for matrix in self.matrices)
+
+    @property
+    def bucket(self) -> str:
+        return ""
+
+    def __str__(self) -> str:
+        return self.unit
+
+
+Payload = Range | Activation | Matrices
+
+
+# --- owner messages ---------------------------------------------------------------------------------------------------
+#
+# What is sent between the ranks that hold pieces of matrices and the ranks that own these: message by message, and in
+# closed form how many bytes that is. `collectives/owners.py` executes it.
+
+
+class OwnerMessage(NamedTuple):
+    """Member `source` sends member `target` (positions in the group) the piece of a matrix that lies in `slot`."""
+
+    source: int
+    target: int
+    matrix: int  # which of the matrices
+    slot: int
+
+
+def owner_messages(op: Op, matrices: Sequence[Matrix], group: Group) -> Iterator[OwnerMessage]:
+    """Every message of one transfer of a group, matrix by matrix."""
+    assert op in WITH_OWNERS
+    member = {slot: position for position, slot in enumerate(group.slots)}
+    for number, matrix in enumerate(matrices):
+        for slot, elements in enumerate(matrix.pieces):
+            if elements and slot != matrix.owner:
+                holder, owner = member[slot], member[matrix.owner]
+                source, target = (holder, owner) if op is Op.TO_OWNERS else (owner, holder)
+                yield OwnerMessage(source, target, number, slot)
+
+
+def piece_bytes(elements: int, item: int, codec: Codec | None) -> int:
+    """As it travels: each piece is encoded by itself."""
+    if not elements:
+        return 0
+    return codec.encoded_bytes(elements) if codec is not None else elements * item
+
+
+def encoded_by_a_rank(matrices: Sequence[Matrix], codec: Codec | None) -> int:
+    """Bytes of all encoded pieces that one rank sends and receives in one transfer, at most."""
+    if codec is None:
+        return 0
+    through = [0] * max(len(matrix.pieces) for matrix in matrices)
+    for matrix in matrices:
+        sent = [piece_bytes(n, 0, codec) if slot != matrix.owner else 0 for slot, n in enumerate(matrix.pieces)]
+        through = [a + b for a, b in zip(through, sent, strict=True)]
+        through[matrix.owner] += sum(sent)
+    return max(through)
+
+
+def sent_with_owners(
+    op: Op, matrices: Sequence[Matrix], node_of_slot: Sequence[int], nodes: int, item: int, codec: Codec | None
+) -> Sent:
+    """What one group sends: a node sends all it holds of a matrix out to the owner's node, or, if that is this one, all
+    but what the owner holds inside. On the way back the owner's node sends what the others have sent it."""
+    inside, leaving = 0, [0] * nodes
+    for matrix in matrices:
+        held = [0] * nodes
+        for node, elements in zip(node_of_slot, matrix.pieces, strict=True):
+            held[node] += piece_bytes(elements, item, codec)
+        home = node_of_slot[matrix.owner]
+        inside += held[home] - piece_bytes(matrix.pieces[matrix.owner], item, codec)
+        held[home] = 0
+        if op is Op.TO_OWNERS:
+            leaving = [a + b for a, b in zip(leaving, held, strict=True)]
+        else:
+            leaving[home] += sum(held)
+    return Sent(inside, tuple(leaving))
+
 
 Needs = dict[str, int]  # elements by dtype
 

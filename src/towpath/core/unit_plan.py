@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from towpath.core.formats import ENCODED, Codec, item_bytes, wide
-from towpath.core.low_rank import Factored
-from towpath.core.payload import Range
-from towpath.core.precision import Precision
+from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
+from towpath.core.placement import Cut, Move, everyone
 from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import Kind, Strategy
-from towpath.core.transfer import Needs, Transfer
-from towpath.core.transitions import Cut, Move, everyone
+from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
+from towpath.core.wire import Factored, Wire
 from towpath.errors import StrategyError
 
 # So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).

@@ -20,13 +20,12 @@ from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING
 
-from towpath.core.actions import Submit, Task, Wait
 from towpath.core.formats import ENCODED, item_bytes
-from towpath.core.payload import Matrices, Matrix
+from towpath.core.placement import Move
 from towpath.core.routes import Op
+from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import Kind, Strategy
-from towpath.core.transfer import Transfer
-from towpath.core.transitions import Move
+from towpath.core.transfer import Matrices, Matrix, Transfer
 from towpath.core.units import overlap
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError

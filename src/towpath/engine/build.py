@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,26 +18,71 @@ from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
+from towpath.core.formats import Precision
 from towpath.core.journal import Call, Journal
-from towpath.core.low_rank import LowRank
-from towpath.core.precision import Precision
 from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.engine.agreement import agree
-from towpath.engine.bucket import Bucket
+from towpath.core.wire import LowRank
+from towpath.engine.checks.program import note_optimizer_steps
+from towpath.engine.checks.trial_steps import watch_optimizers
 from towpath.engine.executor import Engine
-from towpath.engine.initialise import FromModel, FromValues, Source, Values, materialise_buffers
-from towpath.engine.kept_tensors import check_memory, find_kept
-from towpath.engine.layout import ParameterPlace, UnitLayout, device_of
-from towpath.engine.parallel import Mesh, mesh_of
-from towpath.engine.partial_sums import Replica
-from towpath.engine.program import note_optimizer_steps
-from towpath.engine.trial_steps import watch_optimizers
-from towpath.engine.unit import Unit
-from towpath.engine.wiring import Wiring
-from towpath.errors import ShardError
+from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
+from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.initialise import FromModel, FromValues, Source, Values, materialise_buffers
+from towpath.engine.parameters.parallel import Mesh, mesh_of
+from towpath.engine.parameters.partial_sums import Replica
+from towpath.engine.parameters.unit import Unit
+from towpath.engine.streams.queue import Wiring
+from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.topology.groups import Groups
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+#
+# Do all ranks hold the same? Else all of them raise, and say what differs.
+
+
+class Gathering(Protocol):
+    """Ranks that tell one another, such as `Groups`."""
+
+    @property
+    def members(self) -> list[int]: ...
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+def agree(
+    groups: Gathering,
+    mine: Sequence[str],
+    failure: TowpathError | None,
+    call: str = "shard()",
+    advice: str = "Build the same model and pass the same strategy on every rank.",
+) -> None:
+    """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
+    mine_failed = str(failure) if failure is not None else None
+    digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
+    answers = groups.gather_objects((digest, mine_failed))
+    if failure is not None:
+        raise failure
+    for rank, (_, error) in enumerate(answers):
+        if error is not None:
+            raise MismatchError(f"{call} failed on rank {groups.members[rank]}: {error}")
+    if len({d for d, _ in answers}) == 1:
+        return
+    lines: list[list[str]] = groups.gather_objects(list(mine))
+    raise MismatchError(f"{_difference(lines, groups.members)} {advice}")
+
+
+def _difference(lines: list[list[str]], ranks: list[int]) -> str:
+    other = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
+    for i in range(max(len(lines[0]), len(lines[other]))):
+        here, there = (theirs[i] if i < len(theirs) else "nothing more" for theirs in (lines[0], lines[other]))
+        if here != there:
+            return (
+                f"the ranks were given different things: rank {ranks[0]} has {here!r}, rank {ranks[other]} has "
+                f"{there!r}."
+            )
+    raise AssertionError("equal lists cannot differ")
 
 
 def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:

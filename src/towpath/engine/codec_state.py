@@ -13,7 +13,7 @@ import torch
 from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Collective
 from towpath.engine.executor import Engine
-from towpath.engine.low_rank_sync import LowRankSync
+from towpath.engine.parameters.low_rank_sync import LowRankSync
 
 _SEEDS = "seeds"
 

@@ -8,38 +8,78 @@ from __future__ import annotations
 
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
-from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Place, Seal, Show, Submit, Task, Wait
+from towpath.core.formats import Precision
 from towpath.core.journal import Call
-from towpath.core.precision import Precision
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Pass, WriteMark, in_backward_order
+from towpath.core.step_state import (
+    Action,
+    Collect,
+    Compare,
+    Deliver,
+    Keep,
+    Pass,
+    Place,
+    Seal,
+    Show,
+    Submit,
+    Task,
+    Wait,
+    WriteMark,
+    in_backward_order,
+)
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import plan_unit
-from towpath.engine.bucket import Bucket
-from towpath.engine.buffers import SlotMemory
-from towpath.engine.failed_passes import EndOfBackward, FailedPasses
-from towpath.engine.gradients import check_gradient
-from towpath.engine.host_clock import eager, on_host
-from towpath.engine.registrations import registrations
-from towpath.engine.shard_tensor import ShardTensor, in_backward
-from towpath.engine.streams import Handle
-from towpath.engine.unit import Unit, Use
-from towpath.engine.usage import Usage
-from towpath.engine.wiring import Wiring
+from towpath.engine.checks.activity import EndOfBackward, FailedPasses
+from towpath.engine.parameters.bucket import Bucket, SlotMemory
+from towpath.engine.parameters.gradients import check_gradient
+from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
+from towpath.engine.parameters.unit import Unit, Usage, Use
+from towpath.engine.streams.queue import Wiring
+from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
 if TYPE_CHECKING:
-    from towpath.engine.matrix_steps import MatrixSteps
+    from towpath.engine.parameters.matrix_steps import MatrixSteps
+
+
+# --- registrations ----------------------------------------------------------------------------------------------------
+#
+# How often a module got a parameter or a module: what has changed since is looked for only when this number has.
+
+
+class _Registrations:
+    def __init__(self) -> None:
+        self.made = 0
+        self._counting = False
+
+    def count(self) -> None:
+        """From now on, in this process."""
+        if not self._counting:
+            self._counting = True
+            register_module_module_registration_hook(self._add)
+            register_module_parameter_registration_hook(self._add)
+
+    def _add(self, *_: Any) -> None:
+        self.made += 1
+
+
+registrations = _Registrations()
+
 
 # So that an optimizer, which knows parameters only, finds out whose they are.
 _ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -61,7 +101,7 @@ class Engine:
             slot = self.machine.slot_of(unit.index)
             if slot is not None:
                 unit.live_in(self.weights.of(slot))
-        # What the rank with least had left, where that has decided where frozen parameters lie (`core/frozen.py`).
+        # What the rank with least had left, where that has decided where frozen parameters lie (`core/schedule.py`).
         self.free_bytes: int | None = None
         self.step = 0  # boundaries so far
         self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps with other wires
@@ -501,3 +541,41 @@ def engine_of(model: nn.Module) -> Engine:
             "on the model first, and pass what it returns."
         )
     return engine
+
+
+# --- uneven data ------------------------------------------------------------------------------------------------------
+#
+# Ranks whose data ends at different times: those that are through repeat their last batch, and count for nothing.
+
+
+Batch = TypeVar("Batch")
+
+_HAS_NONE, _REPEATS, _HAS_ONE = 0, 1, 2
+
+
+def joined(engine: Engine, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """As many batches on every rank as the rank with the most has.
+
+    A rank that is through must still take part in the transfers of the others: it computes with its last batch again,
+    and the gradients of that count as zero.
+    """
+    groups, program, source = engine.wiring.groups, engine.wiring.program, iter(batches)
+    last: list[Batch] = []
+    while True:
+        found = list(islice(source, 1))
+        mine = _HAS_ONE if found else _REPEATS if last else _HAS_NONE
+        last = found or last
+        with program.shared("join()", Call.PROGRAM):
+            everyones = groups.gather_rows(torch.tensor([mine]), program.wait).flatten().tolist()
+        if _HAS_ONE not in everyones:
+            return
+        if _HAS_NONE in everyones:
+            raise StepError(
+                f"rank {groups.rank}: rank {everyones.index(_HAS_NONE)} has no batch at all, and cannot repeat its "
+                "last one while the others train. Give every rank at least one batch."
+            )
+        engine.muted = mine == _REPEATS
+        try:
+            yield last[0]
+        finally:
+            engine.muted = False

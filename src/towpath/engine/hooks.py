@@ -5,25 +5,217 @@ from __future__ import annotations
 import difflib
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from typing import Any, NoReturn, final
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
-from towpath.engine.backward_inputs import let_backward_take_parameters
-from towpath.engine.bucket import Bucket
-from towpath.engine.dtypes import torch_dtype
-from towpath.engine.executor import Engine
-from towpath.engine.fsdp_methods import COUNTERPARTS
-from towpath.engine.host_clock import eager
-from towpath.engine.layout import has_forward, kept_modules
-from towpath.engine.module_classes import become, keep_dtype
-from towpath.engine.unit import Unit, Use, is_transformed
-from towpath.errors import NoMethodError, ShardError, StepError
+from towpath.engine.executor import Engine, backward_to
+from towpath.engine.layout import has_forward, kept_modules, torch_dtype
+from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.unit import Unit, Use, is_transformed
+from towpath.engine.streams.streams import eager
+from towpath.errors import NoMethodError, ShardError, ShardTensorError, StepError
+
+# --- module classes ---------------------------------------------------------------------------------------------------
+#
+# What is added to a module's class.
+
+
+def become(module: nn.Module, role: type[Any]) -> None:
+    """Add `role` to the module's class, which keeps its name: libraries look at it."""
+    module.__class__ = _with_role(type(module), role)
+
+
+@cache
+def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
+    """One class for all blocks of a model: torch.compile makes a graph for each class, and gives up after eight."""
+    return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
+
+
+def keep_dtype(module: nn.Module) -> None:
+    """Let a module compute in its own dtype, whatever the dtype of its inputs; its outputs are of theirs."""
+    own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
+    become(module, ExactModule)
+    object.__setattr__(module, "towpath_dtype", own)
+
+
+class ExactModule(nn.Module):
+    """What a module becomes that Precision(keep=) names."""
+
+    towpath_dtype: torch.dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        met: list[torch.dtype] = []
+
+        def enter(tensor: torch.Tensor) -> torch.Tensor:
+            met.append(tensor.dtype)
+            return tensor.to(self.towpath_dtype)
+
+        args, kwargs = _of_floating(enter, args), _of_floating(enter, kwargs)
+        output = super().__call__(*args, **kwargs)
+        return _of_floating(lambda tensor: tensor.to(met[0]), output) if met else output
+
+
+def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """`value`, a tensor or tuples, lists and dicts of them, with its floating tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_of_floating(change, item) for item in value)
+    if type(value) is dict:
+        return {key: _of_floating(change, item) for key, item in value.items()}
+    return value
+
+
+# --- fsdp methods -----------------------------------------------------------------------------------------------------
+#
+# Methods of FSDP2's modules and arguments of FSDP that Towpath does not have, and what to use instead.
+
+
+_ACCUMULATE = (
+    "Put the micro-steps before the last one inside `with towpath.no_sync(model):`. The backward pass after them "
+    "reduces the gradients."
+)
+_BY_STRATEGY = (
+    'The strategy says when weights are whole: "zero3" gathers them again for the backward pass, "zero2" keeps them.'
+)
+_PREFETCH = "Leave the call out: the engine learns the order of the units in the first step, and then prefetches them."
+_COMMUNICATION = (
+    "Routes and codecs change what is sent, as in towpath.strategy('zero3', weights='int8'); see docs/routes.md and "
+    "docs/codecs.md."
+)
+_MEAN = "Gradients are the mean over all ranks. Multiply the loss by a factor for another scale."
+_BUFFERS = "Leave the call out: the engine allocates no buffer after the second step."
+_PARTS = (
+    "Use towpath.unshard(model) and towpath.reshard(model) for the whole model, or `with "
+    "towpath.full_parameters(model, [part]):` for a part of it."
+)
+
+COUNTERPARTS = {
+    "reset_iter_state": "Leave the call out: once every rank has caught the exception, training goes on.",
+    "reshard": _PARTS,
+    "set_all_reduce_hook": _COMMUNICATION,
+    "set_allocate_memory_from_process_group_for_comm": _BUFFERS,
+    "set_custom_all_gather": _COMMUNICATION,
+    "set_custom_reduce_scatter": _COMMUNICATION,
+    "set_force_sum_reduction_for_comms": _MEAN,
+    "set_gradient_divide_factor": _MEAN,
+    "set_is_last_backward": _ACCUMULATE,
+    "set_modules_to_backward_prefetch": _PREFETCH,
+    "set_modules_to_forward_prefetch": _PREFETCH,
+    "set_post_optim_event": "Leave the call out: the engine waits for the optimizer before it sends new weights.",
+    "set_reduce_scatter_divide_factor": _MEAN,
+    "set_reduce_scatter_max_input_buffers": _BUFFERS,
+    "set_reduce_scatter_unused_params": (
+        "Leave the call out: a parameter that some ranks use gets the mean over all ranks, one that no rank uses has "
+        "no gradient."
+    ),
+    "set_requires_all_reduce": _ACCUMULATE,
+    "set_requires_gradient_sync": _ACCUMULATE,
+    "set_reshard_after_backward": _BY_STRATEGY,
+    "set_reshard_after_forward": _BY_STRATEGY,
+    "set_separate_reduce_scatter_group": "Leave the call out: gathers and reductions have groups of their own.",
+    "set_symm_mem_for_comm": _BUFFERS,
+    "set_unshard_in_backward": _BY_STRATEGY,
+    "unshard": _PARTS,
+}
+
+_UNITS = "units=[Block], where the blocks are not children of a ModuleList"
+
+ARGUMENTS = {
+    "auto_wrap_policy": _UNITS,
+    "backward_prefetch": "nothing: units are always prefetched",
+    "forward_prefetch": "nothing: units are always prefetched",
+    "limit_all_gathers": "nothing: two units are whole at a time",
+    "cpu_offload": 'offload="optimizer"; weights stay on the device',
+    "device_id": "model.to(towpath.init()) before the call",
+    "device_mesh": "mesh=",
+    "dp_mesh_dims": 'mesh=mesh["replicate", "shard"]',
+    "ignored_modules": "no counterpart: every parameter of the model is sharded",
+    "ignored_params": "no counterpart: every parameter of the model is sharded",
+    "ignored_states": "no counterpart: every parameter of the model is sharded",
+    "mixed_precision": "precision=, a dtype or a towpath.Precision",
+    "mp_policy": "precision=, which takes the policy as it is",
+    "offload_policy": 'offload="optimizer"; weights stay on the device',
+    "param_init_fn": "values=, or the modules' reset_parameters()",
+    "process_group": "group=",
+    "reshard_after_forward": 'the strategy: "zero3" for True, "zero2" for False',
+    "shard_placement_fn": "no counterpart: a unit is cut into equal slices",
+    "sharding_strategy": 'the strategy: "zero3" for FULL_SHARD, "mics" for HYBRID_SHARD',
+    "sync_module_states": "nothing: the values of rank 0 are every rank's",
+    "use_orig_params": "nothing: it is always so",
+}
+
+
+def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse arguments that `shard()` does not take, with the counterpart of FSDP's, or with the nearest name."""
+    for name in names:
+        if name in ARGUMENTS:
+            raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/from-fsdp2.md.")
+        nearest = difflib.get_close_matches(name, known, 1)
+        meant = f" Did you mean {nearest[0]}=?" if nearest else ""
+        raise TypeError(f"shard() got an unexpected keyword argument {name!r}.{meant}")
+
+
+# --- backward inputs --------------------------------------------------------------------------------------------------
+#
+# `loss.backward(inputs=parameters)`: autograd is told of the tensors that the modules computed with.
+#
+# The leaves of the graph are the whole views of a unit's parameters. The user names ShardTensors, which autograd does
+# not find in the graph. No hook of a tensor is asked when `inputs` are read, so the one engine that PyTorch's Python
+# code calls is replaced by a subclass, which adds the views to the inputs.
+
+
+@final
+class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
+    """PyTorch's engine, which knows the views of sharded parameters."""
+
+    def run_backward(
+        self,
+        tensors: Any,
+        gradients: Any,
+        keep_graph: Any,
+        create_graph: Any,
+        inputs: Sequence[Any] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> tuple[torch.Tensor, ...]:
+        run: Any = super().run_backward  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        others = (keep_graph, create_graph)
+        if not inputs:
+            return run(tensors, gradients, *others, inputs, allow_unreachable, accumulate_grad)
+        with backward_to(inputs) as views:
+            # The ShardTensors stay: a loss may also be computed from them directly, as a penalty is.
+            named = (*inputs, *views)
+            if accumulate_grad or not views:
+                return run(tensors, gradients, *others, named, allow_unreachable, accumulate_grad)
+            found = run(tensors, gradients, *others, named, True, accumulate_grad)
+        return _of_tensors(inputs, found, allow_unreachable)
+
+
+def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) -> tuple[Any, ...]:
+    """What `torch.autograd.grad` returns, where none of its inputs is a parameter that modules have computed with."""
+    wanted, of_views = tuple(found[: len(inputs)]), found[len(inputs) :]
+    if any(gradient is not None for gradient in of_views):
+        raise ShardTensorError(
+            "torch.autograd.grad() got parameters of a sharded model. It would return gradients of this rank alone. "
+            "Call loss.backward(inputs=parameters), and read their .grad: the mean over all ranks."
+        )
+    if not may_be_none and any(gradient is None for gradient in wanted):
+        raise RuntimeError("torch.autograd.grad(): one of the inputs was not used in the graph (see allow_unused=).")
+    return wanted
+
+
+def let_backward_take_parameters() -> None:
+    """From now on `backward(inputs=...)` may name sharded parameters, in this process."""
+    if not isinstance(Variable._execution_engine, _BackwardInputs):  # pyright: ignore
+        Variable._execution_engine = _BackwardInputs()  # pyright: ignore
 
 
 def attach(model: nn.Module, engine: Engine) -> None:

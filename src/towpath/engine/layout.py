@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import socket
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from towpath.core.formats import FLOATING, dtype_name
-from towpath.core.precision import Precision
+from towpath.core.formats import FLOATING, Precision, dtype_name
 from towpath.core.units import BucketSpec, UnitSpec, together
-from towpath.engine.boxes import ranges_of
-from towpath.engine.parallel import Parallel, boxes_in_whole, local_part, parallel_of
+from towpath.engine.parameters.parallel import Parallel, boxes_in_whole, local_part, parallel_of, ranges_of
 from towpath.errors import ShardError
 from towpath.topology.groups import Groups
+
+# --- dtypes -----------------------------------------------------------------------------------------------------------
+#
+# PyTorch's dtypes by the names that strategies and plans have for them.
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
 
 UnitChoice = Iterable[type[nn.Module] | nn.Module]
 
@@ -335,3 +344,184 @@ def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.
 def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> torch.device:
     """Return the device on which `parameters` are, or are to be made if all of them are on the meta device."""
     return next((p.device for p in parameters if p.device.type != "meta"), groups.device)
+
+
+# --- kept tensors -----------------------------------------------------------------------------------------------------
+#
+# What modules hold of their parameters beside registering them: found, or refused, before the model is sharded.
+#
+# In one process all tensors on a parameter's memory change with it, and a list may hold a parameter like any other
+# object. `shard()` gives parameters other memory, and lets the modules compute with whole views. So a list or dict
+# that holds a parameter is one more place in which the view is shown. Other tensors on its memory are refused.
+
+
+# What nn.Module itself keeps in a module's __dict__.
+_OF_THE_CLASS = frozenset(vars(nn.Module()))
+# Lists of a recurrent module, which `Unit.show` renews.
+_OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
+
+
+def check_memory(places: Sequence[ParameterPlace]) -> None:
+    """Refuse parameters that lie in one another's memory. Neighbours in one memory are fine."""
+    for sharing in _by_storage(places).values():
+        sharing.sort(key=lambda pair: _bounds(pair[1])[0])
+        for number, (place, values) in enumerate(sharing):
+            for other, theirs in sharing[number + 1 :]:
+                if _bounds(theirs)[0] >= _bounds(values)[1]:
+                    break
+                if _overlap(values, theirs):
+                    raise ShardError(
+                        f"{place.names[0]!r} and {other.names[0]!r} are two parameters on the same memory. After "
+                        "shard() each would train a copy of its own. To tie them let both modules have one parameter, "
+                        "as in b.weight = a.weight; else give the second memory of its own: nn.Parameter(t.clone())."
+                    )
+
+
+def find_kept(model: nn.Module, places: Sequence[ParameterPlace]) -> None:
+    """Write down in each place which lists, dicts and attributes hold its parameter, too."""
+    known = {id(place.parameter): place for place in places}
+    memory = _by_storage(places)
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for holder, key, name in _attributes(module, path):
+            for inside, at, item, where in _items(holder, key, holder[key], name, seen):
+                for tensor in item if isinstance(item, tuple) else (item,):
+                    place = known.get(id(tensor))
+                    if place is not None:
+                        place.kept.append((inside, at))
+                    elif _has_memory(tensor):
+                        _check_alias(tensor, where, memory)
+
+
+def exchanged(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """What a holder holds in place of `value`, which is `old` or a tuple with it."""
+    if not isinstance(value, tuple):
+        return new
+    items: list[Any] = [new if item is old else item for item in cast(tuple[Any, ...], value)]
+    kind: Any = type(cast(object, value))
+    return kind(*items) if hasattr(kind, "_fields") else kind(items)
+
+
+def _attributes(module: nn.Module, path: str) -> Iterator[tuple[Holder, Any, str]]:
+    """Where a module holds something that it has not registered as a parameter or a module; and its name."""
+    hooks = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
+    # torch.nn.utils.spectral_norm and its like keep under this name what they compute anew in every forward.
+    computed = {name for hook in hooks if isinstance(name := getattr(hook, "name", None), str)}
+    skipped = _OF_THE_CLASS | computed | (_OF_RECURRENT if isinstance(module, nn.RNNBase) else set())
+    prefix = f"{path}." if path else ""
+    for key in [key for key in vars(module) if key not in skipped]:
+        yield vars(module), key, f"{prefix}{key}"
+    for key in module._buffers:  # pyright: ignore[reportPrivateUsage]
+        yield cast(Holder, module._buffers), key, f"{prefix}{key}"  # pyright: ignore[reportPrivateUsage]
+
+
+def _items(holder: Holder, key: Any, value: Any, name: str, seen: set[int]) -> Iterator[tuple[Holder, Any, Any, str]]:
+    """The tensors, and tuples with tensors, in a value that may be a list or dict of such."""
+    if isinstance(value, (list, dict)):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        inside = cast(Holder, value)
+        pairs: Iterable[Any] = enumerate(cast(Any, value)) if isinstance(value, list) else cast(Any, value).items()
+        for at, item in list(pairs):
+            yield from _items(inside, at, item, f"{name}[{at!r}]", seen)
+    elif isinstance(value, (torch.Tensor, tuple)):
+        yield holder, key, value, name
+
+
+def _check_alias(
+    tensor: torch.Tensor, where: str, memory: dict[int, list[tuple[ParameterPlace, torch.Tensor]]]
+) -> None:
+    for place, values in memory.get(tensor.untyped_storage().data_ptr(), ()):
+        if _overlap(values, tensor):
+            raise ShardError(
+                f"{where!r} is a tensor on the memory of the parameter {place.names[0]!r}, such as .data, detach() or "
+                "a slice gives. After shard() it would keep the values of now. Keep the parameter itself, or take the "
+                "slice inside the forward; if it is to stay as it is now, keep a clone()."
+            )
+
+
+def _by_storage(places: Sequence[ParameterPlace]) -> dict[int, list[tuple[ParameterPlace, torch.Tensor]]]:
+    found: dict[int, list[tuple[ParameterPlace, torch.Tensor]]] = {}
+    for place in places:
+        values = local_part(place.parameter)
+        if _has_memory(values):
+            found.setdefault(values.untyped_storage().data_ptr(), []).append((place, values))
+    return found
+
+
+def _has_memory(value: object) -> bool:
+    """Whether it is a plain tensor with elements. Subclasses may have none."""
+    if type(value) not in (torch.Tensor, nn.Parameter):
+        return False
+    tensor = cast(torch.Tensor, value)
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where its memory begins and ends, in bytes."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have a byte in common."""
+    (start, end), (begin, stop) = _bounds(one), _bounds(other)
+    if start >= stop or begin >= end:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    # Columns of one matrix, say, lie between one another: look at each byte.
+    taken = torch.zeros(max(end, stop) - min(start, begin), dtype=torch.bool)
+
+    def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+        strides = [stride * tensor.itemsize for stride in tensor.stride()]
+        return taken.as_strided((*tensor.shape, tensor.itemsize), (*strides, 1), tensor.data_ptr() - min(start, begin))
+
+    bytes_of(one).fill_(True)
+    return bool(bytes_of(other).any())
+
+
+# --- free memory ------------------------------------------------------------------------------------------------------
+#
+# How much memory this rank may still take: of its GPU, or its share of what its host has left.
+
+
+_MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
+
+
+def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
+    """On the rank that has least, with what the model's own parameters there will give back. Every rank must ask.
+
+    None where no rank can tell, as on a host that is no Linux.
+    """
+    device = device_of(layouts, groups)
+    places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
+    own = [local_part(p.parameter) for p in places if p.parameter.device.type != "meta"]
+    returned = sum(values.numel() * values.element_size() for values in own)
+    told: list[tuple[str, int | None, int]] = groups.gather_objects((_host(), _free(device), returned))
+    hosts = [host for host, _, _ in told]
+    found: list[int] = []
+    for host, free, theirs in told:
+        if free is not None:
+            found.append((free if device.type == "cuda" else free // hosts.count(host)) + theirs)
+    return min(found, default=None)
+
+
+def _free(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_bytes() if device.type == "cpu" else None
+
+
+def available_bytes() -> int | None:
+    """What processes on this host can still take; None where it does not tell, as one that is no Linux."""
+    if not _MEMINFO.exists():
+        return None
+    lines = (line.split() for line in _MEMINFO.read_text().splitlines())
+    return next((int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"), None)
+
+
+def _host() -> str:
+    """The machine, whatever names its containers have."""
+    return _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from towpath.checkpoint.state_dicts import get_model_state_dict
 from towpath.core.strategy import Strategy
-from towpath.engine.agreement import agree
+from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ShardError, TopologyError
 from towpath.integrations.saved_states import FOLDER, load_from, save_into
 from towpath.integrations.sharding import Replaced, Sharding, is_sharded, need_process_group, not_installed

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from towpath.api import shard
-from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import Preset
 from towpath.core.strategy import Offload, Strategy
 from towpath.engine.layout import UnitChoice
-from towpath.engine.usage import CHECK_EVERY
+from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError
 from towpath.optim import members_of, whole_of
 from towpath.planner.workload import Workload

@@ -1,7 +1,6 @@
 """Pipelines of sharded stages, on torch.distributed.pipelining."""
 
-from towpath.core.compression import COMPRESSIONS, Compression, compression
-from towpath.core.pipeline import SCHEDULES
+from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
 from towpath.pipeline.pipeline import Pipeline
 from towpath.pipeline.split import split
 

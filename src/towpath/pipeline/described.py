@@ -11,7 +11,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.pipeline.shapes import outputs_without_values

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.api import shard
 from towpath.core import presets
-from towpath.core.job import Stage
+from towpath.core.formats import Precision
 from towpath.core.pipeline import StagePass
-from towpath.core.precision import Precision
+from towpath.core.schedule import Stage
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind
 from towpath.engine.executor import engine_of
-from towpath.engine.initialise import Values
+from towpath.engine.parameters.initialise import Values
 from towpath.errors import ShardError
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, even_out, new_group

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from towpath.core.job import JobSchedule
+from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.observing import Stats, Sums, TransferStats, stats, sums

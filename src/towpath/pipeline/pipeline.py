@@ -30,19 +30,17 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from towpath.api import shard
 from towpath.checkpoint.memory.parts import Parts
 from towpath.core import presets
-from towpath.core.compression import Compression, encoded_gradients
-from towpath.core.compression import compression as named
-from towpath.core.job import JobSchedule, Stage, job_schedule
-from towpath.core.pipeline import StagePass, as_computed
-from towpath.core.precision import Dtype, MixedPrecisionPolicy, Precision
-from towpath.core.schedule import Schedule
+from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
+from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_gradients
+from towpath.core.pipeline import compression as named
+from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Kind, Strategy
-from towpath.engine.agreement import agree
+from towpath.engine.build import agree
 from towpath.engine.executor import engine_of
-from towpath.engine.initialise import Values
 from towpath.engine.layout import UnitChoice
-from towpath.engine.partial_sums import total_norm
+from towpath.engine.parameters.initialise import Values
+from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ShardError, StepError, TowpathError
 from towpath.observing import Stats, Trace
 from towpath.pipeline.calls import Calls, MeshRanks

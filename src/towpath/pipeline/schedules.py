@@ -17,23 +17,21 @@ from torch.distributed.pipelining.schedules import (
 
 from towpath.core.pipeline import (
     SCHEDULES,
+    Await,
     Message,
+    Messages,
+    Operation,
     Order,
     PassKind,
+    Post,
+    Run,
     StagePass,
+    Walk,
     as_computed,
     asked_of_micro_batches,
     gpipe,
-    one_forward_one_backward,
-)
-from towpath.core.pipeline_walk import (
-    Await,
-    Messages,
-    Operation,
-    Post,
-    Run,
-    Walk,
     gpipe_walk,
+    one_forward_one_backward,
     one_forward_one_backward_walk,
 )
 from towpath.errors import ShardError

@@ -12,13 +12,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
-from towpath.core.compression import Compression
-from towpath.core.formats import dtype_name
-from towpath.core.job import wire_for
-from towpath.core.low_rank import matrix_of
-from towpath.core.precision import Precision
-from towpath.engine.dtypes import torch_dtype
-from towpath.engine.parallel import local_part, parallel_of
+from towpath.core.formats import Precision, dtype_name
+from towpath.core.pipeline import Compression
+from towpath.core.schedule import wire_for
+from towpath.core.wire import matrix_of
+from towpath.engine.layout import torch_dtype
+from towpath.engine.parameters.parallel import local_part, parallel_of
 from towpath.errors import ShardError, StepError
 
 Tensors = tuple[torch.Tensor, ...]

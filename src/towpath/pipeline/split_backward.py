@@ -21,9 +21,9 @@ from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMi
 )
 
 from towpath.core.step_state import Pass, in_backward_order
-from towpath.engine.bucket import Bucket
 from towpath.engine.executor import Engine
-from towpath.engine.unit import Unit
+from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_map_only
 
-from towpath.core.compression import Compression
 from towpath.core.formats import dtype_name
-from towpath.core.job import Shape, wire_for
+from towpath.core.pipeline import Compression
+from towpath.core.schedule import Shape, wire_for
 from towpath.core.wire import Wire
 from towpath.engine.executor import Engine, engine_of
 from towpath.pipeline.split_backward import input_gradients, weight_gradients

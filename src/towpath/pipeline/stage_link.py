@@ -14,9 +14,8 @@ import torch
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
-from towpath.core.low_rank import matrix_of
-from towpath.core.wire import Wire
-from towpath.engine.dtypes import torch_dtype
+from towpath.core.wire import Wire, matrix_of
+from towpath.engine.layout import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)

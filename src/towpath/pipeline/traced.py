@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from towpath.engine.executor import Engine
-from towpath.engine.trace import BETWEEN, INSIDE, Trace
+from towpath.engine.streams.record import BETWEEN, INSIDE, Trace
 from towpath.observing import traced
 from towpath.topology.groups import Groups
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from towpath.core.formats import item_bytes
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision, item_bytes
 from towpath.core.schedule import buffer_bytes, host_memory_bytes, memory_bytes
 from towpath.core.unit_plan import UnitPlan
 from towpath.planner.model import Model, Unit

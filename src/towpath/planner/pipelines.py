@@ -14,17 +14,22 @@ from functools import cache
 from itertools import product
 
 from towpath.core import presets
-from towpath.core.compression import Compression
-from towpath.core.compression import compression as named
-from towpath.core.formats import item_bytes
-from towpath.core.move_shapes import MoveShape
-from towpath.core.pipeline import SCHEDULES, Order, asked_of_micro_batches, most_in_flight, owners
-from towpath.core.pipeline_walk import Walk, plain_walk
+from towpath.core.formats import Precision, item_bytes
+from towpath.core.pipeline import (
+    SCHEDULES,
+    Compression,
+    Order,
+    Walk,
+    asked_of_micro_batches,
+    most_in_flight,
+    owners,
+    plain_walk,
+)
+from towpath.core.pipeline import compression as named
 from towpath.core.placement import Placement
-from towpath.core.precision import Precision
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Kind, MoveShape, Strategy
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec

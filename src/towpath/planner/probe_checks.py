@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
-from towpath.core.move_shapes import MoveShape
 from towpath.core.routes import Grid, Op, Route
+from towpath.core.strategy import MoveShape
 from towpath.core.wire import Wire
 from towpath.planner.profile import INTER, INTRA, NOTHING, PAIRS, Point, Profile, beside_name, route_of
 from towpath.sim.fluid import Flow, Fluid

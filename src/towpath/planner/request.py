@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Literal
 
-from towpath.core.formats import Codec, item_bytes
-from towpath.core.precision import Precision
+from towpath.core.formats import Codec, Precision, item_bytes
 from towpath.core.strategy import Offload
 from towpath.errors import ConfigError
 

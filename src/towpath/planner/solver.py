@@ -16,14 +16,12 @@ from itertools import product
 from typing import Any
 
 from towpath.core.formats import item_bytes
-from towpath.core.frozen import is_open
-from towpath.core.move_shapes import MoveShape, move_shapes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
-from towpath.core.steady_step import steady_tasks
+from towpath.core.schedule import is_open, steady_tasks
 from towpath.core.step_state import UnitFacts
-from towpath.core.strategy import AS_TRAINED, GRADIENTS, WEIGHTS, WIRED, Kind, Strategy
+from towpath.core.strategy import AS_TRAINED, GRADIENTS, WEIGHTS, WIRED, Kind, MoveShape, Strategy, move_shapes
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.wire import Wire
 from towpath.planner.cluster import Cluster

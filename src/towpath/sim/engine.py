@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from towpath.core.actions import Action, Collect, Compare, Deliver, Keep, Submit, Task, Wait
 from towpath.core.formats import item_bytes
-from towpath.core.payload import Matrices
-from towpath.core.queues import QUEUES
-from towpath.core.schedule import usage_transfers
+from towpath.core.schedule import QUEUES, usage_transfers
+from towpath.core.step_state import Action, Collect, Compare, Deliver, Keep, Submit, Task, Wait
 from towpath.core.strategy import Kind, Strategy
-from towpath.core.transfer import Transfer
+from towpath.core.transfer import Matrices, Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.fluid import Flow, Fluid
 from towpath.sim.hardware import PROCESSOR, Hardware

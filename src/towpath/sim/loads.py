@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.move_shapes import MoveShape
-from towpath.core.payload import Activation, Range
-from towpath.core.route_phases import Phase, phases
-from towpath.core.routes import Grid, Op, hops_of, parts_of, slice_bytes
-from towpath.core.transfer import Transfer
+from towpath.core.routes import Grid, Op, Phase, hops_of, parts_of, phases, slice_bytes
+from towpath.core.strategy import MoveShape
+from towpath.core.transfer import Activation, Range, Transfer
 from towpath.core.wire import Wire
 from towpath.errors import StrategyError
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, CodecSpeed, Hardware

@@ -1,6 +1,6 @@
 """One step of a pipeline, replayed: its ranks compute their stages' passes and send one another what comes of them.
 
-All copies of a stage do the same, and so one rank stands for them. Each walks its operations (`core/pipeline_walk.py`),
+All copies of a stage do the same, and so one rank stands for them. Each walks its operations (`core/pipeline.py`),
 and its engines do in each pass what their step machines ask for.
 """
 
@@ -11,11 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from towpath.core.compression import Compression
-from towpath.core.job import Shape, message_transfers
-from towpath.core.pipeline import Message, StagePass
-from towpath.core.pipeline_walk import Await, Post, Run, Walk
-from towpath.core.steady_step import Compute, settled_stage
+from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
+from towpath.core.schedule import Compute, Shape, message_transfers, settled_stage
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan

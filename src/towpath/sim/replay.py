@@ -1,6 +1,6 @@
 """One training step, replayed: what the step machine asks for, carried out by a clock instead of an engine.
 
-The thread that trains computes, submits and waits, as `core/steady_step.py` has it.
+The thread that trains computes, submits and waits, as `core/schedule.py` has it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from towpath.core.steady_step import Compute, Part, settled, steady_step
+from towpath.core.schedule import Compute, Part, settled, steady_step
 from towpath.core.strategy import Strategy
 from towpath.core.unit_plan import UnitPlan
 from towpath.core.whole_matrices import Iterate, MatrixPlan, step_actions

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from towpath.core import presets
-from towpath.core.compression import Compression, compression
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
+from towpath.core.pipeline import Compression, compression
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import lay_out
 from towpath.pipeline.described import DescribedStages

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from towpath.core.precision import DtypeName
+from towpath.core.formats import DtypeName
 from towpath.errors import ConfigError
 from towpath.train.config_checks import not_negative, one_of, option, positive, refuse
 from towpath.train.config_strategy import ParallelConfig, StrategyConfig

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from towpath.core import presets
-from towpath.core.compression import COMPRESSIONS, Compression, compression
 from towpath.core.formats import Codec
-from towpath.core.pipeline import SCHEDULES
+from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression
 from towpath.core.strategy import OFFLOADS, Offload, Strategy
 from towpath.errors import ConfigError, StrategyError
 from towpath.topology.cluster import Extent, Topology

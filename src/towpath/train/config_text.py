@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
-from towpath.core.toml import written
+from towpath.core.strategy import written
 from towpath.errors import ConfigError
 
 

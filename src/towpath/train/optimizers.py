@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.optim import together, whole_matrices
 from towpath.train.config import TrainConfig
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from towpath.api import Values, shard
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.engine.saved_activations import offload_activations
 from towpath.errors import ConfigError

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from towpath.api import Values
-from towpath.core.precision import Precision
+from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, ShardError
 from towpath.pipeline import Pipeline, split

@@ -9,7 +9,7 @@ from dataclasses import replace
 from towpath.bench.harness.contestants import Cluster, Contestant, Entry
 from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import InJob
-from towpath.engine.free_memory import available_bytes
+from towpath.engine.layout import available_bytes
 from towpath.lab import Rate, window_bytes
 
 

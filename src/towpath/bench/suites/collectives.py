@@ -21,10 +21,8 @@ from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
-from towpath.collectives.coalesced import CoalescedAllGather
-from towpath.collectives.collective import Binding, Members
-from towpath.collectives.select import bind
-from towpath.collectives.workspace import WireBuffers, Workspace
+from towpath.collectives.bound_transfer import CoalescedAllGather, bind
+from towpath.collectives.collective import Binding, Members, WireBuffers, Workspace
 from towpath.core import routes
 from towpath.core.routes import Group, Op
 

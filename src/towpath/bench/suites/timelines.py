@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from towpath.core.queues import QUEUES
+from towpath.core.schedule import QUEUES
 from towpath.core.strategy import WIRED, Kind, Strategy
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.sim.timeline import Event

@@ -22,8 +22,8 @@ from towpath.checkpoint.disk.manifest import Manifest
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.disk.safe_open import DamagedError, shown
 from towpath.checkpoint.memory.names import Named
-from towpath.engine.matrix_steps import not_savable
-from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.parameters.matrix_steps import not_savable
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 from towpath.optim import WholeMatrices, members_of, whole_of
 

@@ -13,7 +13,7 @@ from towpath.checkpoint.disk.safe_open import DamagedError
 from towpath.checkpoint.memory import optimizer as optimizers
 from towpath.checkpoint.memory.names import Named, aliases_in, name_in, shape_text
 from towpath.checkpoint.memory.rng import check_rng_shapes, seed_anew, set_rng_state
-from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from towpath.checkpoint.memory.names import Named, aliases_in, name_in, shape_te
 from towpath.checkpoint.memory.parts import Parts, parts_of, together
 from towpath.checkpoint.memory.restoring import Restoring
 from towpath.checkpoint.memory.rng import rng_state
-from towpath.engine.shard_tensor import ShardTensor
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", adapters.VALUE)

@@ -1,0 +1,159 @@
+"""The backend's own collectives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.packing import Draws
+from towpath.codecs.watched import watched
+from towpath.collectives.collective import Binding, Collective, Members, Workspace
+from towpath.core.formats import Codec
+from towpath.core.routes import encoded_slice
+
+
+def all_gather_single(
+    region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Gather by the name that this PyTorch has for it: the older one warns from 2.13 on."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    return getattr(dist, name)(region, shard, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist.ProcessGroup) -> None:
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    getattr(dist, name)(shard, region, group=group)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FlatAllGather(Collective):
+    members: Members
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        if self.members.group.in_order:
+            all_gather_single(region, shard, self.members.process_group)
+        else:
+            slices = region.chunk(len(self.members.group.ranks))
+            dist.all_gather([slices[s] for s in self.members.group.slots], shard, group=self.members.process_group)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FlatReduceScatter(Collective):
+    members: Members
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        if self.members.group.in_order:
+            reduce_scatter_single(shard, region, self.members.process_group)
+        else:
+            slices = region.chunk(len(self.members.group.ranks))
+            dist.reduce_scatter(shard, [slices[s] for s in self.members.group.slots], group=self.members.process_group)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FlatAllReduce(Collective):
+    members: Members
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        dist.all_reduce(region, group=self.members.process_group)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FlatMaximum(Collective):
+    """All-reduce by maximum: the union of bitmaps."""
+
+    members: Members
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        dist.all_reduce(region, dist.ReduceOp.MAX, group=self.members.process_group)
+
+
+# --- reduce then gather -----------------------------------------------------------------------------------------------
+#
+# An all-reduce made of two collectives: a reduce-scatter, and a gather of what it left in every member's slice.
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReduceThenGather(Collective):
+    binding: Binding
+    members: Members
+    reduce: Collective
+    gather: Collective
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        return self.reduce.state
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        return (*self.reduce.draws, *self.gather.draws)
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        mine = self.binding.own_slice(region, self.members)
+        self.reduce.run(region, mine, workspace)
+        self.gather.run(region, mine, workspace)
+
+
+# --- encoded ----------------------------------------------------------------------------------------------------------
+#
+# A gather of encoded slices: each member encodes its own, unless it rests so already, and decodes all, its own too,
+# so that all are alike.
+
+
+@final
+class EncodedAllGather(Collective):
+    """`inner` gathers the bytes: bound to what `encoded_binding` says."""
+
+    def __init__(
+        self, codec: Codec, binding: Binding, members: Members, inner: Collective, device: torch.device
+    ) -> None:
+        self._codec, self._members, self._inner, self._rests = codec, members, inner, binding.encoded
+        self._kernels = kernels_for(device)
+        count = len(members.group.ranks)
+        self._bytes = encoded_slice(codec, binding.elements, count)
+        self._bounds = [binding.bounds(members, slot) for slot in range(count)]
+        self._draws = Draws(members.slot)
+        self._begun: torch.Tensor | None = None  # the messages, this member's encoded
+
+    @property
+    def draws(self) -> tuple[Draws, ...]:
+        return () if self._rests else (self._draws,)
+
+    def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        messages = self._begun = self._encoded(shard, workspace)
+        self._inner.begin(messages, self._mine(messages), workspace)
+
+    def _encoded(self, shard: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+        messages = workspace.take(self._bytes * len(self._bounds), torch.uint8)
+        if self._rests:
+            self._mine(messages)[: shard.numel()].copy_(shard)
+        elif shard.numel():
+            place = self._mine(messages)[: self._codec.encoded_bytes(shard.numel())]
+            watched(self._kernels, workspace.watch).encode(self._codec, shard, place, self._draws.next())
+        return messages
+
+    def _mine(self, messages: torch.Tensor) -> torch.Tensor:
+        return messages.view(len(self._bounds), -1)[self._members.slot]
+
+    def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
+        self._inner.run(messages, self._mine(messages), workspace)
+        kernels = watched(self._kernels, workspace.watch)
+        each = messages.view(len(self._bounds), -1)
+        for message, (start, end) in zip(each, self._bounds, strict=True):
+            if start < end:
+                kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
+
+
+def encoded_binding(codec: Codec, binding: Binding, members: Members) -> Binding:
+    count = len(members.group.ranks)
+    elements = count * encoded_slice(codec, binding.elements, count)
+    return replace(binding, elements=elements, dtype=torch.uint8, codec=None, encoded=False)

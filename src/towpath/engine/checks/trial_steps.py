@@ -1,0 +1,368 @@
+"""Trial steps of an optimizer on small copies of its parameters, before it steps the real ones.
+
+They find out two things.
+
+`coupling`: can the optimizer step its parameters one at a time? `whole_matrices` calls an optimizer with some of its
+parameters at a time: those that this rank owns, round by round. That gives the numbers of one process only if the step
+of a parameter does not depend on the others. So one copy of the optimizer steps all parameters at once, another steps
+one parameter at a time, and both must agree.
+
+`watch_optimizers`: can the optimizer step slices, or does it compile its step? torch.compile cannot trace ShardTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from towpath.engine.parameters.partial_sums import Replica
+from towpath.engine.parameters.shard_tensor import ShardTensor, Span
+from towpath.errors import ShardTensorError
+
+# Enough for the estimates of Prodigy and D-Adaptation to grow, and for their effect to be seen.
+STEPS = 6
+# Gradients of such different sizes that a norm or a mean over several parameters is far from that of each.
+_SIZES = (1.0, 30.0, 0.03)
+# The longest side of a copy, and how many copies of one shape and groups of one kind take part.
+_SIDE = 6
+_ALIKE = 2
+# Products of batched matrices may round differently. What couples parameters moves them by far more.
+_TOLERANCE = 0.01
+# Smaller steps would vanish in the rounding of the parameters. A learning rate is zero where a warm-up begins.
+_LEARNING_RATE = 0.01
+_PLAIN = (int, float, complex, str, type(None))
+
+
+# One call with some of the parameters -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What an optimizer keeps for all its parameters together: the options of its groups, and numbers of its own."""
+
+    options: tuple[dict[str, Any], ...]
+    attributes: dict[str, Any]
+
+    @staticmethod
+    def of(optimizer: Optimizer) -> Common:
+        attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+        return Common(tuple(map(options_of, optimizer.param_groups)), attributes)
+
+    def difference(self, other: Common, tensors: bool = True) -> str | None:
+        """Return the first option that differs, with both values; compare `tensors` too, which waits for a device."""
+        for number, (mine, theirs) in enumerate(zip(self.options, other.options, strict=True)):
+            for key in dict.fromkeys([*mine, *theirs]):
+                here, there = mine.get(key), theirs.get(key)
+                if not _same(here, there, tensors):
+                    return f"{key!r} of group {number} is {here} or {there}"
+        return None
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def call_with(
+    optimizer: Optimizer,
+    method: str,
+    before: Common,
+    stand_ins: Mapping[int, nn.Parameter],
+    states: dict[nn.Parameter, dict[str, Any]],
+) -> Common:
+    """Call a method of an optimizer that has only some of its parameters meanwhile, and starts from `before`.
+
+    Args:
+        optimizer: The optimizer. Its groups and states are the same afterwards.
+        method: The name of the method, such as "step".
+        before: Options and attributes to start from.
+        stand_ins: What takes the place of a parameter, by the id of the parameter. All others are left out.
+        states: The states of the stand-ins, updated in place.
+
+    Returns:
+        The options and attributes that the call ended with.
+    """
+    inner: Any = optimizer
+    groups, state = inner.param_groups, inner.state
+    inner.param_groups = [
+        {**options, "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins]}
+        for options, group in zip(before.options, groups, strict=True)
+    ]
+    inner.state = defaultdict(dict, states)
+    vars(inner).update(before.attributes)
+    try:
+        getattr(inner, method)()
+        states.update({p: inner.state[p] for p in states.keys() & inner.state.keys()})
+        return Common.of(inner)
+    finally:
+        inner.param_groups, inner.state = groups, state
+
+
+# Does it step each parameter by itself? -----------------------------------------------------------------------------
+
+
+def coupling(optimizer: Optimizer) -> str | None:
+    """Return why `optimizer` cannot step its parameters one at a time; None if it can.
+
+    The optimizer and its parameters stay as they are, and so do the states of the random number generators.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "it computes with all parameters at once"
+    other = next((value for value in vars(optimizer).values() if isinstance(value, Optimizer)), None)
+    if other is not None:
+        return f"it steps another optimizer, {type(other).__name__}"
+    if beside := _state_of_none(optimizer):
+        return beside
+    devices = {p.device for group in optimizer.param_groups for p in group["params"]}
+    try:
+        with _undisturbed(devices, compiles=False), _Alone():
+            return _difference(optimizer, devices)
+    except _CommunicatesError as error:
+        return f"it communicates with other ranks ({error})"
+    except Exception as error:
+        return f"a trial step on small tensors failed with {type(error).__name__}: {error}"
+
+
+class _CommunicatesError(Exception):
+    """Raised in a trial step in the place of a collective operation."""
+
+
+class _Alone(TorchDispatchMode):
+    """Raise where an optimizer communicates: a rank steps only what it owns, and the others do not answer."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise _CommunicatesError(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
+    together, apart = small_copy(optimizer), small_copy(optimizer)
+    pairs = list(zip(_parameters(together), _parameters(apart), strict=True))
+    start = [p.clone() for p, _ in pairs]
+    states: dict[nn.Parameter, dict[str, Any]] = {p: {} for _, p in pairs}
+    alone: str | None = None
+    for step in range(STEPS):
+        for number, (p, q) in enumerate(pairs):
+            p.grad, q.grad = _gradient(p, number, step), _gradient(p, number, step)
+        drawn, counted = _random_states(devices), _counters(together)
+        together.step()
+        if not all(map(torch.equal, drawn, _random_states(devices))):
+            return "it draws random numbers, and the ranks would draw different ones"
+        if beside := _state_of_none(together):
+            return beside
+        changed = next((key for key, value in _counters(together).items() if value != counted.get(key)), None)
+        if changed is not None:
+            return f"step() changes its attribute {changed!r}, and each call with some of the parameters would do so"
+        before, expected = Common.of(apart), Common.of(together)
+        for q in (q for _, q in pairs):
+            state = {q: states[q]}
+            found = call_with(apart, "step", before, {id(q): q}, state)
+            states |= state
+            if difference := expected.difference(found):
+                return f"what step() writes into its groups depends on the parameters there: {difference}"
+        for (p, q), old in zip(pairs, start, strict=True):
+            if (p - q).abs().nan_to_num().max() > _TOLERANCE * (p - old).abs().nan_to_num().max():
+                return "the step of a parameter depends on the gradients of the others"
+        # A rank that owns none of the parameters counts the step all the same.
+        alone = alone or expected.difference(call_with(apart, "step", before, {}, {}))
+        for group, options in zip(apart.param_groups, expected.options, strict=True):
+            group.update(copy.deepcopy(options))
+    return alone and f"step() writes other values into its groups where they have no parameters: {alone}"
+
+
+def _counters(optimizer: Optimizer) -> dict[str, list[Any]]:
+    """Return the numbers inside an optimizer's attributes that are objects or containers; `Common` has all others."""
+    found: dict[str, list[Any]] = {}
+    for key, value in vars(optimizer).items():
+        if key in ("param_groups", "state", "defaults") or key.endswith("_hooks") or isinstance(value, _PLAIN):
+            continue
+        leaves, _ = tree_flatten(vars(value) if type(value).__module__ != "builtins" and _is_open(value) else value)
+        scalars = (x.item() if isinstance(x, torch.Tensor) and not x.dim() else x for x in leaves)
+        found[key] = [x for x in scalars if isinstance(x, _PLAIN)]
+    return found
+
+
+def _is_open(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, nn.Module, type)) and not callable(value)
+
+
+def _state_of_none(optimizer: Optimizer) -> str | None:
+    keys = [key for key in cast(dict[Any, Any], optimizer.state) if not isinstance(key, torch.Tensor)]
+    return f"it keeps state[{keys[0]!r}], which belongs to no parameter" if keys else None
+
+
+# Can it step slices? ------------------------------------------------------------------------------------------------
+
+
+_checked: WeakSet[Optimizer] = WeakSet()
+_watching: list[Any] = []
+
+
+def watch_optimizers() -> None:
+    """From now on, check each optimizer before its first step on ShardTensors."""
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_check))
+
+
+def _check(optimizer: Optimizer, *_: Any) -> None:
+    """Raise the error that a compiled step of ShardTensors would end with, in words that help."""
+    if type(optimizer).__module__.split(".")[0] in ("torch", "towpath") or optimizer in _checked:
+        return
+    first = next((p for group in optimizer.param_groups for p in group["params"][:1] if type(p) is ShardTensor), None)
+    if first is None:
+        return
+    _checked.add(optimizer)
+    failure = _failure_to_compile(optimizer)
+    if failure is not None:
+        raise ShardTensorError(
+            f"rank {first.span.replica.rank}: {type(optimizer).__name__} compiles its step, and torch.compile cannot "
+            f"trace ShardTensors ({failure}). {remedy_for(optimizer)}"
+        )
+
+
+def _failure_to_compile(optimizer: Optimizer) -> str | None:
+    """Step small slices; any other error is left to the real step, which says more about the real tensors."""
+    try:
+        with _undisturbed({p.device for p in _parameters(optimizer)}, compiles=True):
+            slices = small_copy(optimizer, _as_slice)
+            _checked.add(slices)
+            for p in _parameters(slices):
+                p.grad = torch.ones_like(p)
+            slices.step()
+    except Exception as error:
+        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            return str(error).partition("\n")[0]
+    return None
+
+
+def _as_slice(tensor: torch.Tensor) -> ShardTensor:
+    """Return a ShardTensor that this rank holds all of, so that no operation communicates."""
+    return ShardTensor(tensor.view(-1), Span(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
+
+
+def remedy_for(optimizer: Optimizer) -> str:
+    """Return what to do about an optimizer that cannot step slices."""
+    call, reason = f"towpath.optim.whole_matrices({type(optimizer).__name__}(…))", coupling(optimizer)
+    elementwise = "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)"
+    if reason is None:
+        return f"Call {call}, or {elementwise}."
+    return f"{call} cannot step it either: {reason}. Instead, {elementwise}."
+
+
+# Small copies -------------------------------------------------------------------------------------------------------
+
+
+def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> Optimizer:
+    """Return a copy with few and small parameters of the same dtypes and numbers of dimensions, and without states.
+
+    Args:
+        optimizer: The optimizer to copy. What it refers to is copied with it.
+        held_as: What becomes of each parameter, given the small tensor.
+    """
+    random_numbers = torch.Generator().manual_seed(0)
+    made: Any = type(optimizer).__new__(type(optimizer))
+    memo: dict[int, Any] = {id(optimizer): made}
+    for p in _parameters(optimizer):
+        small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
+        memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
+    groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, _kind_of_group)]
+    memo[id(optimizer.param_groups)], memo[id(optimizer.state)] = groups, defaultdict[Any, Any](dict)
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            vars(made)[key] = OrderedDict[int, Any]()
+        elif key != "step":  # as learning rate schedulers replace it, it would step `optimizer` itself
+            vars(made)[key] = copy.deepcopy(value, memo)
+    if callable(getattr(made, "train", None)):  # schedule-free optimizers start in no mode
+        made.train()
+    return made
+
+
+def _small_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
+    small = _seldom_alike([memo[id(p)] for p in group["params"]], _shape_of)
+    options = copy.deepcopy(options_of(group), memo)
+    rate = options.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.clamp_(min=_LEARNING_RATE)
+    elif isinstance(rate, (int, float)):
+        options["lr"] = max(rate, _LEARNING_RATE)
+    return {**options, "params": list(small)}
+
+
+def _shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    return tuple(parameter.shape)
+
+
+def _kind_of_group(group: dict[str, Any]) -> str:
+    """Options that are no numbers, by which an optimizer may treat groups differently."""
+    return repr({key: value for key, value in options_of(group).items() if isinstance(value, (bool, str, type(None)))})
+
+
+def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
+    """The first few of each kind."""
+    seen: dict[Hashable, int] = {}
+    for thing in things:
+        seen[kind(thing)] = seen.get(kind(thing), 0) + 1
+        if seen[kind(thing)] <= _ALIKE:
+            yield thing
+
+
+def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
+    """Return one that changes little from step to step, so that estimates of a step size grow."""
+    steady, noise = (
+        torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        for seed in (number, 1000 * (step + 1) + number)
+    )
+    return ((steady + 0.1 * noise) * _SIZES[number % len(_SIZES)]).to(parameter.device, parameter.dtype)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _same(here: Any, there: Any, tensors: bool) -> bool:
+    """Compare numbers, strings and tensors, and what contains them; other objects count as equal."""
+    (mine, form), (theirs, other) = tree_flatten(here), tree_flatten(there)
+    return form == other and all(_same_leaf(x, y, tensors) for x, y in zip(mine, theirs, strict=True))
+
+
+def _same_leaf(here: Any, there: Any, tensors: bool) -> bool:
+    if isinstance(here, torch.Tensor) or isinstance(there, torch.Tensor):
+        if not tensors:
+            return True
+        return isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and torch.equal(here, there)
+    plain = isinstance(here, _PLAIN) and isinstance(there, _PLAIN)
+    return not plain or here == there or (here != here and there != there)  # NaN is NaN
+
+
+@contextmanager
+def _undisturbed(devices: set[torch.device], compiles: bool) -> Generator[None]:
+    """Keep the states of random number generators; show no warnings, and record no graph."""
+    own = [device for device in devices if device.type != "cpu"]
+    kind = own[0].type if own else "cuda"
+    stance = nullcontext() if compiles else torch.compiler.set_stance("force_eager")
+    drawn = random.getstate()
+    try:
+        with torch.random.fork_rng(own, device_type=kind), torch.no_grad(), stance, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        random.setstate(drawn)
+
+
+def _random_states(devices: set[torch.device]) -> list[torch.Tensor]:
+    others = [device for device in devices if device.type != "cpu"]
+    return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in others)]

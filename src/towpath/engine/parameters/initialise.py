@@ -1,0 +1,246 @@
+"""What the shards of a model start from, one bucket at a time, so that no rank ever holds the model whole.
+
+FromModel    the values that the model has, or that its modules draw: a bucket whole on every rank, as rank 0 has it
+FromValues   `values(name, start, end)`, asked on each rank for what it holds, and for nothing else
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from towpath.core.placement import Cut
+from towpath.core.unit_plan import BucketPlan
+from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
+from towpath.engine.parameters.parallel import Mesh, local_part
+from towpath.errors import ShardError, TowpathError
+from towpath.topology.groups import Groups
+
+# The elements [start, end) of a tensor, by its name, in row-major order; KeyError for a name it does not know.
+Values = Callable[[str, int, int], torch.Tensor]
+
+
+class Flat(ABC):
+    """The values of one bucket, of which a rank takes its slices before the next bucket is asked for."""
+
+    @abstractmethod
+    def part(self, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's slice of `cut`, in memory of its own."""
+
+
+class Source(ABC):
+    """Where the values of a model come from."""
+
+    @abstractmethod
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat: ...
+
+    @abstractmethod
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """The values of a persistent buffer that has `buffer` by now."""
+
+    @abstractmethod
+    def failure(self) -> TowpathError | None:
+        """What went wrong on this rank alone, once all is asked for. The other ranks went on until then."""
+
+
+@final
+class FromModel(Source):
+    def __init__(self, groups: Groups, mesh: Mesh, device: torch.device) -> None:
+        self._groups, self._mesh, self._device = groups, mesh, device
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        whole = self._room_for(plan.numel, torch_dtype(plan.own_dtype))
+        with torch.no_grad(), _materialised(layout.places, whole):
+            for place in layout.places:
+                module, attribute = place.owners[0]
+                values, target = local_part(module.get_parameter(attribute)), place.of(whole)
+                if values.data_ptr() != target.data_ptr():
+                    target.copy_(values)
+        self._groups.broadcast(whole)
+        for place in layout.places:
+            for group in self._mesh.copies(place.parallel):
+                dist.broadcast(place.of(whole), group=group, group_src=0)
+        return _Whole(whole, self._groups.rank)
+
+    def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """One buffer serves all buckets, one after the other: to free it each time would leave holes in the heap."""
+        needed_bytes = numel * dtype.itemsize
+        if self._room.numel() < needed_bytes:
+            self._room = self._room.new_empty(0)  # let go before the larger one is made
+            self._room = self._room.new_empty(needed_bytes)
+        return self._room[:needed_bytes].view(dtype).zero_()
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer
+
+    def failure(self) -> TowpathError | None:
+        return None
+
+
+@final
+class _Whole(Flat):
+    def __init__(self, whole: torch.Tensor, rank: int) -> None:
+        self._whole, self._rank = whole, rank
+
+    def part(self, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+        return self._whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
+
+
+# Elements that are asked for at once: what a source reads, it may have to hold.
+PIECE = 1 << 22
+
+
+@final
+class FromValues(Source):
+    """After a failure it gives zeros, so that what the ranks do together goes on; then all of them raise."""
+
+    def __init__(self, values: Values, rank: int, device: torch.device) -> None:
+        self._values, self._rank, self._device = values, rank, device
+        self._failure: TowpathError | None = None
+
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        return _Asked(self, layout.places, plan.numel, self._rank, self._device)
+
+    def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """One that the source does not know stays as its module made it."""
+        found = torch.empty_like(buffer)
+        return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
+
+    def failure(self) -> TowpathError | None:
+        return self._failure
+
+    def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
+        """Write the elements from `start` on into `target`, under the first of the names that is known."""
+        for name in names:
+            try:
+                for at in range(0, target.numel(), PIECE):
+                    piece = target[at : at + PIECE]
+                    if self._failure is None:
+                        piece.copy_(self._ask(name, start + at, start + at + piece.numel(), piece))
+                return True
+            except KeyError:
+                continue
+            except TowpathError as error:
+                self._failure = error
+            except Exception as error:
+                self._failure = ShardError(f"values of {name} from {start} on: {type(error).__name__}: {error}")
+                self._failure.__cause__ = error
+        if needed and self._failure is None:
+            self._failure = ShardError(
+                f"values knows no parameter {' or '.join(map(repr, names))}: it raised KeyError. Pass values of this "
+                "model, under the names that named_parameters() gives."
+            )
+        return False
+
+    def _ask(self, name: str, start: int, end: int, like: torch.Tensor) -> torch.Tensor:
+        found = self._values(name, start, end)
+        if found.shape != (end - start,) or found.is_floating_point() != like.is_floating_point():
+            kind = "floating" if like.is_floating_point() else "whole"
+            raise ShardError(
+                f"values({name!r}, {start}, {end}) gave {found.dtype} of shape {tuple(found.shape)}; expected "
+                f"{end - start} {kind} numbers in one dimension."
+            )
+        return found.detach()
+
+
+@final
+class _Asked(Flat):
+    def __init__(
+        self, source: FromValues, places: Sequence[ParameterPlace], numel: int, rank: int, device: torch.device
+    ) -> None:
+        self._source, self._places, self._numel, self._rank, self._device = source, places, numel, rank, device
+
+    def part(self, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+        length = self._numel // cut.count
+        begin = cut.slots[self._rank] * length
+        part = torch.zeros(length, dtype=dtype, device=self._device)
+        for place in self._places:
+            start, end = (min(max(at - place.offset, 0), place.numel) for at in (begin, begin + length))
+            if start < end:
+                at = place.offset + start - begin
+                for first, last in place.ranges(start, end):
+                    self._source.fill(part[at : at + last - first], place.names, first)
+                    at += last - first
+        return part
+
+
+@contextmanager
+def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Generator[None]:
+    """Inside, the parameters of `places` that have no values yet have those that their modules give them, in `flat`."""
+    absent = [p for p in places if p.parameter.device.type == "meta"]
+    owners = {id(p.owners[0][0]): p.owners[0][0] for p in absent}
+    # A module initialises all its parameters at once: those that are another bucket's go to memory that is dropped.
+    before = [(module, dict(_parameters(module))) for p in absent for module, _ in p.owners]
+    for module in owners.values():
+        for attribute, parameter in _parameters(module).items():
+            if parameter is not None:
+                _parameters(module)[attribute] = _empty(parameter, flat.device)
+    for place in absent:
+        if place.parallel is None:
+            _set(place, nn.Parameter(place.of(flat), place.parameter.requires_grad))
+    try:
+        for place in absent:
+            module, attribute = place.owners[0]
+            if owners.pop(id(module), None) is not None:
+                _initialiser(module, f"parameter {attribute!r}", place.names[0])()
+        for place in absent:
+            if place.parallel is not None:
+                _take_part(place, flat)
+        yield
+    finally:
+        for module, parameters in before:
+            _parameters(module).update(parameters)
+
+
+def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Whole, also of a DTensor: of its parts, equal seeds would draw the same, and other seeds would draw apart what is
+    replicated on the mesh."""
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
+
+
+def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
+    """Of a parameter that its module has drawn whole, as the first rank of the mesh has it."""
+    module, attribute = place.owners[0]
+    whole, parallel = module.get_parameter(attribute), place.parallel
+    assert parallel is not None
+    for group in parallel.mesh.get_all_groups():
+        dist.broadcast(whole.detach(), group=group, group_src=0)
+    part = tuple(slice(first, first + length) for first, length in zip(parallel.first(), place.shape, strict=True))
+    place.of(flat).copy_(whole[part])
+    _set(place, nn.Parameter(parallel.wrap(place.of(flat)), place.parameter.requires_grad))
+
+
+def _set(place: ParameterPlace, values: nn.Parameter) -> None:
+    for module, attribute in place.owners:
+        _parameters(module)[attribute] = values
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    return module._parameters  # pyright: ignore[reportPrivateUsage]
+
+
+def materialise_buffers(model: nn.Module, device: torch.device) -> None:
+    """Give values to the buffers that have none, as their modules' initialisation does."""
+    for path, module in model.named_modules():
+        absent = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
+        for name in absent:
+            setattr(module, name, torch.empty_like(module.get_buffer(name), device=device))
+        if absent:
+            _initialiser(module, f"buffer {absent[0]!r}", f"{path}.{absent[0]}")()
+
+
+def _initialiser(module: nn.Module, what: str, name: str) -> Callable[[], Any]:
+    for method in ("reset_parameters", "_reset_parameters"):
+        if hasattr(module, method):
+            return getattr(module, method)
+    raise ShardError(
+        f"{name} is on the meta device, and {type(module).__name__} has no reset_parameters() that would give its "
+        f"{what} values. Add the method, or build the model on a real device."
+    )

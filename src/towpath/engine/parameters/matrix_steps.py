@@ -1,0 +1,255 @@
+"""The step of an optimizer that needs whole matrices, carried out: pieces brought to their owners, and back.
+
+What is done in which order `core/whole_matrices.py` says. On this rank:
+
+    memory   per dtype   [rounds in flight, gradients and weights, room]   what the owner brings together
+    pieces               the gradients' slices, and the parameters': sent from where they lie, received where they lie
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from towpath.collectives.bound_transfer import BoundMatrices
+from towpath.collectives.collective import Workspace
+from towpath.core.step_state import Submit, Task, Wait
+from towpath.core.strategy import Kind
+from towpath.core.transfer import Matrix, Transfer
+from towpath.core.whole_matrices import ROUNDS_IN_FLIGHT, Iterate, Round, WholeParameter, plan_matrices, step_actions
+from towpath.core.wire import Wire
+from towpath.engine.executor import Engine
+from towpath.engine.layout import torch_dtype
+from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.engine.streams.streams import Handle
+from towpath.errors import CheckpointError, StepError
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter on the rank that owns it, for as long as its round lasts."""
+
+    name: str
+    weight: torch.Tensor
+    gradient: torch.Tensor | None
+
+
+Iteration = Callable[[Sequence[Whole]], None]
+
+
+def whole_parameters(engine: Engine, wanted: Collection[int]) -> Iterator[tuple[WholeParameter, ShardTensor]]:
+    """Those of an engine's trainable parameters whose ids are `wanted`, in the order of the model."""
+    for unit in engine.units:
+        for number, bucket in enumerate(unit.buckets):
+            for index, place in enumerate(bucket.layout.places):
+                if bucket.trainable and id(place.parameter) in wanted:
+                    assert isinstance(place.parameter, ShardTensor)
+                    chosen = WholeParameter(place.names[0], tuple(place.shape), unit.index, number, index)
+                    yield chosen, place.parameter
+
+
+class MatrixSteps:
+    """Of one model on one rank, and one optimizer. Every rank must make it alike: it makes process groups."""
+
+    def __init__(self, engine: Engine, wanted: Collection[int], gradients: Wire) -> None:
+        chosen = list(whole_parameters(engine, wanted))
+        self._engine, self._wiring = engine, engine.wiring
+        self.parameters = {parameter.name: tensor for parameter, tensor in chosen}
+        self.plan = plan_matrices(
+            engine.strategy, [unit.plan for unit in engine.units], [parameter for parameter, _ in chosen], gradients
+        )
+        self._slot = engine.strategy.moves.optimizer.slots[engine.wiring.rank]
+        self._bound: dict[Transfer, BoundMatrices] = {}
+        for transfer in self.plan.transfers():
+            self._bind(transfer)
+        self._memory: dict[str, torch.Tensor] = {}
+        self._all = frozenset(self.parameters)
+        self._owned = {m.name for each in self.plan.rounds for m in each.owned(self._slot)}
+        engine.matrix_steps.add(self)
+
+    def owns(self, name: str) -> bool:
+        return name in self._owned
+
+    def owns_parameter(self, parameter: torch.Tensor) -> bool:
+        return any(p is parameter and name in self._owned for name, p in self.parameters.items())
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks own different parameters."""
+        return self._engine.strategy.moves.optimizer.count > 1
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that matrices are brought together in."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def run(self, iterate: Iteration, gradients: bool = True) -> None:
+        """`iterate` is given the matrices that this rank owns, round by round, and changes their weights.
+
+        With `gradients`, these are the parameters that have one; without, they are all, and no gradient travels.
+        Where it fails, this rank still takes part in all that the others wait for; then it raises.
+        """
+        self._reserve()
+        names = frozenset(name for name, p in self.parameters.items() if p.grad is not None) if gradients else self._all
+        rounds = self.plan.step(None if names == self._all else names)
+        failure: BaseException | None = None
+        for action in step_actions(self.plan, rounds, gradients):
+            match action:
+                case Submit(task):
+                    task.handle, task.after = self._submit(task, rounds[task.unit]), ()
+                case Wait(task):
+                    cast(Handle, task.handle).wait()
+                case Iterate(number, way):
+                    wholes = self._wholes(rounds[number], way, gradients)
+                    try:
+                        if wholes and failure is None:
+                            iterate(wholes)
+                    except BaseException as error:
+                        failure = error
+        for name in names:
+            mark = self.parameters[name].mark
+            assert mark is not None
+            mark.written()
+        if failure is not None:
+            raise failure
+
+    def _reserve(self) -> None:
+        if not self._memory:
+            device = self._wiring.device
+            self._memory = {
+                dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=device)
+                for dtype, room in self.plan.room.items()
+                if room
+            }
+
+    def states_of_owners(
+        self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Of each parameter, by name, what its owner has in `states`: sent to every rank, tensor by tensor."""
+        groups = self._wiring.groups
+        mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
+        told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
+            {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
+        )
+        for name, key, outline in (
+            (n, k, o) for theirs in told for n, state in theirs.items() for k, o in state.items()
+        ):
+            if isinstance(outline, _Outline) and outline.kind:
+                raise not_savable(f"{name}.{key}", outline.kind)
+        for name in self.parameters:
+            rank = next((rank for rank, theirs in enumerate(told) if name in theirs), None)
+            if rank is None:
+                continue
+            state: dict[str, Any] = {}
+            for key, value in told[rank][name].items():
+                if isinstance(value, _Outline):
+                    own = mine[name][key] if groups.rank == rank else None
+                    shape, dtype = value.shape, value.dtype
+                    here = torch.empty(shape, dtype=dtype, device=self._wiring.device) if own is None else own.clone()
+                    groups.broadcast(here, rank)
+                    value = here.to(device or here.device) if wanted else None
+                state[key] = value
+            if wanted:
+                yield name, state
+
+    # Where things lie ------------------------------------------------------------------------------------------------
+
+    def _gradient(self, matrix: Matrix) -> torch.Tensor:
+        """This rank's slice of it."""
+        gradient = self.parameters[matrix.name].grad
+        if not isinstance(gradient, ShardTensor):
+            raise StepError(f"{matrix.name}.grad was replaced by a plain tensor; set it to None, or zero it.")
+        return gradient.to_local()
+
+    def _weight(self, matrix: Matrix) -> torch.Tensor:
+        return self.parameters[matrix.name].to_local().detach()
+
+    def _brought(self, each: Round, way: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Where the gradient and the weight of each matrix are brought together, of those that this rank owns."""
+        found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        start = 0
+        for matrix in each.owned(self._slot):
+            if not matrix.stays:
+                gradients, weights = self._memory[each.dtype][way]
+                end = start + matrix.numel
+                found[matrix.name] = gradients[start:end], weights[start:end]
+                start = end
+        return found
+
+    def _wholes(self, each: Round, way: int, gradients: bool) -> list[Whole]:
+        brought = self._brought(each, way)
+        found: list[Whole] = []
+        for matrix in each.owned(self._slot):
+            there = brought.get(matrix.name)
+            gradient = None
+            if gradients:
+                gradient = (self._gradient(matrix) if there is None else there[0]).view(matrix.shape)
+            weight = self._weight(matrix) if there is None else there[1]
+            found.append(Whole(matrix.name, weight.view(matrix.shape), gradient))
+        return found
+
+    # Transfers -------------------------------------------------------------------------------------------------------
+
+    def _bind(self, transfer: Transfer) -> BoundMatrices:
+        if transfer not in self._bound:
+            self._bound[transfer] = self._wiring.bind_matrices(transfer)
+        return self._bound[transfer]
+
+    def _submit(self, task: Task, each: Round) -> Handle:
+        bound = [self._bind(transfer) for transfer in task.transfers]
+        brought = self._brought(each, task.unit % ROUNDS_IN_FLIGHT)
+        pieces: Mapping[Kind, list[torch.Tensor]] = {
+            kind: [piece(matrix) for matrix in each.matrices]
+            for kind, piece in (
+                (Kind.MATRIX_GRADIENTS, self._gradient),
+                (Kind.MATRIX_WEIGHTS, self._weight),
+                (Kind.MATRIX_UPDATES, self._weight),
+            )
+            if any(transfer.kind is kind for transfer in task.transfers)
+        }
+        after = [cast(Handle, before.handle) for before in task.after]
+        work = partial(_exchange, bound, pieces, each, brought)
+        return self._wiring.queues.submit(task.kind, bound, [work], after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """Of a state that is a tensor; a number is told as it is. `kind`: of a tensor that is made of others, its class."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    kind: str = ""
+
+
+def _outline(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    kind = type(value).__name__ if is_traceable_wrapper_subclass(value) else ""
+    return _Outline(value.shape, value.dtype, kind) if value.dim() or kind else value.cpu()
+
+
+def not_savable(path: str, kind: str) -> CheckpointError:
+    """Return the error about an optimizer's state of a class that is made of other tensors, such as torchao's."""
+    return CheckpointError(
+        f"the optimizer's state {path} is a {kind}, which checkpoints cannot hold: expected plain tensors. Save the "
+        "model alone, and start with a new optimizer; or take an optimizer without quantized states."
+    )
+
+
+def _exchange(
+    bound: Sequence[BoundMatrices],
+    pieces: Mapping[Kind, Sequence[torch.Tensor]],
+    each: Round,
+    brought: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    workspace: Workspace,
+) -> None:
+    for transfer in bound:
+        kind = transfer.transfer.kind
+        place = 0 if kind is Kind.MATRIX_GRADIENTS else 1
+        wholes = {n: brought[m.name][place] for n, m in enumerate(each.matrices) if m.name in brought}
+        transfer.run(pieces[kind], wholes, workspace)

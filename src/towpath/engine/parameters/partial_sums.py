@@ -1,0 +1,253 @@
+"""A norm or a sum of which each rank knows its part, combined over the ranks only when its value is needed.
+
+So a list of them costs one all-reduce: the stock `clip_grad_norm_` takes a norm of every gradient, stacks them and
+takes the norm of the stack; the norms stay partial through the stack, and the last one is combined.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from towpath.core.journal import Call
+from towpath.errors import ShardError
+
+if TYPE_CHECKING:
+    from towpath.engine.checks.program import Program
+
+
+aten = torch.ops.aten
+
+# The order of what was combined, since something was to be written to it.
+_WHOLE = "whole"
+
+# Both of our tensor classes work below autograd, in __torch_dispatch__, and need no hook above it.
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them.
+
+    `beyond`: on a tensor-parallel mesh, the groups over which what the replica combined is combined once more.
+    `everyone`: all ranks that share the model, of which every one computes a loss of its own. `is_a_stage`: other ranks
+    have other parameters of the model.
+    """
+
+    group: dist.ProcessGroup | None
+    slots: tuple[int, ...]
+    rank: int
+    beyond: tuple[dist.ProcessGroup, ...] = ()
+    everyone: dist.ProcessGroup | None = None
+    is_a_stage: bool = False
+    program: Program | None = None  # of the model, where several ranks share it
+    call: Call | None = Call.SHARED  # as what collectives of this replica are compared
+
+    def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Reduce `tensor` over the replica in place, and return it."""
+        if self.group is not None:
+            self._all_reduce(tensor, op, self.group, "a norm, a sum or an extreme of sharded tensors", self.call)
+        for group in self.beyond:
+            dist.all_reduce(tensor, op, group=group)
+        return tensor
+
+    def _all_reduce(
+        self, tensor: torch.Tensor, op: Any, group: dist.ProcessGroup, what: str, call: Call | None
+    ) -> None:
+        assert self.program is not None
+        with self.program.shared(what, call):
+            self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=not tensor.is_cuda))
+
+    def mean_of_everyone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make `tensor` its mean over all ranks, and return it."""
+        if self.everyone is not None:
+            what = "the backward pass of full_tensor()"
+            self._all_reduce(tensor, dist.ReduceOp.SUM, self.everyone, what, Call.PROGRAM)
+            tensor.div_(dist.get_world_size(self.everyone))
+        return tensor
+
+
+class Partial(torch.Tensor):
+    """Tensor of partial norms (`order` p) or sums. Stacking and casting keep it partial; all else combines it.
+
+    `print()` and `repr()` show this rank's part and combine nothing, so that a debugger on one rank does not wait for
+    the others.
+    """
+
+    part: torch.Tensor
+    order: float | str
+    replica: Replica
+
+    @staticmethod
+    def __new__(
+        cls: type[Partial], values: torch.Tensor, order: float | str, replica: Replica, dtype: torch.dtype
+    ) -> Partial:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=dtype, device=values.device)
+        made.part, made.order, made.replica = values, order, replica
+        return made
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is done in __new__."""
+
+    @staticmethod
+    def norms_of(
+        locals_: Sequence[torch.Tensor], order: float, replicas: Sequence[Replica], dtype: torch.dtype | None = None
+    ) -> list[Partial]:
+        """Of each slice; taken together, since each call costs more than a small slice's norm."""
+        order = float(order)
+        # Sums of squares are taken in double, so that combining them neither overflows nor rounds. An empty slice has
+        # no norm of order inf or below zero.
+        neutral = math.inf if order < 0 else 0.0
+        norms: list[torch.Tensor] = [torch.empty(0)] * len(locals_)
+        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, local in enumerate(locals_):
+            if local.numel():
+                alike.setdefault((local.device, local.dtype), []).append(index)
+            else:
+                norms[index] = local.new_full((), neutral, dtype=torch.float64)
+        for (_, held), indices in alike.items():
+            work = torch.promote_types(dtype or held, torch.float32)
+            found = torch._foreach_norm([locals_[i] for i in indices], order, dtype=work)  # pyright: ignore
+            for index, norm in zip(indices, torch.stack(found).double().unbind(), strict=True):
+                norms[index] = norm
+        return [
+            Partial(norm, order, replica, dtype or local.dtype)
+            for norm, replica, local in zip(norms, replicas, locals_, strict=True)
+        ]
+
+    @staticmethod
+    def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
+        first = parts[0]
+        return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, first.dtype)
+
+    def resolve(self) -> torch.Tensor:
+        """The combined value, plain. Every peer must get here."""
+        order, values = self.order, self.part
+        if order == _WHOLE:
+            return values.to(self.dtype)
+        if order == "sum":
+            combined = self.replica.combine(values.clone())
+        elif isinstance(order, float) and math.isinf(order):
+            combined = self.replica.combine(values.clone(), dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN)
+        elif order == 0.0:
+            combined = self.replica.combine(values.clone())
+        else:
+            assert isinstance(order, float)
+            combined = self.replica.combine(values.abs().pow(order)).pow(1.0 / order)
+        return combined.to(self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Partial({self.order}, this rank's part: {self.part})"
+
+    # What PyTorch does only for plain tensors.
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.resolve(), format_spec) if format_spec else str(self)
+
+    def __round__(self, ndigits: int | None = None) -> Any:
+        return round(self.item(), ndigits)
+
+    def tolist(self) -> Any:
+        return self.resolve().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.resolve().numpy(force=True)  # what .cpu() returned may be another device's still
+
+    __torch_function__ = NO_TORCH_FUNCTION
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if written := _written(func, args, kwargs):
+            for each in written:
+                each.become_whole()
+            out = func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+            return args[0] if written[0] is args[0] else out
+        if any(isinstance(a, Partial) and a.order == _WHOLE for a in args):
+            return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+        if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
+            return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
+        if packet is aten.stack and _alike(args[0]):
+            if args[0][0].replica.is_a_stage:
+                raise ShardError(
+                    "a norm over several parameters of a pipeline's stage leaves out those of the other stages: every "
+                    "rank would clip by another one. Call pipeline.clip_grad_norm_(max_norm)."
+                )
+            return Partial.stacked(args[0], args[1] if len(args) > 1 else 0)
+        if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
+            return args[0].of_all().resolve()
+        if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
+            dtype = torch.promote_types(args[0].dtype, args[1].dtype)
+            return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
+        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # as sum() begins
+            return args[0].as_dtype(args[0].dtype)
+        if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
+            return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].dtype)
+        return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
+
+    def become_whole(self) -> None:
+        """Combine, before an operation such as `clamp_` writes to the value. Every peer must get here."""
+        self.part, self.order = self.resolve(), _WHOLE
+
+    def of_all(self) -> Partial:
+        """Of norms: the norm of all that they are of."""
+        assert isinstance(self.order, float)
+        return Partial(torch.linalg.vector_norm(self.part, self.order), self.order, self.replica, self.dtype)
+
+    def as_dtype(self, dtype: torch.dtype) -> Partial:
+        return Partial(self.part, self.order, self.replica, dtype)
+
+
+def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
+    """Of ShardTensors, of one model or of several; zero of none. Every rank that shares them must call it."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+    by_replica: dict[int, list[Partial]] = {}
+    for norm in norms:
+        by_replica.setdefault(id(norm.replica), []).append(norm)
+    stacks = [Partial.stacked(each) for each in by_replica.values()]
+    whole = [stack.of_all().resolve() for stack in stacks]
+    # Where an optimizer works in the host's memory, so do its norms.
+    return torch.linalg.vector_norm(torch.stack([each.to(whole[0].device) for each in whole]).double(), float(order))
+
+
+def _alike(parts: Sequence[Any]) -> bool:
+    first = parts[0]
+    return all(
+        isinstance(p, Partial)
+        and isinstance(first, Partial)
+        and p.order == first.order
+        and p.replica.group is first.replica.group
+        for p in parts
+    )
+
+
+def _stays_partial(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """The p-norm of p-norms, over everything: the parts combine to the p-norm of the whole."""
+    order = float(args[1]) if len(args) > 1 else 2.0
+    return len(args) <= 2 and args[0].order == order and kwargs.get("dim") is None
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Partial]:
+    """Return the Partials that an operation writes to."""
+    found: list[Partial] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += [v for v in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(v, Partial)]
+    return found
+
+
+def _resolved(value: Any) -> Any:
+    if isinstance(value, Partial):
+        return value.resolve()
+    if isinstance(value, (list, tuple)):
+        return [_resolved(v) for v in value]
+    return value

@@ -1,0 +1,410 @@
+"""One unit on one rank: the modules it belongs to, the memory of its whole weights, and the transfers it submits.
+
+What of this is done when, the step machine decides (`core/step.py`); `executor.py` carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
+from towpath.collectives.collective import Workspace
+from towpath.core.journal import Call
+from towpath.core.schedule import usage_transfers
+from towpath.core.step_state import Pass, WriteMark
+from towpath.core.strategy import Kind, Strategy
+from towpath.core.unit_plan import UnitPlan
+from towpath.engine.layout import Holder, UnitLayout, exchanged
+from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together
+from towpath.engine.streams.queue import Wiring
+from towpath.engine.streams.streams import Handle, Work
+from towpath.errors import StepError
+
+
+class Unit:
+    """The buckets of one unit, which are gathered, released and reduced together. `index`: its number in the model."""
+
+    def __init__(
+        self,
+        index: int,
+        layout: UnitLayout,
+        plan: UnitPlan,
+        buckets: list[Bucket],
+        mark: WriteMark,
+        wiring: Wiring,
+    ) -> None:
+        self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
+        self.buckets, self.mark = buckets, mark
+        self.trainable = [b for b in buckets if b.trainable]
+        self.checksums = torch.zeros(0, dtype=torch.int64)  # of the parameters, when unshard() made them whole
+        self._queues = wiring.queues
+        self._together: dict[Kind, list[Bucket]] = {}
+        self._coalesced: dict[Kind, CoalescedTransfers] = {}
+        self._coalesce(wiring)
+        self._entries = [
+            (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
+            for bucket in buckets
+            for place, view in zip(bucket.layout.places, bucket.views, strict=True)
+            for module, attribute in place.owners
+        ]
+        # Where else a module has them: what it holds there while they are whole, and else.
+        self._kept = [
+            (holder, key, exchanged(holder[key], place.parameter, view), holder[key])
+            for bucket in buckets
+            for place, view in zip(bucket.layout.places, bucket.views, strict=True)
+            for holder, key in place.kept
+        ]
+        self._rank = wiring.rank
+        self.views = tuple(view for bucket in buckets for view in bucket.views)
+        self._versions: list[int] = []  # of the views, as the engine left them
+        self.note_versions()
+        # Where the whole weights live while it is this unit's turn: from, to.
+        self._turns: list[tuple[int, int, Bucket]] = []
+        owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
+        self.owners = list(owners.values())  # the modules whose parameters these are
+        # These keep a list of their weights besides, and compute with that.
+        self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
+
+    def take(self, plan: UnitPlan, wiring: Wiring) -> None:
+        """From now on it travels by the transfers of `plan`."""
+        self.plan = plan
+        for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
+            bucket.bind(planned, wiring)
+        self._coalesce(wiring)
+
+    def _coalesce(self, wiring: Wiring) -> None:
+        """Let the gathers that the plan has together travel as one message."""
+        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
+            self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
+            if self._together[kind]:
+                self._coalesced[kind] = wiring.coalesce(_bound(self._together[kind], kind))
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The user's."""
+        return (place.parameter for bucket in self.buckets for place in bucket.layout.places)
+
+    # The modules ------------------------------------------------------------------------------------------------------
+
+    def show(self, whole: bool) -> None:
+        """Let the modules' parameters be the whole views, or the ShardTensors again."""
+        for parameters, attribute, view, parameter in self._entries:
+            parameters[attribute] = view if whole else parameter
+        for holder, key, shown, hidden in self._kept:
+            found = _held(holder, key)
+            if found is shown or found is hidden:  # else it has become the user's to hold something else there
+                holder[key] = shown if whole else hidden
+        for module in self._recurrent:
+            names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
+            module._flat_weights = [module._parameters.get(n) for n in names]  # pyright: ignore
+
+    def check_parameters(self) -> None:
+        """Around a forward: refuse what was done to the modules' parameters behind the engine's back."""
+        for parameters, attribute, view, parameter in self._entries:
+            found = parameters.get(attribute)
+            if found is not parameter and found is not view:
+                raise StepError(self._replaced(self._name(view), found))
+            if parameter.requires_grad != view.requires_grad:
+                self._follow(view, parameter)
+
+    def _replaced(self, name: str, by: object) -> str:
+        if is_transformed(by):
+            return (
+                f"rank {self._rank}: torch.func put a tensor of its own in place of parameter {name!r} of unit "
+                f"{self.name or 'root'!r}, as grad() of functional_call() does. A sharded model computes with its own "
+                "parameters. Call loss.backward() for their gradients; for all else in torch.func take the same model "
+                "without shard()."
+            )
+        return (
+            f"rank {self._rank}: parameter {name!r} of unit {self.name or 'root'!r} was replaced by another tensor "
+            "after shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without assign=True. "
+            "torch.func.functional_call() replaces parameters, too: it takes a model without shard()."
+        )
+
+    @property
+    def _names(self) -> list[str]:
+        """Of the views."""
+        return [place.names[0] for bucket in self.buckets for place in bucket.layout.places]
+
+    def _name(self, view: nn.Parameter) -> str:
+        return next(name for name, other in zip(self._names, self.views, strict=True) if other is view)
+
+    def note_versions(self) -> None:
+        """From now on, what writes to the whole parameters was not asked to."""
+        self._versions = [view._version for view in self.views]
+
+    def check_unwritten(self) -> None:
+        """After a forward: refuse writes to the whole parameters inside it."""
+        before = self._versions
+        self.note_versions()
+        now = self._versions
+        if now == before:
+            return
+        written = [repr(name) for name, was, is_ in zip(self._names, before, now, strict=True) if was != is_]
+        raise StepError(
+            f"rank {self._rank}: {', '.join(written)} was written to inside the forward of unit "
+            f"{self.name or 'root'!r}. There the parameters are a copy that lives while the unit runs: the write is "
+            "lost with it, or differs between ranks. Write after optimizer.step() instead: to the parameter itself, as "
+            "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
+            "the parameter as it is: torch.nn.utils.parametrize does. The max_norm= of an embedding writes, too."
+        )
+
+    def _follow(self, view: nn.Parameter, parameter: nn.Parameter) -> None:
+        if not any(view is v for b in self.trainable for v in b.views):
+            raise StepError(
+                f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was frozen at shard() and has no "
+                "gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and thawed "
+                "later."
+            )
+        view.requires_grad_(parameter.requires_grad)
+
+    # Where the whole weights live -----------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def live_in(self, memory: Buffers) -> None:
+        buckets = [b for b in self.buckets if not b.always_whole]
+        sizes = [(b.plan.compute_dtype, b.plan.numel) for b in buckets]
+        for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
+            bucket.live_in(memory[dtype][start : start + numel])
+        self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in buckets]
+        # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
+        self._raise_versions(2)
+
+    def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
+        """After a forward: refuse outputs in memory that will be another unit's."""
+        for output in outputs if self._turns else ():
+            at = _address(output)
+            for start, end, bucket in self._turns:
+                if start <= at < end:
+                    places = bucket.layout.places
+                    index = max(i for i, p in enumerate(places) if p.of(bucket.full).data_ptr() <= at)
+                    raise StepError(
+                        f"rank {self._rank}: unit {self.name!r} returns the memory of its own parameter "
+                        f"{places[index].names[0]!r}, as a parameter is, or a slice or detach() of it. Outside the "
+                        "unit's forward that memory holds other weights. Compute with it inside the forward, return "
+                        "p.clone(), or leave this unit to the root: pass the other units as units= to shard()."
+                    )
+
+    def seal(self, sealed: bool) -> None:
+        """Let autograd refuse to compute with the views while their memory may hold another unit's weights.
+
+        It compares the version of what it saved: raised here, and put back when the weights are whole again. Only a
+        tensor that left the unit by a way Towpath cannot watch (an attribute, say) meets the raised one.
+        """
+        self._raise_versions(1 if sealed else -1)
+
+    def _raise_versions(self, by: int) -> None:
+        self._versions = [view._version + by for view in self.views]
+        torch._C._autograd._unsafe_set_version_counter(self.views, tuple(self._versions))  # pyright: ignore
+
+    # Transfers ------------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Handle | None:
+        """Send what was written to the parameters since, if it has to travel."""
+        dirty = [b for b in self.buckets if b.dirty]
+        for bucket in dirty:
+            bucket.published = bucket.mark.version
+        sending = [b for b in dirty if b.plan.publishes]
+        if not sending:
+            return None
+        return self._queues.submit(Kind.PUBLISH, _bound(sending, Kind.PUBLISH), [b.publish for b in sending])
+
+    def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
+        sharded, together = [b for b in self.buckets if not b.always_whole], self._together[kind]
+        works: list[Work] = [partial(b.gather, kind, keep_copy) for b in sharded if b not in together]
+        begin: Work | None = partial(sharded[0].begin_gather, kind)
+        if together:
+            works.insert(0, partial(gather_together, together, self._coalesced[kind], kind, keep_copy))
+            begin = None
+        return self._queues.submit(kind, _bound(sharded, kind), works, after, begin)
+
+    def keep_copy(self) -> None:
+        for bucket in self.buckets:
+            if not bucket.always_whole:
+                bucket.keep(True)
+
+    def collect(self, memory: Buffers | None) -> None:
+        """From now on gradients arrive in `memory`; without any, in the G shards themselves."""
+        travelling = [b for b in self.trainable if b.gradients.reduces]
+        for bucket, start in zip(travelling, _starts([_reduced(b) for b in travelling]), strict=True):
+            bucket.gradients.begin(bucket.reduced_in(memory or {}, start))
+        for bucket in self.trainable:
+            if not bucket.gradients.reduces:
+                bucket.gradients.begin(None)
+
+    def reduce(self, memory: Buffers) -> Handle:
+        """Send this micro-step's gradients to the G shards."""
+        travelling = [b for b in self.trainable if b.gradients.reduces]
+        for bucket in travelling:
+            bucket.gradients.fill_missing()
+        starts = _starts([_reduced(b) for b in travelling])
+        works = [partial(b.reduce, memory, start) for b, start in zip(travelling, starts, strict=True)]
+        return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), works)
+
+    def sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
+        """At the boundary: from the G shards to the mean of so many, over all ranks."""
+        for bucket in self.trainable:
+            if not bucket.gradients.reduces:
+                bucket.gradients.fill_missing()
+        sums = [b for b in self.trainable if b.gradients.needs_sync(terms)]
+        if not sums:
+            return None
+        works = [partial(b.gradients.sync, terms) for b in sums]
+        return self._queues.submit(Kind.SYNC, _bound(sums, Kind.SYNC), works, after)
+
+
+class Use:
+    """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
+
+    __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
+
+    def __init__(self, unit: Unit, passed: Pass) -> None:
+        self.unit, self.passed = unit, passed
+        self.entered: list[int] = []  # ids of its inputs, while its forward runs
+        # How many inputs want gradients; how many get one in this backward pass, and how many have it.
+        self.inputs = self.inputs_awaited = self.inputs_done = 0
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where its elements begin; 0 if it has no memory of its own, as some subclasses."""
+    try:
+        return torch.Tensor.data_ptr(tensor)  # not that of a subclass, which may refuse
+    except RuntimeError:
+        return 0
+
+
+def is_transformed(value: object) -> bool:
+    """Whether a transform of torch.func has wrapped the tensor."""
+    return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore
+
+
+def _held(holder: Holder, key: Any) -> object:
+    try:
+        return holder[key]
+    except LookupError:
+        return None
+
+
+def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:
+    return [bound for bucket in buckets for bound in bucket.transfers[kind]]
+
+
+def _reduced(bucket: Bucket) -> tuple[str, int]:
+    """What of its gradients travels every micro-step: dtype and elements."""
+    return bucket.plan.reduce_dtype, bucket.plan.numel
+
+
+def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
+    """Where each of the sizes begins, in the memory of its dtype."""
+    used: dict[str, int] = {}
+    starts: list[int] = []
+    for dtype, numel in sizes:
+        starts.append(used.get(dtype, 0))
+        used[dtype] = starts[-1] + numel
+    return starts
+
+
+# --- usage ------------------------------------------------------------------------------------------------------------
+#
+# What the ranks compare at every boundary: which parameters got a gradient, and that they did the same things.
+
+
+# How many boundaries lie between two comparisons of values, unless `shard(check_every=)` says otherwise.
+CHECK_EVERY = 100
+
+_COLUMNS = 1021
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@final
+class Usage:
+    """Of the units that train, in the order in which their gradients are delivered."""
+
+    def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: Wiring) -> None:
+        self._trained, self._wiring = trained, wiring
+        self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
+        self._transfers = wiring.bind(usage_transfers(strategy, len(self._places)))
+        self._values = Values(trained, wiring.device)
+        self.check_every = CHECK_EVERY if wiring.journal.compares(Call.VALUES) else 0
+
+    def compare(self, boundary: int) -> list[bool]:
+        """Return, by parameter, whether any rank has a gradient of it; raise, on every rank, where ranks differ.
+
+        `boundary`: its number. With every `check_every`-th, values are looked at, to be compared with the next one.
+        """
+        mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
+        if not self._transfers:
+            return mine
+        journal = self._wiring.journal
+        kept = sum(place.parameter.grad is not None for place in self._places)
+        frozen = tuple(place.names[0] for place in self._places if not place.parameter.requires_grad)
+        self._wiring.program.ends_backward(self._wiring.queues.micro_step + 1, kept, frozen)
+        for unit, checksum in self._values.taken():
+            journal.note(Call.VALUES, f"parameters of unit {unit or 'root'!r}", ((("checksum", checksum),),))
+        if self.check_every and boundary % self.check_every == 0:
+            self._values.take()
+        compared = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
+
+        def combine(workspace: Workspace) -> None:
+            for transfer in self._transfers:
+                transfer.run(compared, compared, workspace)
+
+        self._wiring.queues.submit(Kind.USAGE, self._transfers, [combine]).wait()
+        combined = compared.tolist()
+        journal.check(bytes(combined[len(mine) :]), self._wiring.groups.gather_objects)
+        return [bool(used) for used in combined[: len(mine)]]
+
+
+@final
+class Values:
+    """Checksums of what the optimizer writes to on this rank, bucket by bucket.
+
+    They are taken at one boundary and read at the next: by then a GPU has long computed them, and nobody waits for it.
+    """
+
+    def __init__(self, trained: Sequence[Unit], device: torch.device) -> None:
+        self._buckets = [(unit.name, bucket) for unit in trained for bucket in unit.trainable]
+        self._on_host = torch.zeros(len(self._buckets), dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._end: torch.cuda.Event | None = None
+        self._is_taken = False
+
+    def take(self) -> None:
+        checksums = torch.stack([checksum(bucket) for _, bucket in self._buckets])
+        self._on_host.copy_(checksums, non_blocking=True)
+        if checksums.is_cuda:
+            self._end = torch.cuda.Event()
+            self._end.record()
+        self._is_taken = True
+
+    def taken(self) -> Iterator[tuple[str, int]]:
+        """Yield what `take` has found since the last call, by unit."""
+        if not self._is_taken:
+            return
+        if self._end is not None:
+            self._end.synchronize()
+        self._is_taken = False
+        for (unit, _), value in zip(self._buckets, self._on_host.tolist(), strict=True):
+            yield unit, value
+
+
+def checksum(bucket: Bucket) -> torch.Tensor:
+    """Return a number that depends on every bit of the slice that the optimizer writes to, and on their order.
+
+    One pass over the memory adds up the columns of a matrix; what is done with the sums takes no time. The number of
+    columns is prime, so that no dimension of a parameter fits it. That of rows is odd, so that equal changes in all
+    rows do not cancel.
+    """
+    values = bucket.master.detach()
+    width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
+    words = values.view(_INTEGERS[width])
+    rows = words.numel() // _COLUMNS
+    rows -= rows > 0 and rows % 2 == 0
+    matrix, rest = words[: rows * _COLUMNS].view(rows, _COLUMNS), words[rows * _COLUMNS :]
+    sums = torch.cat([matrix.sum(0, dtype=torch.int64), rest.long()])
+    weights = torch.arange(1, 2 * sums.numel(), 2, device=sums.device)
+    return ((sums ^ (sums >> 29)) * weights).sum()
