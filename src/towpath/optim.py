@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from towpath.core.wire import Wire
 from towpath.engine.build import agree
-from towpath.engine.checks.trial_steps import Common, call_with, coupling, options_of
+from towpath.engine.checks.optimizers import Common, call_with, coupling, options_of
 from towpath.engine.executor import Engine, engine_with
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
 from towpath.engine.parameters.shard_tensor import ShardTensor

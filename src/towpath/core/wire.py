@@ -44,8 +44,8 @@ class LowRank:
         match = re.fullmatch(rf"{LOW_RANK}:(\d+)(?:\+rate:(\d+(?:\.\d+)?))?", text)
         if match is None:
             raise StrategyError(
-                f"not a codec: {text!r}. Write '{LOW_RANK}:' and the rank, as in '{LOW_RANK}:16', and if need be by how "
-                f"many times the factors must be smaller to be worth while: '{LOW_RANK}:16+rate:2'."
+                f"not a codec: {text!r}. Write '{LOW_RANK}:' and the rank, as in '{LOW_RANK}:16', and if need be by "
+                f"how many times the factors must be smaller to be worth while: '{LOW_RANK}:16+rate:2'."
             )
         return LowRank(int(match[1]), float(match[2] or 1))
 

@@ -24,8 +24,7 @@ from towpath.core.step_state import WriteMark
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.wire import LowRank
-from towpath.engine.checks.program import note_optimizer_steps
-from towpath.engine.checks.trial_steps import watch_optimizers
+from towpath.engine.checks.optimizers import note_optimizer_steps, watch_optimizers
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
 from towpath.engine.parameters.bucket import Bucket

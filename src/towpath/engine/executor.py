@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -53,8 +53,12 @@ from towpath.engine.streams.queue import Wiring
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
-if TYPE_CHECKING:
-    from towpath.engine.parameters.matrix_steps import MatrixSteps
+
+class HasMemory(Protocol):
+    """Something that keeps memory for this model beside the engine, such as an optimizer that steps whole matrices."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 # --- registrations ----------------------------------------------------------------------------------------------------
@@ -122,7 +126,7 @@ class Engine:
         # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
-        self.matrix_steps: weakref.WeakSet[MatrixSteps] = weakref.WeakSet()  # of optimizers that need whole matrices
+        self.matrix_steps: weakref.WeakSet[HasMemory] = weakref.WeakSet()  # of optimizers that need whole matrices
         registrations.count()
         self._registrations = registrations.made  # when the model was last seen to have no others than these
         _ALIVE.add(self)

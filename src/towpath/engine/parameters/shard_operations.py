@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types as known_to_optimizers  # pyright: ignore
 from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
-from towpath.engine.checks.trial_steps import remedy_for
+from towpath.engine.checks.optimizers import remedy_for
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import EncodedSlice, Handler, ShardTensor, Span, in_backward
 from towpath.errors import ShardTensorError

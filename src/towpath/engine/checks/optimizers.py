@@ -19,19 +19,25 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from towpath.engine.checks.program import Program
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_tensor import ShardTensor, Span
+from towpath.engine.streams.streams import eager
 from towpath.errors import ShardTensorError
+from towpath.logs import logger
+
+_LOG = logger("engine")
 
 # Enough for the estimates of Prodigy and D-Adaptation to grow, and for their effect to be seen.
 STEPS = 6
@@ -366,3 +372,67 @@ def _undisturbed(devices: set[torch.device], compiles: bool) -> Generator[None]:
 def _random_states(devices: set[torch.device]) -> list[torch.Tensor]:
     others = [device for device in devices if device.type != "cpu"]
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in others)]
+
+
+# --- steps that ranks compare -----------------------------------------------------------------------------------------
+#
+# PyTorch calls a hook after every step of an optimizer. What it stepped, and how, goes to the journal of each model.
+
+# Of a parameter group: names, and how a step is computed. None of it changes what is computed.
+_HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
+
+# Optimizers that step parameters of sharded models and others: said once.
+_mixed: WeakSet[Optimizer] = WeakSet()
+
+
+@cache
+def note_optimizer_steps() -> None:
+    """Let PyTorch tell of every optimizer's step in this process, from the first sharded model on."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+@eager
+def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    # By model: how many of its parameters are in which group. An optimizer may step several models, of which other
+    # ranks have other ones: the stages of a pipeline.
+    stepped: dict[Program, dict[int, int]] = {}
+    beside: list[torch.Tensor] = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not isinstance(parameter, ShardTensor):
+                beside.append(parameter)
+            elif (program := parameter.span.replica.program) is not None:
+                counts = stepped.setdefault(program, {})
+                counts[number] = counts.get(number, 0) + 1
+    if stepped:
+        if beside and optimizer not in _mixed:
+            _mixed.add(optimizer)
+            _LOG.warning(
+                "%s steps %d parameters beside those of the sharded model, the first of shape %s. The ranks do not "
+                "average their gradients: shard the whole model, or average them yourself.",
+                *(_name(optimizer), len(beside), tuple(beside[0].shape)),
+            )
+        options = [_hyperparameters(group) for group in optimizer.param_groups]
+        for program, counts in stepped.items():
+            details = tuple((("parameters", count), *options[number]) for number, count in counts.items())
+            program.stepped(_name(optimizer), details)
+
+
+def _name(optimizer: Optimizer) -> str:
+    inner = getattr(optimizer, "inner", None)  # of a wrapper, as `towpath.optim.whole_matrices` makes them
+    return type(optimizer).__qualname__ + (f"({_name(inner)})" if isinstance(inner, Optimizer) else "")
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _plain(value)) for name, value in group.items() if name not in _HOW)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value that ranks can compare and JSON can carry. A tensor on a device is not read: that would wait."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        return value.item()
+    return type(value).__name__
