@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from towpath.collectives.bound_transfer import BoundTransfer
+from towpath.collectives.bound_transfer import RankTransfer
 from towpath.core.schedule import Compute, steady_step
-from towpath.core.step_state import Compare, Deliver, Seal, Show
+from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 
 
 def without_transfers(step: Callable[[], None]) -> None:
     """A step that computes with whatever the buffers hold."""
-    run, BoundTransfer.run = BoundTransfer.run, lambda self, region, shard, workspace: None
+    run, RankTransfer.run = RankTransfer.run, lambda self, region, shard, workspace: None
     try:
         step()
     finally:
-        BoundTransfer.run = run
+        RankTransfer.run = run
 
 
 def communicate(model: Any) -> None:
@@ -27,6 +27,6 @@ def communicate(model: Any) -> None:
     with torch.no_grad():
         for _, action in steady_step(engine.machine, [unit.plan.facts() for unit in engine.units], 1):
             # Nothing is computed: weights need not be shown, nor waited for before the gradients are there.
-            if not isinstance(action, (Compute, Show, Seal, Compare, Deliver)):
-                engine.carry_out([action])
+            if not isinstance(action, (Compute, SwapParameters, InvalidateViews, CheckRanks, SetGrads)):
+                engine.execute([action])
         engine._abandon()  # forgets the gradients, which were nobody's

@@ -19,7 +19,7 @@ from docs import figures
 import towpath
 from towpath import Topology, Wire
 from towpath.bench.harness import results
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Range, Transfer
@@ -348,7 +348,9 @@ CARRIED = {
 
 
 def transfer_of(op: Op, route: str, shape: Topology, elements: int) -> Transfer:
-    return Transfer(Kind.SYNC, Range("", "", elements, "float32"), Move(op, 1, (group_of(shape),)), Wire(route), shape)
+    return Transfer(
+        Kind.SYNC, Range("", "", elements, "float32"), GroupCollective(op, 1, (group_of(shape),)), Wire(route), shape
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -34,7 +34,7 @@ from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
 from towpath.logs import logger
 from towpath.planner.workload import Workload
-from towpath.sharded_module import ShardedModule, become_sharded, check_class
+from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.devices import check_devices
 from towpath.topology.groups import Groups, check_process_group, detect_shape
@@ -121,7 +121,7 @@ def shard(
     engine.free_bytes = free
     engine.check_values_every(check_every)
     attach(model, engine)
-    become_sharded(model, engine)
+    attach_api(model, engine)
     return model
 
 

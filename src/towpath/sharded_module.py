@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from towpath.engine.executor import Batch, Engine, joined
-from towpath.engine.hooks import Entry, become, register_known_methods
+from towpath.engine.hooks import Entry, add_mixin, register_known_methods
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 
@@ -172,7 +172,7 @@ def _check_parts(model: nn.Module, strategy: str) -> None:
     )
 
 
-def become_sharded(model: nn.Module, engine: Engine) -> None:
-    become(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
+def attach_api(model: nn.Module, engine: Engine) -> None:
+    add_mixin(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
     register_known_methods(model)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.workspace import workspace
 from towpath.collectives.bound_transfer import select
-from towpath.collectives.collective import Members
-from towpath.core.placement import Move
+from towpath.collectives.collective import GroupRank
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
@@ -28,9 +28,11 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int) -> tuple[i
     """Bytes this node sent over its cable in one collective: by the kernel, and by the plan."""
     everyone = tuple(range(world))
     group, nodes = Group(everyone, everyone), tuple(map(SHAPE.node_of, everyone))
-    transfer = Transfer(Kind.SYNC, Range("", "", elements, "float32"), Move(op, 1, (group,)), Wire(route), SHAPE)
+    transfer = Transfer(
+        Kind.SYNC, Range("", "", elements, "float32"), GroupCollective(op, 1, (group,)), Wire(route), SHAPE
+    )
     assert dist.group.WORLD is not None
-    members = Members(dist.group.WORLD, dist.group.WORLD, group, rank, nodes)
+    members = GroupRank(dist.group.WORLD, dist.group.WORLD, group, rank, nodes)
     collective = select(transfer, members, "gloo", torch.device("cpu"))
     region = torch.ones(elements)
     shard = region.chunk(world)[rank]

@@ -327,11 +327,11 @@ def test_without_a_wait_there_is_a_race(world: Worlds, wait: str) -> None:
 
 def _without_wait(wait: str) -> str:
     label, build, kind = WAITS[wait]
-    carry_out = Engine._carry_out
+    execute = Engine._execute
 
     def without(self: Engine, action: Any) -> None:
         if not (isinstance(action, Wait) and action.task.kind is kind):
-            carry_out(self, action)
+            execute(self, action)
 
     return _told(label, build, "_carry_out", without)
 
@@ -346,13 +346,13 @@ def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str) ->
 
 
 def _host_waits(kind: Kind) -> tuple[str, str]:
-    carry_out = Engine._carry_out
+    execute = Engine._execute
 
     def without(self: Engine, action: Any) -> None:
         dropped = isinstance(action, Wait) and action.task.kind is kind
-        carry_out(self, Wait(action.task) if dropped else action)
+        execute(self, Wait(action.task) if dropped else action)
 
-    return _told("zero3 offload=optimizer", Deep, "_carry_out", carry_out, written_between_passes), _told(
+    return _told("zero3 offload=optimizer", Deep, "_carry_out", execute, written_between_passes), _told(
         "zero3 offload=optimizer", Deep, "_carry_out", without, written_between_passes
     )
 

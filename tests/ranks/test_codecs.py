@@ -22,9 +22,9 @@ from tests.ranks.strategies import in_turn, seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
 from towpath.collectives.bound_transfer import bind
-from towpath.collectives.collective import Binding, Collective, Members
+from towpath.collectives.collective import Binding, Collective, GroupRank
 from towpath.core.formats import Codec
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
@@ -56,19 +56,19 @@ LENGTHS = [1, 7, 64, 1009, 5000]
 shapes = pytest.mark.parametrize("shape", [*SHAPES[:2], *map(seldom, SHAPES[2:])], ids=map(str, SHAPES))
 
 
-def _members(shape: Topology, local_major: bool = False) -> Members:
+def _members(shape: Topology, local_major: bool = False) -> GroupRank:
     ranks, group = tuple(range(shape.world)), dist.group.WORLD
     assert group is not None
     slots = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks) if local_major else ranks
-    return Members(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
+    return GroupRank(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
-def _binding(op: Op, wire: Wire, shape: Topology, elements: int, dtype: str, members: Members) -> Binding:
-    move = Move(op, 1, (members.group,))
+def _binding(op: Op, wire: Wire, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Binding:
+    move = GroupCollective(op, 1, (members.group,))
     return Binding.of(Transfer(Kind.SYNC, Range("block", "float", elements, dtype), move, wire, shape))
 
 
-def _bind(binding: Binding, members: Members) -> Collective:
+def _bind(binding: Binding, members: GroupRank) -> Collective:
     return bind(binding, members, "gloo", torch.device("cpu"))
 
 
@@ -165,7 +165,7 @@ def _same_everywhere(tensor: torch.Tensor) -> bool:
 class Oracle:
     """The reduction in plain torch, of every rank's values at once: no slices, no parts, no messages."""
 
-    def __init__(self, binding: Binding, members: Members, feedback: str) -> None:
+    def __init__(self, binding: Binding, members: GroupRank, feedback: str) -> None:
         assert binding.codec is not None
         self.codec, self.nodes = binding.codec, members.nodes
         self.hops = len(hops_of(binding.route, members.grid))
@@ -262,7 +262,7 @@ def _telescope(shape: Topology) -> None:
         assert _distance(found, went_in) < turns * 10 * 32 * 2**-24, codec
 
 
-def _kept(collective: Collective, binding: Binding, members: Members) -> torch.Tensor:
+def _kept(collective: Collective, binding: Binding, members: GroupRank) -> torch.Tensor:
     """What this rank keeps of each element. Hops bring pieces in the order of `collectives/all_to_all.py`."""
     grid, parts = members.grid, binding.parts(members)
     first = [grid.at(node, place) for place in range(grid.width) for node in range(grid.nodes)]

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
-from towpath.collectives.bound_transfer import BoundTransfer, CoalescedAllGather, select
-from towpath.collectives.collective import Binding, Collective, Members
-from towpath.core.placement import Move
+from towpath.collectives.bound_transfer import CoalescedAllGather, RankTransfer, select
+from towpath.collectives.collective import Binding, Collective, GroupRank
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
@@ -40,19 +40,19 @@ more_shapes = pytest.mark.parametrize(
 )
 
 
-def _members(shape: Topology, local_major: bool = False, group: Any = None) -> Members:
+def _members(shape: Topology, local_major: bool = False, group: Any = None) -> GroupRank:
     ranks = tuple(range(shape.world))
     slots = tuple(shape.local_of(r) * shape.nodes + shape.node_of(r) for r in ranks) if local_major else ranks
     group = group or dist.group.WORLD
-    return Members(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
+    return GroupRank(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
-def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Transfer:
+def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:
     payload = Range("block", "float", elements, dtype)
-    return Transfer(Kind.SYNC, payload, Move(op, 1, (members.group,)), Wire(route), shape)
+    return Transfer(Kind.SYNC, payload, GroupCollective(op, 1, (members.group,)), Wire(route), shape)
 
 
-def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: Members) -> Collective:
+def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Collective:
     transfer = _transfer(op, route, shape, elements, dtype, members)
     return select(transfer, members, "gloo", torch.device("cpu"))
 
@@ -82,7 +82,7 @@ def _values(elements: int, dtype: str, seed: int) -> torch.Tensor:
     return torch.randint(0, 12, (elements,), generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
 
 
-def _own(region: torch.Tensor, members: Members) -> torch.Tensor:
+def _own(region: torch.Tensor, members: GroupRank) -> torch.Tensor:
     return region.tensor_split(len(members.group.ranks))[members.slot]
 
 
@@ -215,7 +215,7 @@ def _misfit(shape: Topology) -> None:
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
     collective = select(transfer, members, "gloo", torch.device("cpu"))
-    bound = BoundTransfer(transfer, Binding.of(transfer), members, collective, Unobserved())
+    bound = RankTransfer(transfer, Binding.of(transfer), members, collective, Unobserved())
     good = torch.zeros(240)
     for region, shard, words in (
         (torch.zeros(239), good[:60], "got a region of 239 elements of torch.float32, expected 240"),

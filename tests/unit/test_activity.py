@@ -8,14 +8,14 @@ import weakref
 import pytest
 import torch
 
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
 from towpath.core.schedule import QUEUES, WAYS
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
-from towpath.engine.checks.activity import Activity, Peers, _end, _report
+from towpath.engine.checks.activity import RankStatus, StallMonitor, _end, _report
 from towpath.engine.streams.queue import ThreadStream, make_stream
 from towpath.engine.streams.streams import CudaStream
 from towpath.topology.cluster import Topology
@@ -23,13 +23,13 @@ from towpath.topology.groups import Groups
 
 
 def _gather(unit: str) -> Transfer:
-    move = Move(Op.ALL_GATHER, 2, (Ranks((0, 1), (0, 1)),))
+    move = GroupCollective(Op.ALL_GATHER, 2, (Ranks((0, 1), (0, 1)),))
     return Transfer(Kind.GATHER, Range(unit, "float32", 8, "float32"), move, Wire("flat"), Topology(2, 1))
 
 
 @pytest.mark.parametrize("patience", [0.5, 1.0, 4.0, 5.0, 8.0, 60.0, 1800.0, 1801.0])
 def test_a_rank_that_stands_still_looks_again_and_again_before_its_patience_ends(patience: float) -> None:
-    peers = Peers(Groups())
+    peers = StallMonitor(Groups())
     peers.patience_seconds = patience
     # Two pauses of silence, and then a look in each: several of them, and yet not a processor's whole time.
     assert 4 * peers.pause_seconds <= patience / 2
@@ -49,7 +49,7 @@ class End:
 
 
 def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None:
-    activity, (first, second) = Activity(), (End(), End())
+    activity, (first, second) = RankStatus(), (End(), End())
     activity.enqueued(first, [_gather("a")])
     activity.enqueued(second, [_gather("b")])
     assert activity.waits and "waits for gather of unit 'a', on the device" in activity.describe()
@@ -62,7 +62,7 @@ def test_a_transfer_that_the_device_has_not_finished_counts_as_waiting() -> None
 
 
 def test_what_is_kept_of_a_device_that_never_finishes_is_bounded() -> None:
-    activity = Activity()
+    activity = RankStatus()
     for _ in range(5_000):
         activity.enqueued(End(), [_gather("a")])
     assert len(activity._enqueued) <= 256 and activity.waits
@@ -113,7 +113,7 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
 
 def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:
     """Else it may wait for the store in C++ while Python goes away, which aborts a process that was through."""
-    peers, stop = Peers(Groups()), threading.Event()
+    peers, stop = StallMonitor(Groups()), threading.Event()
     reporter = threading.Thread(target=_report, args=(weakref.ref(peers), stop), daemon=True)
     reporter.start()
     _end(reporter, stop)

@@ -26,7 +26,7 @@ def test_what_is_left_to_show_is_shown_when_a_transfer_fails() -> None:
     engine.machine.entered(1)
     said = engine.machine.forward_begins(1, comes_back=False)
     with pytest.raises(StepError, match="the peer is gone"):
-        engine.carry_out([Wait(Task(Kind.GATHER, 1, handle=Failing())), *said])
+        engine.execute([Wait(Task(Kind.GATHER, 1, handle=Failing())), *said])
     assert not isinstance(first.weight, towpath.ShardTensor)
-    engine.carry_out(engine.machine.forward_ends(1, graph_follows=False))
+    engine.execute(engine.machine.forward_ends(1, graph_follows=False))
     assert isinstance(first.weight, towpath.ShardTensor)

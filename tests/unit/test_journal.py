@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import towpath
-from towpath.core.journal import FOLD, Call, Journal, Page, Scope, difference, has_not_made, journal_bytes, scopes
+from towpath.core.journal import (
+    FOLD,
+    Call,
+    CollectiveLog,
+    Scope,
+    StepLog,
+    difference,
+    has_not_made,
+    journal_bytes,
+    scopes,
+)
 from towpath.core.strategy import Kind
 from towpath.errors import StepError
 
@@ -19,8 +29,8 @@ KINDS = [Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH
 ENTRIES = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from("abc")), max_size=6)
 
 
-def _journals(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]]) -> list[Journal]:
-    journals = [Journal(strategy, rank) for rank in range(len(by_rank))]
+def _journals(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]]) -> list[CollectiveLog]:
+    journals = [CollectiveLog(strategy, rank) for rank in range(len(by_rank))]
     for journal, entries in zip(journals, by_rank, strict=True):
         for kind, unit in entries:
             journal.note(kind, unit)
@@ -31,7 +41,7 @@ def _scope(kind: Kind | Call, strategy: str = "zero3") -> Scope:
     return next(scope for scope in scopes(towpath.strategy(strategy, SHAPE)) if kind in scope.kinds)
 
 
-def _combined(journals: list[Journal]) -> bytes:
+def _combined(journals: list[CollectiveLog]) -> bytes:
     return bytes(map(max, zip(*(j.encoded() for j in journals), strict=True)))
 
 
@@ -83,15 +93,15 @@ def test_what_the_comparison_costs_is_a_few_bytes_a_replica() -> None:
 def test_pages_that_are_still_written_differ_only_where_no_more_can_come() -> None:
     scope = _scope(Kind.GATHER)
 
-    def page(units: str, ended: bool = False, step: int = 4) -> tuple[int, Page]:
-        journal = Journal(towpath.strategy("zero3", SHAPE), 0)
+    def page(units: str, ended: bool = False, step: int = 4) -> tuple[int, StepLog]:
+        journal = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for _ in range(step):
             journal.turn()
         for unit in units:
             journal.note(Kind.GATHER, unit)
         if ended:
             journal.note(Kind.USAGE, "")
-        assert Page.from_json(journal.page().to_json()) == journal.page()
+        assert StepLog.from_json(journal.page().to_json()) == journal.page()
         return 0, journal.page()
 
     assert difference(scope, page("ab"), page("ab")) is None
@@ -123,8 +133,8 @@ def test_a_difference_is_found_however_long_ago_it_was_made(count: int, changed:
 def test_ranks_of_which_one_is_far_ahead_are_compared_as_far_as_both_have_come(lead: int) -> None:
     scope = _scope(Kind.GATHER)
 
-    def page(units: range, first: str = "") -> Page:
-        journal = Journal(towpath.strategy("zero3", SHAPE), 0)
+    def page(units: range, first: str = "") -> StepLog:
+        journal = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for number in units:
             journal.note(Kind.GATHER, first if first and not number else str(number))
         return journal.page()
@@ -136,7 +146,7 @@ def test_ranks_of_which_one_is_far_ahead_are_compared_as_far_as_both_have_come(l
 
 
 def test_the_message_says_which_hyperparameter_differs() -> None:
-    journals = [Journal(towpath.strategy("ddp", SHAPE), rank) for rank in range(SHAPE.world)]
+    journals = [CollectiveLog(towpath.strategy("ddp", SHAPE), rank) for rank in range(SHAPE.world)]
     for rank, journal in enumerate(journals):
         details = ((("lr", 0.1), ("eps", 1e-8)), (("lr", 0.1 if rank != 3 else 0.2), ("eps", 1e-8)))
         journal.note(Call.STEP, "AdamW.step()", details)
@@ -152,8 +162,8 @@ def test_the_message_says_which_hyperparameter_differs() -> None:
 def test_a_rank_in_a_shared_call_waits_only_for_those_that_have_not_made_it() -> None:
     scope = _scope(Call.SHARED)
 
-    def page(calls: str, inside: str = "") -> Page:
-        journal = Journal(towpath.strategy("zero3", SHAPE), 0)
+    def page(calls: str, inside: str = "") -> StepLog:
+        journal = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for call in calls:
             journal.note(Call.SHARED, call)
         return replace(journal.page(), inside=inside)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from towpath.collectives.collective import WireBuffers, Workspace
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
@@ -19,7 +19,7 @@ from towpath.engine.streams.record import Record, Waits
 from towpath.engine.streams.streams import HostTimer, Mark
 from towpath.topology.cluster import Topology
 
-PAIR = Move(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
+PAIR = GroupCollective(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
 
 
 def gather(unit: str) -> Transfer:

@@ -11,7 +11,7 @@ import pytest
 import towpath
 from tests.unit.test_routes import group_of
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Op, Send, encoded_slice, piece_bounds, sends
 from towpath.core.schedule import schedule
 from towpath.core.strategy import Kind
@@ -34,7 +34,9 @@ def drawn(route: str, shape: Topology) -> Transfer:
     group = group_of(shape, draw.choice(("rank order", "local-major")))
     elements = draw.choice((0, 1, draw.randrange(50 * shape.world), draw.randrange(5000 * shape.world)))
     dtype = draw.choice(("float32", "bfloat16"))
-    return Transfer(Kind.SYNC, Range("", "", elements, dtype), Move(op, 1, (group,)), Wire(route, codec), shape)
+    return Transfer(
+        Kind.SYNC, Range("", "", elements, dtype), GroupCollective(op, 1, (group,)), Wire(route, codec), shape
+    )
 
 
 def one_by_one(t: Transfer) -> tuple[int, list[int]]:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from towpath.core.placement import Move, Placement, everyone, legal_extents, transitions
+from towpath.core.placement import GroupCollective, Placement, everyone, legal_extents, transitions
 from towpath.core.routes import ROUTES, Grid, Group, Op, phases, sends
 from towpath.core.strategy import Kind, move_shapes
 from towpath.topology.cluster import Topology
@@ -74,7 +74,7 @@ def test_shapes_of_moves_are_those_of_the_groups(topology: Topology) -> None:
                 )
 
 
-def shape_of(move: Move, topology: Topology) -> tuple[Op, int, Grid, int]:
+def shape_of(move: GroupCollective, topology: Topology) -> tuple[Op, int, Grid, int]:
     ranks = move.groups[0].ranks
     grid = Grid.of([topology.node_of(rank) for rank in ranks])
     nodes = sorted({topology.node_of(rank) for rank in ranks})

@@ -9,7 +9,7 @@ import pytest
 
 import towpath
 from tests.cases import each
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
     COLLECTIVES,
     ROUTES,
@@ -57,7 +57,7 @@ def plan_of(op: Op, route: str, shape: Topology, order: str = "rank order", slic
 Held = dict[tuple[int, int, int], set[int]]  # member, slot, part → whose contributions it holds
 
 
-def carry_out(plan: list[Send], held: Held) -> None:
+def execute(plan: list[Send], held: Held) -> None:
     """What is posted leaves as it is then, and must stay so until it is due, when it arrives."""
     events = sorted([(s.step, 1, i) for i, s in enumerate(plan)] + [(s.until, 0, i) for i, s in enumerate(plan)])
     sent: dict[int, set[int]] = {}
@@ -86,7 +86,7 @@ def test_a_gather_brings_every_slice_to_everyone_exactly_once(
     held: Held = defaultdict(set)
     for member, slot in enumerate(group.slots):
         held.update({(member, slot, part): {member} for part in range(parts)})
-    carry_out(plan, held)
+    execute(plan, held)
     for member in range(shape.world):
         for owner, slot in enumerate(group.slots):
             assert all(held[member, slot, part] == {owner} for part in range(parts))
@@ -103,7 +103,7 @@ def test_a_reduction_counts_every_contribution_exactly_once(
     group, plan = group_of(shape, order), plan_of(op, route, shape, order, slice_bytes)
     parts, everyone = (plan[0].parts if plan else 1), set(range(shape.world))
     held: Held = {(m, s, p): {m} for m in everyone for s in everyone for p in range(parts)}
-    carry_out(plan, held)
+    execute(plan, held)
     for member in everyone:
         for slot in everyone if op is Op.ALL_REDUCE else [group.slots[member]]:
             assert all(held[member, slot, part] == everyone for part in range(parts))
@@ -136,7 +136,9 @@ def test_pieces_cover_a_region_of_any_length(
         assert sum(lengths) == (2 if op is Op.ALL_REDUCE else 1) * (shape.world - 1) * elements
         covered = sorted(i for p in {s.piece for s in plan} for i in range(*piece_bounds(elements, shape.world, p)))
         assert covered == (list(range(elements)) if shape.world > 1 else [])
-        transfer = Transfer(Kind.SYNC, Range("", "", elements, "float32"), Move(op, 1, (group,)), Wire(route), shape)
+        transfer = Transfer(
+            Kind.SYNC, Range("", "", elements, "float32"), GroupCollective(op, 1, (group,)), Wire(route), shape
+        )
         crossing = [(node(s.source), n) for s, n in zip(plan, lengths, strict=True) if node(s.source) != node(s.target)]
         for cable in range(shape.nodes):
             assert transfer.cable_bytes(cable) == 4 * sum(n for j, n in crossing if j == cable)
@@ -153,7 +155,7 @@ def test_each_cable_carries_what_the_route_promises(op: Op, shape: Topology) -> 
     promised = dict.fromkeys(("hierarchical", "ho-ring", "two-hop"), world - ranks)
     promised |= {"flat": world - 1, "ring": world - 1, "one-hop": ranks * (world - ranks)}
     for route, slices in promised.items():
-        move = Move(op, 1, (group_of(shape, "rank order"),))
+        move = GroupCollective(op, 1, (group_of(shape, "rank order"),))
         transfer = Transfer(Kind.GATHER, Range("", "", elements, "float32"), move, Wire(route), shape)
         assert {transfer.cable_bytes(node) for node in range(shape.nodes)} == {slices * 144 * 4}
 

@@ -17,7 +17,7 @@ from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.whole_matrices import WholeParameter, plan_matrices
 from towpath.errors import ConfigError
-from towpath.sim.fluid import _ROUNDS, Flow, Fluid
+from towpath.sim.fluid import _ROUNDS, BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
 from towpath.sim.lateness import Late, Uneven, lateness
 from towpath.sim.loads import TransferShape, loads_of
@@ -50,7 +50,7 @@ def replayed(made: Strategy, on: Hardware, compute: float = 1e-3, micro_steps: i
 # --- sharing ---------------------------------------------------------------------------------------------------------
 
 
-def ends_of(fluid: Fluid, flows: dict[str, Flow]) -> dict[str, float]:
+def ends_of(fluid: BandwidthModel, flows: dict[str, Demand]) -> dict[str, float]:
     for flow in flows.values():
         fluid.start(flow)
     ends: dict[str, float] = {}
@@ -61,23 +61,23 @@ def ends_of(fluid: Fluid, flows: dict[str, Flow]) -> dict[str, float]:
 
 
 def test_two_share_a_resource_evenly_and_the_last_has_it_alone() -> None:
-    fluid = Fluid({"cable": 10.0})
+    fluid = BandwidthModel({"cable": 10.0})
 
-    found = ends_of(fluid, {"short": Flow(1.0, {"cable": 10.0}), "long": Flow(3.0, {"cable": 30.0})})
+    found = ends_of(fluid, {"short": Demand(1.0, {"cable": 10.0}), "long": Demand(3.0, {"cable": 30.0})})
 
     assert found == pytest.approx({"short": 2.0, "long": 4.0})
 
 
 def test_what_one_cannot_use_the_others_get() -> None:
-    fluid = Fluid({"cable": 10.0})
+    fluid = BandwidthModel({"cable": 10.0})
 
-    found = ends_of(fluid, {"slow": Flow(10.0, {"cable": 20.0}), "quick": Flow(1.0, {"cable": 10.0})})
+    found = ends_of(fluid, {"slow": Demand(10.0, {"cable": 20.0}), "quick": Demand(1.0, {"cable": 10.0})})
 
     assert found == pytest.approx({"slow": 10.0, "quick": 1.25})  # 8 of 10 a second, beside 2
 
 
 def test_what_needs_different_things_goes_on_at_once() -> None:
-    found = ends_of(Fluid({"a": 1.0, "b": 1.0}), {"x": Flow(2.0, {"a": 2.0}), "y": Flow(3.0, {"b": 3.0})})
+    found = ends_of(BandwidthModel({"a": 1.0, "b": 1.0}), {"x": Demand(2.0, {"a": 2.0}), "y": Demand(3.0, {"b": 3.0})})
 
     assert found == pytest.approx({"x": 2.0, "y": 3.0})
 
@@ -85,14 +85,14 @@ def test_what_needs_different_things_goes_on_at_once() -> None:
 def test_what_waits_for_one_thing_takes_little_of_another() -> None:
     """Two transfers share the cable, and need a little of the processor: who computes gets all the rest of that."""
     cable, little = {"cable": 10.0}, {"processor": 0.1}
-    fluid = Fluid({"cable": 10.0, "processor": 1.0})
+    fluid = BandwidthModel({"cable": 10.0, "processor": 1.0})
 
     found = ends_of(
         fluid,
         {
-            "one": Flow(1.0, cable | little),
-            "other": Flow(1.0, cable | little),
-            "computing": Flow(2.0, {"processor": 2.0}),
+            "one": Demand(1.0, cable | little),
+            "other": Demand(1.0, cable | little),
+            "computing": Demand(2.0, {"processor": 2.0}),
         },
     )
 
@@ -104,10 +104,10 @@ def test_more_rounds_of_sharing_change_little(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("towpath.sim.fluid._ROUNDS", rounds)
         draw, found = random.Random(1), list[float]()
         for _ in range(200):
-            fluid = Fluid({"cable": 10.0, "inside": 50.0, "processor": 2.0})
+            fluid = BandwidthModel({"cable": 10.0, "inside": 50.0, "processor": 2.0})
             for _ in range(draw.randrange(2, 6)):
                 needs = {name: draw.uniform(0, 10) for name in ("cable", "inside", "processor") if draw.random() < 0.7}
-                fluid.start(Flow(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
+                fluid.start(Demand(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
             fluid.share_out()
             found += [flow.rate for flow in fluid.flows]
         return found
@@ -120,10 +120,10 @@ def test_no_resource_is_ever_given_out_twice() -> None:
     draw = random.Random(0)
     for _ in range(300):
         capacities = {"a": draw.uniform(1, 10), "b": draw.uniform(1, 10)}
-        fluid = Fluid(capacities)
+        fluid = BandwidthModel(capacities)
         for _ in range(draw.randrange(1, 7)):
             needs = {name: draw.uniform(0, 5) for name in ("a", "b") if draw.random() < 0.7}
-            fluid.start(Flow(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
+            fluid.start(Demand(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
         while fluid.flows:
             fluid.share_out()
             for name, capacity in capacities.items():
@@ -305,7 +305,8 @@ def test_what_cannot_be_is_refused(uneven: Uneven) -> None:
 def test_what_waits_for_a_busy_processor_takes_longer_only_as_long_as_it_is_busy() -> None:
     """A message that takes a second alone and three beside a computation: a third of it is done when that ends."""
     found = ends_of(
-        Fluid({"a": 1.0}), {"message": Flow(1.0, {}, busy_seconds=2.0), "product": Flow(1.0, {}, keeps_busy=1.0)}
+        BandwidthModel({"a": 1.0}),
+        {"message": Demand(1.0, {}, busy_seconds=2.0), "product": Demand(1.0, {}, keeps_busy=1.0)},
     )
 
     assert found == pytest.approx({"product": 1.0, "message": 1.0 + 2 / 3})

@@ -26,17 +26,17 @@ from towpath.core.step_state import (
     GRADIENTS_CHANGE,
     WEIGHTS_CHANGE,
     Action,
-    Collect,
-    Compare,
-    Deliver,
+    AssignSlot,
+    CheckRanks,
+    ForwardPass,
     Gradients,
-    Keep,
-    Pass,
-    Place,
-    Seal,
-    Show,
+    InvalidateViews,
+    OpenGradients,
+    SaveBackwardCopy,
+    SetGrads,
     Slot,
     Submit,
+    SwapParameters,
     Task,
     UnitFacts,
     UnitState,
@@ -77,7 +77,7 @@ class Watched:
 
     # What the machine says ------------------------------------------------------------------------------------------
 
-    def carry_out(self, actions: Iterable[Action]) -> None:
+    def execute(self, actions: Iterable[Action]) -> None:
         for action in actions:
             match action:
                 case Submit(task):
@@ -89,34 +89,34 @@ class Watched:
                         assert self.gradients.get(task.unit) is task.slot is not None
                 case Wait(task):
                     self.finish(task, ())
-                case Show(unit, whole):
+                case SwapParameters(unit, whole):
                     assert self.shown[unit] != whole
                     self.shown[unit] = whole
-                case Seal(unit, sealed):
+                case InvalidateViews(unit, sealed):
                     assert self.sealed[unit] != sealed
                     self.sealed[unit] = sealed
-                case Place(unit, slot):
+                case AssignSlot(unit, slot):
                     assert unit in slot.fits and unit not in self.computing
                     self.lives_in[unit] = slot
-                case Keep(unit):
+                case SaveBackwardCopy(unit):
                     slot = self.lives_in[unit]
                     assert slot is not None and self.content[slot][0] == unit
                     self.copies[unit] = self.content[slot][1]
-                case Collect(unit, slot):
+                case OpenGradients(unit, slot):
                     readers = [t for t in self.queues["reduce"] if t.slot is slot and slot is not None]
                     assert not readers, f"{unit} writes gradients where {readers} still read"
                     holders = [u for u, s in self.gradients.items() if s is slot and slot is not None]
                     assert not holders, f"{unit} and {holders} collect in one slot"
                     self.gradients[unit] = slot
-                case Compare():
+                case CheckRanks():
                     assert self.machine.boundary
-                case Deliver():
+                case SetGrads():
                     assert not self.queues["sync"], "delivered before it was there"
                     self.delivered += 1
             if self.draw.random() < 0.3:  # a queue goes on by itself
                 queue = self.draw.choice(list(self.queues.values()) or [deque()])
                 if queue and all(t in self.done for t in self.after[queue[0]]):
-                    self.execute(queue.popleft())
+                    self.finish(queue.popleft())
 
     def finish(self, task: Task, waiting: tuple[Task, ...]) -> None:
         assert task not in waiting, "waits in a circle"
@@ -128,9 +128,9 @@ class Watched:
             for other in self.after[first]:
                 self.finish(other, (*waiting, task))
             if queue and queue[0] is first:
-                self.execute(queue.popleft())
+                self.finish(queue.popleft())
 
-    def execute(self, task: Task) -> None:
+    def finish(self, task: Task) -> None:
         self.done.add(task)
         match task.kind:
             case Kind.PUBLISH:
@@ -152,14 +152,14 @@ class Watched:
 
     def note(self, said: list[Action]) -> None:
         """Every action from now on is added to `said`, too."""
-        carry_out = self.carry_out
+        execute = self.execute
 
         def noting(actions: Iterable[Action]) -> None:
             actions = list(actions)
             said.extend(actions)
-            carry_out(actions)
+            execute(actions)
 
-        self.carry_out = noting
+        self.execute = noting
 
     # What happens ---------------------------------------------------------------------------------------------------
 
@@ -169,46 +169,46 @@ class Watched:
         if slot is not None:
             assert self.content.get(slot) == (unit, self.versions[unit]), "not whole, or old"
 
-    def forward(self, unit: int, *, graph: bool) -> Pass | None:
+    def forward(self, unit: int, *, graph: bool) -> ForwardPass | None:
         self.begins(unit, graph=graph)
         return self.ends(unit, graph=graph)
 
     def begins(self, unit: int, *, graph: bool) -> None:
         self.machine.entered(unit)
-        self.carry_out(self.machine.forward_begins(unit, comes_back=graph))
+        self.execute(self.machine.forward_begins(unit, comes_back=graph))
         self.computing.append(unit)
         self.check_whole(unit)
 
-    def ends(self, unit: int, *, graph: bool) -> Pass | None:
+    def ends(self, unit: int, *, graph: bool) -> ForwardPass | None:
         self.check_whole(unit)
         made = self.machine.graph_made(unit) if graph else None
         self.computing.remove(unit)
-        self.carry_out(self.machine.forward_ends(unit, graph_follows=graph))
+        self.execute(self.machine.forward_ends(unit, graph_follows=graph))
         return made
 
-    def backward(self, passed: Pass, *, split: bool = False) -> None:
+    def backward(self, passed: ForwardPass, *, split: bool = False) -> None:
         """`split`: the gradients of its weights are computed later."""
         unit = passed.unit
-        self.carry_out(self.machine.backward_begins(passed))
+        self.execute(self.machine.backward_begins(passed))
         self.computing.append(unit)
         self.check_whole(unit)
         self.computing.remove(unit)
         if not split:
             self.gradient(unit)
-        self.carry_out(self.machine.input_gradients_done(passed))
+        self.execute(self.machine.input_gradients_done(passed))
         if not split:
-            self.carry_out(self.machine.weight_gradients_done(passed))
+            self.execute(self.machine.weight_gradients_done(passed))
 
     def gradient(self, unit: int) -> None:
         if self.facts[unit].trains:
             assert not self.machine.is_reduced(unit), "a gradient that comes too late"
-            self.carry_out(self.machine.gradient_arrives(unit))
+            self.execute(self.machine.gradient_arrives(unit))
             assert unit in self.gradients
             if self.draw.random() < 0.8:  # each of its parameters has one
                 self.machine.gradients_complete(unit)
             self.arrived[unit] += 1
 
-    def forward_of_the_model(self, units: Iterable[int]) -> tuple[Pass, list[Pass]]:
+    def forward_of_the_model(self, units: Iterable[int]) -> tuple[ForwardPass, list[ForwardPass]]:
         """The root's, and inside it these units': their passes."""
         self.begins(0, graph=True)
         passes = [self.forward(unit, graph=True) for unit in units]
@@ -219,14 +219,14 @@ class Watched:
     def step(self) -> None:
         """Every unit once, and the optimizer."""
         root, passes = self.forward_of_the_model(range(1, len(self.facts)))
-        self.carry_out(self.machine.backward_begins(root))
+        self.execute(self.machine.backward_begins(root))
         for passed in reversed(passes):
             self.backward(passed)
         self.end_backward()
         self.optimizer_step()
 
     def end_backward(self) -> None:
-        self.carry_out(self.machine.backward_pass_ended())
+        self.execute(self.machine.backward_pass_ended())
         if self.machine.more_passes:
             return
         self.machine.micro_step_ended()
@@ -289,12 +289,12 @@ def test_any_order_of_units_with_some_left_out_and_some_twice(draw: random.Rando
                 watched.forward(unit, graph=False)
             watched.ends(0, graph=False)
         root, passes = watched.forward_of_the_model(ran)
-        watched.carry_out(watched.machine.backward_begins(root))
+        watched.execute(watched.machine.backward_begins(root))
         for passed in reversed(passes):
             watched.backward(passed)
         watched.gradient(0)
-        watched.carry_out(watched.machine.input_gradients_done(root))
-        watched.carry_out(watched.machine.weight_gradients_done(root))
+        watched.execute(watched.machine.input_gradients_done(root))
+        watched.execute(watched.machine.weight_gradients_done(root))
         watched.end_backward()
         if watched.machine.boundary:
             watched.optimizer_step()
@@ -310,8 +310,8 @@ def test_passes_that_interleave_as_in_pipelines(
     """1F1B: so many forwards ahead, then one of each. Split: the weights' gradients wait for the end (zero bubble)."""
     watched = Watched(facts_of(draw, units), draw)
     for _ in range(3):
-        alive: deque[list[Pass]] = deque()
-        later: list[Pass] = []
+        alive: deque[list[ForwardPass]] = deque()
+        later: list[ForwardPass] = []
         left = micro_batches
         while left or alive:
             if left and len(alive) < ahead:
@@ -333,7 +333,7 @@ def test_passes_that_interleave_as_in_pipelines(
         if split:
             for passed in later:
                 watched.gradient(passed.unit)
-                watched.carry_out(watched.machine.weight_gradients_done(passed))
+                watched.execute(watched.machine.weight_gradients_done(passed))
             watched.end_backward()
         assert watched.delivered > 0
         watched.optimizer_step()
@@ -346,16 +346,16 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
     for _ in range(4):
         for broken in (True, False):
             root, passes = watched.forward_of_the_model(range(1, units))
-            watched.carry_out(watched.machine.backward_begins(root))
+            watched.execute(watched.machine.backward_begins(root))
             for number, passed in enumerate(reversed(passes)):
                 if broken and number == failing:
-                    watched.carry_out(watched.machine.backward_begins(passed))
+                    watched.execute(watched.machine.backward_begins(passed))
                     watched.gradient(passed.unit)
                     break
                 watched.backward(passed)
             if broken:
-                watched.carry_out(watched.machine.backward_pass_failed())
-                watched.carry_out(watched.machine.abandoned())
+                watched.execute(watched.machine.backward_pass_failed())
+                watched.execute(watched.machine.abandoned())
                 watched.reduced, watched.synced, watched.gradients = [], [], {}
                 assert not any(watched.shown)
                 watched.queues["sync"].clear()
@@ -369,9 +369,9 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
 def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: random.Random, units: int) -> None:
     watched = Watched(facts_of(draw, units), draw)
     for _ in range(3):
-        watched.carry_out(watched.machine.publish())
+        watched.execute(watched.machine.publish())
         for unit in range(units):
-            watched.carry_out(watched.machine.pin(unit))
+            watched.execute(watched.machine.pin(unit))
             watched.check_whole(unit)
         for unit in range(units):
             watched.check_whole(unit)
@@ -382,7 +382,7 @@ def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: rando
                 watched.forward(unit, graph=False)
             watched.ends(0, graph=False)
         for unit in range(units):
-            watched.carry_out(watched.machine.unpin(unit))
+            watched.execute(watched.machine.unpin(unit))
         assert not any(watched.shown)
         watched.begins(0, graph=False)
         for unit in range(1, units):
@@ -431,11 +431,11 @@ def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
     watched.note(said)
     watched.step()
     gathered = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is Kind.GATHER]
-    begun = [a.unit for a in said if isinstance(a, Show) and a.whole][:6]
+    begun = [a.unit for a in said if isinstance(a, SwapParameters) and a.whole][:6]
     assert gathered == begun == [0, 1, 2, 3, 4, 5] and UNITS_IN_FLIGHT == 2
     for unit in range(2, 6):
         asked = next(n for n, a in enumerate(said) if isinstance(a, Submit) and a.task.unit == unit and a.task.slot)
-        before = next(n for n, a in enumerate(said) if isinstance(a, Show) and a.unit == unit - 1)
+        before = next(n for n, a in enumerate(said) if isinstance(a, SwapParameters) and a.unit == unit - 1)
         assert asked < before, f"unit {unit} is asked for when unit {unit - 1} computes already"
 
 
@@ -462,7 +462,7 @@ def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None
     said: list[Action] = []
     watched.note(said)
     root, passes = watched.forward_of_the_model([3, 4])  # 1 and 2 are left out: what follows the root is another now
-    watched.carry_out(watched.machine.backward_begins(root))
+    watched.execute(watched.machine.backward_begins(root))
     for passed in reversed(passes):
         watched.backward(passed)
     watched.end_backward()
@@ -485,7 +485,7 @@ def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -
         root = watched.ends(0, graph=True)
         assert root is not None
         said.clear()
-        watched.carry_out(watched.machine.backward_begins(root))
+        watched.execute(watched.machine.backward_begins(root))
         for passed in reversed(passes):
             assert passed is not None
             watched.backward(passed)
@@ -535,12 +535,12 @@ def test_memory_of_its_own_goes_when_a_unit_is_no_longer_pinned() -> None:
     watched.note(said)
     gc.disable()
     try:
-        watched.carry_out(watched.machine.publish())
+        watched.execute(watched.machine.publish())
         for unit in range(2):
-            watched.carry_out(watched.machine.pin(unit))
-        own = [weakref.ref(action.slot) for action in said if isinstance(action, Place)]
+            watched.execute(watched.machine.pin(unit))
+        own = [weakref.ref(action.slot) for action in said if isinstance(action, AssignSlot)]
         for unit in range(2):
-            watched.carry_out(watched.machine.unpin(unit))
+            watched.execute(watched.machine.unpin(unit))
         for notes in (said, watched.content, watched.done, watched.after):
             notes.clear()
         assert len(own) == 2 and not any(slot() for slot in own)

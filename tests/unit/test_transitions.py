@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from towpath.core.placement import Cut, Move, Placement, legal_extents, transitions
+from towpath.core.placement import GroupCollective, Partition, Placement, legal_extents, transitions
 from towpath.core.routes import ROUTES, Op, sends
 from towpath.topology.cluster import Topology
 
@@ -22,7 +22,9 @@ CASES = [(t, p) for t in TOPOLOGIES for p in placements(t)]
 Contents = dict[tuple[int, int], frozenset[int]]  # (rank, finest slice) → whose contributions it holds
 
 
-def run(move: Move, route: str, topology: Topology, finest: int, offsets: list[int], contents: Contents) -> None:
+def run(
+    move: GroupCollective, route: str, topology: Topology, finest: int, offsets: list[int], contents: Contents
+) -> None:
     """Execute one move on every group, message by message, as the route's plan says. All parts of a slice go alike."""
     for group in move.groups:
         size = finest // move.regions // len(group.ranks)
@@ -45,7 +47,7 @@ def run(move: Move, route: str, topology: Topology, finest: int, offsets: list[i
                 contents[key] = contents[key] | value if s.adds else value
 
 
-def offsets(cut: Cut, finest: int) -> list[int]:
+def offsets(cut: Partition, finest: int) -> list[int]:
     return [slot * (finest // cut.count) for slot in cut.slots]
 
 

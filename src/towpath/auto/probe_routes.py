@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from towpath.collectives.bound_transfer import bind, has_group_between_nodes
-from towpath.collectives.collective import Binding, Members, WireBuffers, Workspace
+from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
 from towpath.core.routes import ROUTES, Grid, Group, Op
 from towpath.planner.profile import route_name
 from towpath.topology.cluster import Topology
@@ -36,7 +36,7 @@ def route_probes(groups: Groups, topology: Topology, device: torch.device) -> It
             between = group
             if has_group_between_nodes(route, groups.backend(device)):
                 between = groups.of(rows, "probe between nodes")
-            members = Members(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), nodes)
+            members = GroupRank(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), nodes)
             for op in _OPS:
                 work = _collective(op, route, members, groups.backend(device), device)
                 yield RouteProbe(route_name(op, route, mesh), work)
@@ -55,7 +55,7 @@ def _meshes(topology: Topology) -> dict[str, tuple[tuple[int, ...], ...]]:
     return found
 
 
-def _collective(op: Op, route: str, members: Members, backend: str, device: torch.device) -> Callable[[int], Work]:
+def _collective(op: Op, route: str, members: GroupRank, backend: str, device: torch.device) -> Callable[[int], Work]:
     def of_size(size: int) -> Work:
         count = len(members.group.ranks)
         numel = max(1, size // 4 // count) * count

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from towpath.collectives.bound_transfer import bind
-from towpath.collectives.collective import Binding, Collective, Members, WireBuffers, Workspace
+from towpath.collectives.collective import Binding, Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.routes import Group, Op
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -63,7 +63,7 @@ class RingReduceScatter(ReduceScatter):
         key = (group.group_name, region.numel(), region.dtype)
         if key not in self._rings:
             ranks = tuple(dist.get_process_group_ranks(group))
-            members = Members(
+            members = GroupRank(
                 group,
                 group,
                 Group(ranks, tuple(range(len(ranks)))),

@@ -22,7 +22,7 @@ from typing import final
 import torch
 
 from towpath.codecs.packing import Draws, Encoded, Packing, Plain
-from towpath.collectives.collective import Binding, Collective, Members, Workspace
+from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
 from towpath.collectives.point_to_point import Message, Posted, post
 from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
 
@@ -57,7 +57,7 @@ class _Wire:
 
 @final
 class AllToAllReduceScatter(Collective):
-    def __init__(self, route: str, binding: Binding, members: Members, device: torch.device) -> None:
+    def __init__(self, route: str, binding: Binding, members: GroupRank, device: torch.device) -> None:
         self._route, self._binding, self._members = route, binding, members
         self._buffers = AllToAll(hops_of(route, members.grid), binding.parts(members), binding.elements, binding.codec)
         self._hops = _hops(members, len(self._buffers.hops))
@@ -163,7 +163,7 @@ class AllToAllReduceScatter(Collective):
         return ends[:: len(lengths) // len(self._hops[index].peers)]
 
 
-def _hops(members: Members, count: int) -> list[_Hop]:
+def _hops(members: GroupRank, count: int) -> list[_Hop]:
     grid, everyone = members.grid, range(len(members.group.ranks))
     if count == 1:
         return [_Hop(tuple(everyone), members.position, crossing=False)]

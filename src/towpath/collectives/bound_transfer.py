@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.all_to_all import AllToAllReduceScatter
-from towpath.collectives.collective import Binding, Collective, Members, Workspace
+from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
 from towpath.collectives.native import (
     EncodedAllGather,
     FlatAllGather,
@@ -41,13 +41,13 @@ from towpath.errors import StepError
 _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.ALL_REDUCE: FlatAllReduce}
 
 
-def select(transfer: Transfer, members: Members, backend: str, device: torch.device) -> Collective:
+def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.device) -> Collective:
     if transfer.kind is Kind.USAGE:
         return FlatMaximum(members)
     return bind(Binding.of(transfer), members, backend, device)
 
 
-def bind(binding: Binding, members: Members, backend: str, device: torch.device) -> Collective:
+def bind(binding: Binding, members: GroupRank, backend: str, device: torch.device) -> Collective:
     op, route = binding.op, travelled(binding.route, members.grid)
     if op is Op.ALL_GATHER and binding.codec is not None:
         inner = bind(encoded_binding(binding.codec, binding, members), members, backend, device)
@@ -70,7 +70,7 @@ def has_group_between_nodes(route: str, backend: str) -> bool:
     return backend == "nccl" and route not in ("flat", "ring")
 
 
-def _better_walked(binding: Binding, members: Members, backend: str) -> bool:
+def _better_walked(binding: Binding, members: GroupRank, backend: str) -> bool:
     """The backends' own need equal slices. And gloo's reduce-scatter is an all-reduce inside and sends twice the bytes;
     its gather allocates a copy of the whole region each time, which leaves ever more holes in the heap."""
     if binding.op is Op.ALL_REDUCE:
@@ -91,7 +91,7 @@ class CoalescedAllGather:
     they are packed, gathered, and unpacked to where they belong, through a wire buffer as large as all the regions.
     """
 
-    def __init__(self, bindings: Sequence[Binding], members: Members, backend: str, device: torch.device) -> None:
+    def __init__(self, bindings: Sequence[Binding], members: GroupRank, backend: str, device: torch.device) -> None:
         count, route = len(members.group.ranks), bindings[0].route
         for each in bindings:
             if each.op is not Op.ALL_GATHER or each.route != route or each.elements % count:
@@ -138,12 +138,12 @@ class Observer(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundTransfer:
+class RankTransfer:
     """Runs `collective` on tensors that fit the transfer, refuses others, and says of a failure whose it may be."""
 
     transfer: Transfer
     binding: Binding
-    members: Members
+    members: GroupRank
     collective: Collective
     observer: Observer
 
@@ -163,7 +163,7 @@ class BoundTransfer:
 
 
 @contextmanager
-def _explained(transfer: Transfer, members: Members, observer: Observer) -> Generator[None]:
+def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Generator[None]:
     """A failure inside names the transfer, and the ranks that may have caused it."""
     try:
         yield
@@ -182,7 +182,7 @@ class BoundMatrices:
     """Of matrices, between the ranks that hold their pieces and those that own them."""
 
     transfer: Transfer
-    members: Members
+    members: GroupRank
     exchange: OwnersExchange
     observer: Observer
 
@@ -199,7 +199,7 @@ class BoundMatrices:
 class CoalescedTransfers:
     """Several gathers that travel as one."""
 
-    transfers: Sequence[BoundTransfer]
+    transfers: Sequence[RankTransfer]
     collective: CoalescedAllGather
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:

@@ -81,7 +81,7 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class GroupRank:
     """The group a collective runs in, this rank's position in it, and the node that each member lives on.
 
     `between_nodes` has the same ranks: where a backend runs a group's messages one after the other, those that cross
@@ -138,7 +138,7 @@ class Binding:
         codec = "none" if self.codec is None else str(self.codec)
         return crc32(f"{self.op.value} {self.route} {self.elements} {self.dtype} {codec}".encode()) >> 8
 
-    def parts(self, members: Members) -> int:
+    def parts(self, members: GroupRank) -> int:
         """Into how many each slice is cut on its way."""
         size = slice_bytes(self.elements, len(members.group.ranks), self.dtype.itemsize, self.codec)
         return parts_of(self.route, members.grid, size)
@@ -148,15 +148,15 @@ class Binding:
         """Slices and their parts begin at multiples of this many elements."""
         return 1 if self.codec is None else self.codec.grain
 
-    def bounds(self, members: Members, slot: int | None = None) -> tuple[int, int]:
+    def bounds(self, members: GroupRank, slot: int | None = None) -> tuple[int, int]:
         """Where slice `slot` lies in the region; without one, this member's."""
         return bounds(self.elements, len(members.group.ranks), members.slot if slot is None else slot, self.grain)
 
-    def own_slice(self, region: torch.Tensor, members: Members) -> torch.Tensor:
+    def own_slice(self, region: torch.Tensor, members: GroupRank) -> torch.Tensor:
         start, end = self.bounds(members)
         return region[start:end]
 
-    def check_fit(self, region: torch.Tensor, shard: torch.Tensor, members: Members) -> None:
+    def check_fit(self, region: torch.Tensor, shard: torch.Tensor, members: GroupRank) -> None:
         """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
         wanted = [("region", region, self.elements, self.dtype)]
         if self.op is not Op.ALL_REDUCE:

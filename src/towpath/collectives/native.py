@@ -11,7 +11,7 @@ import torch.distributed as dist
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.packing import Draws
 from towpath.codecs.watched import watched
-from towpath.collectives.collective import Binding, Collective, Members, Workspace
+from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
 from towpath.core.routes import encoded_slice
 
@@ -32,7 +32,7 @@ def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllGather(Collective):
-    members: Members
+    members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         if self.members.group.in_order:
@@ -45,7 +45,7 @@ class FlatAllGather(Collective):
 @final
 @dataclass(frozen=True, slots=True)
 class FlatReduceScatter(Collective):
-    members: Members
+    members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         if self.members.group.in_order:
@@ -58,7 +58,7 @@ class FlatReduceScatter(Collective):
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllReduce(Collective):
-    members: Members
+    members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         dist.all_reduce(region, group=self.members.process_group)
@@ -69,7 +69,7 @@ class FlatAllReduce(Collective):
 class FlatMaximum(Collective):
     """All-reduce by maximum: the union of bitmaps."""
 
-    members: Members
+    members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         dist.all_reduce(region, dist.ReduceOp.MAX, group=self.members.process_group)
@@ -84,7 +84,7 @@ class FlatMaximum(Collective):
 @dataclass(frozen=True, slots=True)
 class ReduceThenGather(Collective):
     binding: Binding
-    members: Members
+    members: GroupRank
     reduce: Collective
     gather: Collective
 
@@ -113,7 +113,7 @@ class EncodedAllGather(Collective):
     """`inner` gathers the bytes: bound to what `encoded_binding` says."""
 
     def __init__(
-        self, codec: Codec, binding: Binding, members: Members, inner: Collective, device: torch.device
+        self, codec: Codec, binding: Binding, members: GroupRank, inner: Collective, device: torch.device
     ) -> None:
         self._codec, self._members, self._inner, self._rests = codec, members, inner, binding.encoded
         self._kernels = kernels_for(device)
@@ -153,7 +153,7 @@ class EncodedAllGather(Collective):
                 kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
 
 
-def encoded_binding(codec: Codec, binding: Binding, members: Members) -> Binding:
+def encoded_binding(codec: Codec, binding: Binding, members: GroupRank) -> Binding:
     count = len(members.group.ranks)
     elements = count * encoded_slice(codec, binding.elements, count)
     return replace(binding, elements=elements, dtype=torch.uint8, codec=None, encoded=False)

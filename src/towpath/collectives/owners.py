@@ -10,7 +10,7 @@ import torch
 
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.watched import watched
-from towpath.collectives.collective import Members, Workspace
+from towpath.collectives.collective import GroupRank, Workspace
 from towpath.collectives.point_to_point import Message, post
 from towpath.core.formats import item_bytes
 from towpath.core.routes import Op
@@ -35,7 +35,7 @@ class _Passage:
 class OwnersExchange:
     """One transfer of matrices on this rank: all messages at once, straight to where they belong."""
 
-    def __init__(self, transfer: Transfer, members: Members, device: torch.device) -> None:
+    def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
         assert isinstance(transfer.payload, Matrices)
         self._transfer, self._members, self._op = transfer, members, transfer.move.op
         self._matrices, self._codec = transfer.payload.matrices, transfer.wire.encoding

@@ -14,7 +14,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.collectives.collective import Binding, Collective, Members, Workspace
+from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
 from towpath.errors import StepError
 
@@ -42,7 +42,7 @@ class Posted:
 
     works: Sequence[dist.Work]
     messages: Sequence[Message]
-    members: Members
+    members: GroupRank
     where: str
 
     def wait(self) -> None:
@@ -55,7 +55,7 @@ class Posted:
                 raise _lost(messages, self.members, self.where, error) from error
 
 
-def post(messages: Sequence[Message], members: Members, where: str, crossing: bool, tag: int) -> Posted:
+def post(messages: Sequence[Message], members: GroupRank, where: str, crossing: bool, tag: int) -> Posted:
     """Send and receive; both ends must post what they exchange under a tag in the same order. `where`: for errors."""
     group = members.between_nodes if crossing else members.process_group
     # Receives first: gloo tells a sender that it may begin through the same connection as the data of the other
@@ -82,7 +82,7 @@ def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -
     )
 
 
-def _lost(messages: Sequence[Message], members: Members, where: str, error: RuntimeError) -> LostMessageError:
+def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: RuntimeError) -> LostMessageError:
     def ends(message: Message) -> str:
         there, here = members.group.ranks[message.peer], members.rank
         return f"rank {here} to rank {there}" if message.leaves else f"rank {there} to rank {here}"
@@ -116,7 +116,7 @@ class _Batch:
 class PointToPoint(Collective):
     """In each step: waits for what is due, adds what is to be added, and posts what the plan posts then."""
 
-    def __init__(self, route: str, binding: Binding, members: Members) -> None:
+    def __init__(self, route: str, binding: Binding, members: GroupRank) -> None:
         self._route, self._binding, self._members = route, binding, members
         parts = binding.parts(members)
         plan = [

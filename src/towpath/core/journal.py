@@ -191,7 +191,7 @@ def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | N
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class StepLog:
     """What one rank has noted in the running step of a model, by scope. `ended`: it has come to the boundary.
 
     `inside`: the shared call that the rank is in, if any: until it returns nothing else follows.
@@ -213,13 +213,13 @@ class Page:
         return [self.model, self.step, self.ended, lines, self.inside]
 
     @staticmethod
-    def from_json(fields: Sequence[Any]) -> Page:
+    def from_json(fields: Sequence[Any]) -> StepLog:
         model, step, ended, lines, inside = fields
         parsed = (Lines(folded, digest, tuple(map(Entry.from_json, entries))) for folded, digest, entries in lines)
-        return Page(model, step, ended, tuple(parsed), inside)
+        return StepLog(model, step, ended, tuple(parsed), inside)
 
 
-def has_not_made(page: Page, other: Page, scope: Scope) -> bool:
+def has_not_made(page: StepLog, other: StepLog, scope: Scope) -> bool:
     """Return whether the other rank has yet to make the call of this scope that `page`'s rank is in."""
     here, there = page.lines[scope.number], other.lines[scope.number]
     is_in_it = bool(page.inside and here.entries) and here.entries[-1].what == page.inside
@@ -250,7 +250,7 @@ def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
     return hashlib.blake2b("\n".join((before, *texts)).encode(), digest_size=nbytes).digest()
 
 
-class Journal:
+class CollectiveLog:
     """The journal of one model on one rank. `model`: its number, the same on all ranks."""
 
     def __init__(self, strategy: Strategy, rank: int, model: int = 0) -> None:
@@ -275,9 +275,9 @@ class Journal:
         """Begin a new page."""
         self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
 
-    def page(self) -> Page:
+    def page(self) -> StepLog:
         """Return what was noted so far. Any thread may ask, at any time."""
-        return Page(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
+        return StepLog(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
 
     def encoded(self) -> bytes:
         """Return this rank's digests in the slots of its groups, and zeros, which a maximum ignores, in the others'."""
@@ -288,7 +288,7 @@ class Journal:
             slots[start : start + _SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
 
-    def check(self, combined: bytes, of_all_ranks: Callable[[Page], list[Page]]) -> None:
+    def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
         """Turn the page, or raise: on every rank, for `combined` is the same on all of them.
 
         `combined`: the maximum of what all ranks have encoded. `of_all_ranks`: of this rank's page, everyone's.
@@ -316,7 +316,9 @@ class Journal:
                     yield scope, group
 
 
-def difference(scope: Scope, one: tuple[int, Page], other: tuple[int, Page], ended: bool = False) -> Difference | None:
+def difference(
+    scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
+) -> Difference | None:
     """Return the first difference between two ranks' pages, if there is one already: pages may still be written.
 
     `ended`: these are not.

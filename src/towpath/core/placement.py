@@ -129,7 +129,7 @@ def _broken_rule(extent: Extent, topology: Topology) -> str | None:
 # From a placement to the collectives that carry a unit through a step.
 #
 # A flat buffer of a unit is cut three times: for P, inside it for G, inside that for OS. `Cuts` says which slice each
-# rank holds; a `Move` is one collective from one cut to another, over every group that runs it at once:
+# rank holds; a `GroupCollective` is one collective from one cut to another, over every group that runs it at once:
 #
 #     gather            P → full weights                        before a unit's forward
 #     backward_gather   P, or hpZ's copy → full weights         before a unit's backward
@@ -140,7 +140,7 @@ def _broken_rule(extent: Extent, topology: Topology) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class Partition:
     """A flat buffer in `count` equal slices; `slots[rank]` is the slice that a rank holds."""
 
     extent: Extent
@@ -152,7 +152,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class GroupCollective:
     """One collective, run by every group at once. Each group's region is 1/`regions` of the flat buffer."""
 
     op: Op
@@ -174,41 +174,41 @@ class Move:
     def members(self) -> int:
         return len(self.groups[0].ranks)
 
-    def over(self, ranks: Sequence[int]) -> Move:
+    def over(self, ranks: Sequence[int]) -> GroupCollective:
         """The same, where rank i is rank `ranks[i]` of a larger world."""
         groups = (Group(tuple(ranks[r] for r in group.ranks), group.slots) for group in self.groups)
-        return Move(self.op, self.regions, tuple(groups))
+        return GroupCollective(self.op, self.regions, tuple(groups))
 
 
-def send(pairs: Iterable[tuple[int, int]]) -> Move:
+def send(pairs: Iterable[tuple[int, int]]) -> GroupCollective:
     """One message from the first to the second rank of each pair, all at once."""
-    return Move(Op.SEND, 1, tuple(Group(pair, (0, 0)) for pair in pairs))
+    return GroupCollective(Op.SEND, 1, tuple(Group(pair, (0, 0)) for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)
-class Transitions:
-    params: Cut
-    grads: Cut
-    optimizer: Cut
-    backward_params: Cut
-    gather: tuple[Move, ...]
-    backward_gather: tuple[Move, ...]
-    reduce: tuple[Move, ...]
-    sync: tuple[Move, ...]
-    publish: tuple[Move, ...]
-    assemble: tuple[Move, ...]
+class PlacementCollectives:
+    params: Partition
+    grads: Partition
+    optimizer: Partition
+    backward_params: Partition
+    gather: tuple[GroupCollective, ...]
+    backward_gather: tuple[GroupCollective, ...]
+    reduce: tuple[GroupCollective, ...]
+    sync: tuple[GroupCollective, ...]
+    publish: tuple[GroupCollective, ...]
+    assemble: tuple[GroupCollective, ...]
 
 
 @lru_cache(maxsize=256)
-def transitions(placement: Placement, topology: Topology) -> Transitions:
+def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
     levels = (placement.params, placement.grads, placement.optimizer)
     # Slices lie local-major when a node-local extent nests inside a spanning one: every transition then stays
     # contiguous and inside a column. Else in rank order, so that the backends' collectives need no reordering.
     nested = any(e.nodes == 1 and e.size > 1 for e in levels[:2]) and placement.optimizer.nodes > 1
     params, grads, optimizer = (_cut(levels[: i + 1], topology, nested) for i in range(3))
-    whole = Cut(Extent(1), (0,) * topology.world)
+    whole = Partition(Extent(1), (0,) * topology.world)
     backward = _cut((placement.backward_params,), topology, False) if placement.backward_params else params
-    return Transitions(
+    return PlacementCollectives(
         params,
         grads,
         optimizer,
@@ -222,13 +222,13 @@ def transitions(placement: Placement, topology: Topology) -> Transitions:
     )
 
 
-def everyone(topology: Topology) -> tuple[Move, ...]:
+def everyone(topology: Topology) -> tuple[GroupCollective, ...]:
     """One all-reduce over all ranks."""
-    return _over_replicas(Cut(Extent(1), (0,) * topology.world), topology)
+    return _over_replicas(Partition(Extent(1), (0,) * topology.world), topology)
 
 
 @lru_cache(maxsize=256)
-def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> Cut:
+def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> Partition:
     """Number the slices by mixed radix: one digit per level, so that each level's cut lies inside the one before."""
     digits: list[tuple[int, int, int, int]] = []
     outer = Extent(1)
@@ -247,7 +247,7 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> C
     of_nodes = [slot(node, 0) for node in range(topology.nodes)]
     of_locals = [slot(0, local) for local in range(topology.ranks_per_node)]
     slots = [of_node + of_local for of_node in of_nodes for of_local in of_locals]
-    return Cut(levels[-1], tuple(slots))
+    return Partition(levels[-1], tuple(slots))
 
 
 @lru_cache(maxsize=256)
@@ -260,7 +260,7 @@ def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _between(op: Op, coarse: Cut, fine: Cut, topology: Topology) -> tuple[Move, ...]:
+def _between(op: Op, coarse: Partition, fine: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
     """The collective among the ranks of one fine copy that share a coarse slice; nothing where the cuts are equal."""
     ratio = fine.count // coarse.count
     if ratio == 1:
@@ -269,21 +269,21 @@ def _between(op: Op, coarse: Cut, fine: Cut, topology: Topology) -> tuple[Move, 
     for rank, (copy, slot) in enumerate(zip(replicas(fine.extent, topology), coarse.slots, strict=True)):
         members.setdefault((copy, slot), []).append(rank)
     groups = tuple(Group(tuple(ranks), tuple(fine.slots[r] % ratio for r in ranks)) for ranks in members.values())
-    return (_the_same(Move(op, coarse.count, groups)),)
+    return (_the_same(GroupCollective(op, coarse.count, groups)),)
 
 
 @lru_cache(maxsize=256)
-def _over_replicas(cut: Cut, topology: Topology) -> tuple[Move, ...]:
+def _over_replicas(cut: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
     if cut.count == topology.world:
         return ()
     members: dict[int, list[int]] = {}
     for rank in range(topology.world):
         members.setdefault(cut.slots[rank], []).append(rank)
     groups = tuple(Group(tuple(ranks), tuple(range(len(ranks)))) for ranks in members.values())
-    return (_the_same(Move(Op.ALL_REDUCE, cut.count, groups)),)
+    return (_the_same(GroupCollective(Op.ALL_REDUCE, cut.count, groups)),)
 
 
 @lru_cache(maxsize=1024)
-def _the_same(move: Move) -> Move:
+def _the_same(move: GroupCollective) -> GroupCollective:
     """Equal moves are one object: of thousands of ranks, to find out that two are equal takes a while."""
     return move

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations_with_replacement
 from typing import Any, Literal, TypedDict, Unpack
 
-from towpath.core.placement import Move, Placement
+from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
 from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Offload, Strategy
 from towpath.core.wire import LOW_RANK, Feedback, Wire
@@ -259,7 +259,7 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Ki
     return wires
 
 
-def _crosses(moves: tuple[Move, ...], topology: Topology) -> bool:
+def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:
     return any(len(set(map(topology.node_of, g.ranks))) > 1 for move in moves for g in move.groups)
 
 
@@ -270,7 +270,7 @@ def _default_wires(made: Strategy) -> dict[str, Wire]:
         return {}
     topology = made.topology
 
-    def gains(moves: tuple[Move, ...]) -> bool:
+    def gains(moves: tuple[GroupCollective, ...]) -> bool:
         return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
 
     return {k.value: Wire(BEST_ROUTE) for k in WIRED if gains(getattr(made.moves, k.value))}

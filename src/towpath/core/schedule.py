@@ -15,7 +15,7 @@ from towpath.core.journal import journal_bytes
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.core.step_state import Action, Pass, Submit, Task, UnitFacts, in_backward_order
+from towpath.core.step_state import Action, ForwardPass, Submit, Task, UnitFacts, in_backward_order
 from towpath.core.strategy import AS_TRAINED, WIRED, Kind, Strategy
 from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
@@ -138,7 +138,7 @@ class SteadyStage:
         self.machine.staged = True
         self._facts = facts
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
-        self._passes: dict[int, list[Pass]] = {}  # by micro-batch, those whose gradients are still to come
+        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, those whose gradients are still to come
         self.micro_step = 0  # backward passes that have ended
 
     def walk(self, each: StagePass) -> Iterator[Action | Compute]:
@@ -179,13 +179,13 @@ def steady_step(
 
 
 def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action | Compute]:
-    passes: list[Pass] = []
+    passes: list[ForwardPass] = []
     yield from _forward(machine, facts, passes)
     yield from _backward(machine, facts, passes)
     machine.micro_step_ended()
 
 
-def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[Pass]) -> Iterator[Action | Compute]:
+def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
     """`passes` gets those of all units, the root's first."""
     root, *others = range(len(facts))
     for index in (root, *others):
@@ -199,7 +199,9 @@ def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[Pass
     yield from machine.forward_ends(root, graph_follows=True)
 
 
-def _backward(machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[Pass]) -> Iterator[Action | Compute]:
+def _backward(
+    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
+) -> Iterator[Action | Compute]:
     """The end of the root's pass is that of the whole backward pass."""
     first, *rest = passes
     yield from machine.backward_begins(first)
@@ -215,7 +217,7 @@ def _backward(machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence
     yield from machine.backward_pass_ended()
 
 
-def _input_gradients(machine: StepMachine, passes: Sequence[Pass]) -> Iterator[Action | Compute]:
+def _input_gradients(machine: StepMachine, passes: Sequence[ForwardPass]) -> Iterator[Action | Compute]:
     first, *rest = passes
     machine.more_passes = True
     yield from machine.backward_begins(first)
@@ -229,7 +231,7 @@ def _input_gradients(machine: StepMachine, passes: Sequence[Pass]) -> Iterator[A
 
 
 def _weight_gradients(
-    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[Pass]
+    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
     yield from machine.weight_gradients_begin(passes)
     for passed in in_backward_order(passes):

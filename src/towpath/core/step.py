@@ -14,25 +14,25 @@ from collections.abc import Sequence
 
 from towpath.core.step_state import (
     Action,
-    Collect,
-    Compare,
-    Deliver,
+    AssignSlot,
+    CheckRanks,
+    ForwardPass,
     Gradients,
-    Keep,
-    Pass,
-    Place,
-    Seal,
-    Show,
+    InvalidateViews,
+    OpenGradients,
+    ParamVersion,
+    SaveBackwardCopy,
+    SetGrads,
     Slot,
     Slots,
     Submit,
     Successors,
+    SwapParameters,
     Task,
     UnitFacts,
     UnitState,
     Wait,
     Weights,
-    WriteMark,
     in_backward_order,
 )
 from towpath.core.strategy import Kind
@@ -46,7 +46,7 @@ from towpath.errors import StepError
 class Gathers:
     """`slots`: how many units beside the root may be whole at a time. What is to be done is added to `actions`."""
 
-    def __init__(self, units: Sequence[UnitState], slots: int, writes: WriteMark, actions: list[Action]) -> None:
+    def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
         self._published = writes.version
         self._in_vain: list[Task] = []  # prefetches that nothing has waited for, and nothing will
@@ -87,7 +87,7 @@ class Gathers:
         self.wait(unit)
         if keep_copy and unit.slot is not None and unit.facts.copies and unit.copied != unit.version:
             unit.copied = unit.version  # it was prefetched by a unit that runs without a backward pass
-            self._actions.append(Keep(unit.index))
+            self._actions.append(SaveBackwardCopy(unit.index))
 
     def wait(self, unit: UnitState) -> None:
         if unit.ready is not None:
@@ -144,7 +144,7 @@ class Gathers:
                 )
             else:
                 unit.slot = self.slots.add(unit.index)
-                self._actions.append(Place(unit.index, unit.slot))
+                self._actions.append(AssignSlot(unit.index, unit.slot))
         unit.slot.user = unit.index
 
     def _user(self, slot: Slot) -> UnitState | None:
@@ -186,12 +186,12 @@ class Gathers:
     def show(self, unit: UnitState, whole: bool) -> None:
         if whole != unit.shown:
             unit.shown = whole
-            self._actions.append(Show(unit.index, whole))
+            self._actions.append(SwapParameters(unit.index, whole))
 
     def _seal(self, unit: UnitState, sealed: bool) -> None:
         if sealed != unit.sealed:
             unit.sealed = sealed
-            self._actions.append(Seal(unit.index, sealed))
+            self._actions.append(InvalidateViews(unit.index, sealed))
 
     # Until told otherwise -------------------------------------------------------------------------------------------
 
@@ -210,7 +210,7 @@ class Gathers:
                 )
             self.release(unit)
             unit.home, unit.slot = unit.slot, Slot((unit.index,))
-            self._actions.append(Place(unit.index, unit.slot))
+            self._actions.append(AssignSlot(unit.index, unit.slot))
         unit.weights_become(Weights.PINNED)
         self.gather(unit, Kind.GATHER, keep_copy=False)
         self.wait(unit)
@@ -223,7 +223,7 @@ class Gathers:
             assert unit.slot is not None
             unit.slot.task = unit.ready = None  # it was waited for; and the memory goes with the last that names it
             unit.slot, unit.home = unit.home, None
-            self._actions.append(Place(unit.index, unit.slot))
+            self._actions.append(AssignSlot(unit.index, unit.slot))
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
@@ -251,10 +251,10 @@ class Reductions:
             return []
         unit.gradients_become(Gradients.COLLECTING)
         if not unit.facts.reduces:
-            return [Collect(unit.index, None)]
+            return [OpenGradients(unit.index, None)]
         slot = unit.collects_in = self.slots.next_free(unit.index)
         read, slot.task, slot.user = slot.task, None, unit.index
-        return [*([] if read is None else [Wait(read)]), Collect(unit.index, slot)]
+        return [*([] if read is None else [Wait(read)]), OpenGradients(unit.index, slot)]
 
     def finish(self, unit: UnitState, boundary: bool) -> list[Action]:
         """No more gradients of it will come: it is reduced as soon as those before it in the order are."""
@@ -303,10 +303,10 @@ UNITS_IN_FLIGHT = 2
 class StepMachine:
     """`marks`: what counts the writes to each unit's parameters; without them the machine is told (`written`)."""
 
-    def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[WriteMark] | None = None) -> None:
+    def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[ParamVersion] | None = None) -> None:
         assert facts and facts[0].root and not any(f.root for f in facts[1:])
-        writes = (marks[0].of if marks else None) or WriteMark()
-        marks = marks or [WriteMark(writes) for _ in facts]
+        writes = (marks[0].of if marks else None) or ParamVersion()
+        marks = marks or [ParamVersion(writes) for _ in facts]
         self._units = [UnitState(index, f, mark) for index, (f, mark) in enumerate(zip(facts, marks, strict=True))]
         self._root, others = self._units[0], self._units[1:]
         self._actions: list[Action] = []
@@ -386,14 +386,14 @@ class StepMachine:
         self._gathers.show(unit, True)
         return self._answer()
 
-    def graph_made(self, index: int) -> Pass:
+    def graph_made(self, index: int) -> ForwardPass:
         """The forward that began last makes a graph: what its backward pass is spoken of by."""
         unit = self._units[index]
-        made = Pass(index, unit.version, self._forward_walk)
+        made = ForwardPass(index, unit.version, self._forward_walk)
         unit.passes.add(made)
         return made
 
-    def graph_dropped(self, passed: Pass) -> None:
+    def graph_dropped(self, passed: ForwardPass) -> None:
         """It made none after all."""
         self._units[passed.unit].passes.discard(passed)
 
@@ -413,7 +413,7 @@ class StepMachine:
 
     # Events: backward -----------------------------------------------------------------------------------------------
 
-    def backward_begins(self, passed: Pass, *, graph: bool = False) -> list[Action]:
+    def backward_begins(self, passed: ForwardPass, *, graph: bool = False) -> list[Action]:
         """The first gradient reaches an output of that pass. `graph`: the walk makes a graph in turn (create_graph)."""
         unit = self._units[passed.unit]
         if graph:
@@ -431,7 +431,7 @@ class StepMachine:
         self._gathers.show(unit, True)  # for what is recomputed inside the unit
         return self._answer()
 
-    def input_gradients_done(self, passed: Pass) -> list[Action]:
+    def input_gradients_done(self, passed: ForwardPass) -> list[Action]:
         """The gradients of its inputs are there: nothing reads the weights any more."""
         unit = self._units[passed.unit]
         unit.running_passes -= passed.running
@@ -440,7 +440,7 @@ class StepMachine:
             self._gathers.leave_evictable(unit)
         return self._answer()
 
-    def weight_gradients_begin(self, passes: Sequence[Pass]) -> list[Action]:
+    def weight_gradients_begin(self, passes: Sequence[ForwardPass]) -> list[Action]:
         """The second half of a backward pass begins, for all its units. Their weights have stayed whole, and stay so
         until `weight_gradients_end`: inside any of them something may be recomputed."""
         for passed in passes:
@@ -451,7 +451,7 @@ class StepMachine:
             self._gathers.show(unit, True)
         return self._answer()
 
-    def weight_gradients_end(self, passes: Sequence[Pass]) -> list[Action]:
+    def weight_gradients_end(self, passes: Sequence[ForwardPass]) -> list[Action]:
         """After `weight_gradients_done` of each."""
         for passed in passes:
             unit = self._units[passed.unit]
@@ -459,7 +459,7 @@ class StepMachine:
             self._gathers.show(unit, unit.pinned or unit.inside > 0)
         return self._answer()
 
-    def weight_gradients_done(self, passed: Pass) -> list[Action]:
+    def weight_gradients_done(self, passed: ForwardPass) -> list[Action]:
         """The gradients of its weights are there, too: the last event of its backward pass, right after
         `input_gradients_done` or later."""
         unit = self._units[passed.unit]
@@ -493,7 +493,7 @@ class StepMachine:
     def boundary_ends(self) -> list[Action]:
         """What was synchronised is delivered: at the end of the backward pass, or of the whole pipeline."""
         syncs = (Wait(sync, self._units[sync.unit].facts.steps_on_host) for sync in self._reductions.syncs)
-        self._actions += [Compare(), *syncs, Deliver()]
+        self._actions += [CheckRanks(), *syncs, SetGrads()]
         return self._answer()
 
     def micro_step_ended(self) -> None:

@@ -68,7 +68,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
+class SwapParameters:
     """Let the modules' parameters be the whole weights, or the shards again."""
 
     unit: int
@@ -76,7 +76,7 @@ class Show:
 
 
 @dataclass(frozen=True, slots=True)
-class Seal:
+class InvalidateViews:
     """Let autograd refuse to read the whole weights (their memory may hold another unit's), or allow it again."""
 
     unit: int
@@ -84,7 +84,7 @@ class Seal:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class AssignSlot:
     """From now on the unit's whole weights live in that slot."""
 
     unit: int
@@ -92,14 +92,14 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class SaveBackwardCopy:
     """Of the unit's whole weights, which are there, keep the copy that the backward pass gathers from."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
-class Collect:
+class OpenGradients:
     """The unit's gradients of this pass arrive in that slot; without one, in the gradient shard itself."""
 
     unit: int
@@ -107,16 +107,26 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
-class Compare:
+class CheckRanks:
     """Tell all ranks which parameters got a gradient here, and hear whether all ran the same units."""
 
 
 @dataclass(frozen=True, slots=True)
-class Deliver:
+class SetGrads:
     """The mean gradients are there: to every `.grad`."""
 
 
-Action = Submit | Wait | Show | Seal | Place | Keep | Collect | Compare | Deliver
+Action = (
+    Submit
+    | Wait
+    | SwapParameters
+    | InvalidateViews
+    | AssignSlot
+    | SaveBackwardCopy
+    | OpenGradients
+    | CheckRanks
+    | SetGrads
+)
 
 
 Unit = TypeVar("Unit")
@@ -128,12 +138,12 @@ def in_backward_order(units: Sequence[Unit]) -> Sequence[Unit]:
     return (*reversed(units[1:]), units[0])
 
 
-class WriteMark:
+class ParamVersion:
     """Counts the writes to the parameters of one bucket, or of all of a unit or a model, whose mark `of` is."""
 
     __slots__ = ("of", "version")
 
-    def __init__(self, of: WriteMark | None = None) -> None:
+    def __init__(self, of: ParamVersion | None = None) -> None:
         self.version = 0
         self.of = of
 
@@ -208,7 +218,7 @@ class UnitFacts:
         return f"unit {self.name or 'root'!r}"
 
 
-class Pass:
+class ForwardPass:
     """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph.
 
     `walk`: the backward passes of the model are numbered, and this one's comes in that one.
@@ -227,7 +237,7 @@ class UnitState:
 
     index: int
     facts: UnitFacts
-    mark: WriteMark
+    mark: ParamVersion
     weights: Weights = Weights.SHARDED
     gradients: Gradients = Gradients.NONE
     slot: Slot | None = None
@@ -245,7 +255,7 @@ class UnitState:
     home: Slot | None = None  # the slot to return to, while it is pinned
     ready: Task | None = None  # what makes its weights ready: the last gather, or publication
     publication: Task | None = None
-    passes: weakref.WeakSet[Pass] = field(default_factory=weakref.WeakSet)
+    passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
 
     def weights_become(self, now: Weights) -> None:
         if now is not self.weights and now not in WEIGHTS_CHANGE[self.weights]:

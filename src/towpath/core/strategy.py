@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.placement import LABELS, Placement, Transitions, legal_extents, transitions
+from towpath.core.placement import LABELS, Placement, PlacementCollectives, legal_extents, transitions
 from towpath.core.routes import Grid, Op
 from towpath.core.wire import Wire
 from towpath.errors import PlacementError, StrategyError
@@ -143,7 +143,7 @@ class Strategy:
             )
 
     @property
-    def moves(self) -> Transitions:
+    def moves(self) -> PlacementCollectives:
         return transitions(self.placement, self.topology)
 
     def of(self, trainable: bool) -> Strategy:

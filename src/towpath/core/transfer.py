@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from towpath.core.formats import NARROW, Codec, item_bytes
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import (
     WITH_OWNERS,
     AllToAll,
@@ -209,7 +209,7 @@ class Transfer:
 
     kind: Kind
     payload: Payload
-    move: Move
+    move: GroupCollective
     wire: Wire
     topology: Topology
     micro_step: int = 0
@@ -367,13 +367,13 @@ class SentBytes:
 
 
 @lru_cache(maxsize=1024)
-def _grid(move: Move, topology: Topology) -> Grid:
+def _grid(move: GroupCollective, topology: Topology) -> Grid:
     return Grid.of([topology.node_of(rank) for rank in move.groups[0].ranks])
 
 
 @lru_cache(maxsize=4096)
 def _sent_by_all(
-    move: Move, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
+    move: GroupCollective, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
 ) -> Sent:
     """By all groups together: inside nodes, and out of each node of the topology."""
     members = move.members
@@ -401,7 +401,7 @@ def _sent_by_all(
 
 @lru_cache(maxsize=4096)
 def _sent_with_owners(
-    move: Move, topology: Topology, matrices: tuple[Matrix, ...], item: int, codec: Codec | None
+    move: GroupCollective, topology: Topology, matrices: tuple[Matrix, ...], item: int, codec: Codec | None
 ) -> Sent:
     inside, leaving = 0, [0] * topology.nodes
     for group in move.groups:
@@ -413,7 +413,7 @@ def _sent_with_owners(
     return Sent(inside, tuple(leaving))
 
 
-def _sent_by_pairs(move: Move, topology: Topology, message_bytes: int) -> Sent:
+def _sent_by_pairs(move: GroupCollective, topology: Topology, message_bytes: int) -> Sent:
     inside, leaving = 0, [0] * topology.nodes
     for group in move.groups:
         source, target = map(topology.node_of, group.ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
-from towpath.core.placement import Cut, Move, everyone
+from towpath.core.placement import GroupCollective, Partition, everyone
 from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Needs, Range, Transfer
@@ -34,10 +34,10 @@ class BucketPlan:
     compute_dtype: str
     reduce_dtype: str
     accumulate_dtype: str
-    params: Cut
-    grads: Cut
-    optimizer: Cut
-    backward_copy: Cut | None
+    params: Partition
+    grads: Partition
+    optimizer: Partition
+    backward_copy: Partition | None
     transfers: dict[Kind, tuple[Transfer, ...]]
     factored: Factored | None = None
     rests_in: Codec | None = None
@@ -148,7 +148,7 @@ class UnitPlan:
         and route; frozen ones may have others than those that train."""
         if kind not in (Kind.GATHER, Kind.BACKWARD_GATHER):
             return ()
-        alike: dict[tuple[Move, str], list[int]] = {}
+        alike: dict[tuple[GroupCollective, str], list[int]] = {}
         for index, bucket in enumerate(self.buckets):
             for t in bucket.transfers[kind]:
                 if t.wire.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES:
@@ -220,7 +220,7 @@ class _Bucket:
     numel: int
     encoded: bool = False
 
-    def transfers(self, kind: Kind, moves: tuple[Move, ...], dtype: str, wire: Wire) -> tuple[Transfer, ...]:
+    def transfers(self, kind: Kind, moves: tuple[GroupCollective, ...], dtype: str, wire: Wire) -> tuple[Transfer, ...]:
         if not moves:  # a frozen bucket is not laid out for the codecs of gradients
             return ()
         codec = wire.encoding
@@ -241,7 +241,9 @@ class _Bucket:
             for move in everyone(self.strategy.topology)
         )
 
-    def _transfer(self, kind: Kind, move: Move, elements: int, dtype: str, wire: Wire, factored: int = 0) -> Transfer:
+    def _transfer(
+        self, kind: Kind, move: GroupCollective, elements: int, dtype: str, wire: Wire, factored: int = 0
+    ) -> Transfer:
         payload = Range(self.unit.name, self.spec.name, elements, dtype, factored, self.encoded)
         return Transfer(kind, payload, move, wire, self.strategy.topology)
 

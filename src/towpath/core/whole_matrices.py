@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from towpath.core.formats import ENCODED, item_bytes
-from towpath.core.placement import Move
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import Op
 from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import Kind, Strategy
@@ -113,7 +113,7 @@ class MatrixPlan:
         # Also of matrices that stay where they are: ranks compare what they submit, and so which of them they step.
         payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
         groups = self.strategy.moves.assemble[0].groups
-        to_owners, from_owners = (Move(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
+        to_owners, from_owners = (GroupCollective(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
         yield Transfer(Kind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology)
         yield Transfer(Kind.MATRIX_WEIGHTS, payload, to_owners, Wire(), topology)
         yield Transfer(Kind.MATRIX_UPDATES, payload, from_owners, Wire(), topology)

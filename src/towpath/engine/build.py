@@ -19,8 +19,8 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from towpath.core.formats import Precision
-from towpath.core.journal import Call, Journal
-from towpath.core.step_state import WriteMark
+from towpath.core.journal import Call, CollectiveLog
+from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.wire import LowRank
@@ -32,7 +32,7 @@ from towpath.engine.parameters.initialise import FromModel, FromValues, Source, 
 from towpath.engine.parameters.parallel import Mesh, mesh_of
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.unit import Unit
-from towpath.engine.streams.queue import Wiring
+from towpath.engine.streams.queue import CommContext
 from towpath.errors import MismatchError, ShardError, TowpathError
 from towpath.topology.groups import Groups
 
@@ -211,7 +211,7 @@ class BuildOptions:
 def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], groups: Groups) -> Engine:
     strategy, precision = options.strategy, options.precision
     number: int = next(groups.shared("models made", count))
-    wiring = Wiring(groups, device_of(layouts, groups), Journal(strategy, groups.rank, number))
+    wiring = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (strategy.frozen_codec != "none" or any(strategy.wire(kind).encoding for kind in Kind)):
         raise ShardError(
@@ -226,7 +226,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
         )
     source = _source(options.values, wiring, mesh)
     trainable, frozen = (_replica(strategy, trains, wiring, mesh) for trains in (True, False))
-    shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, WriteMark())
+    shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     note_optimizer_steps()
     watch_optimizers()
     materialise_buffers(model, wiring.device)
@@ -241,7 +241,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
     return Engine(strategy, precision, units, wiring, shared.writes)
 
 
-def _source(values: Values | None, wiring: Wiring, mesh: Mesh) -> Source:
+def _source(values: Values | None, wiring: CommContext, mesh: Mesh) -> Source:
     if values is None:
         return FromModel(wiring.groups, mesh, wiring.device)
     return FromValues(values, wiring.rank, wiring.device)
@@ -277,17 +277,17 @@ def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:
 class _Shared:
     """What all buckets of a model have in common."""
 
-    wiring: Wiring
+    wiring: CommContext
     trainable: Replica
     on_host: Replica  # the same ranks, for what lies in the host's memory
     frozen: Replica
     mesh: Mesh
-    writes: WriteMark
+    writes: ParamVersion
 
 
 def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
     buckets: list[Bucket] = []
-    mark = WriteMark(shared.writes)
+    mark = ParamVersion(shared.writes)
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
@@ -299,7 +299,7 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
     return Unit(index, layout, plan, buckets, mark, shared.wiring)
 
 
-def _replica(strategy: Strategy, trains: bool, wiring: Wiring, mesh: Mesh) -> Replica:
+def _replica(strategy: Strategy, trains: bool, wiring: CommContext, mesh: Mesh) -> Replica:
     """The ranks among which one copy of the parameters is spread, to which the user has access."""
     groups, moves = wiring.groups, strategy.of(trains).moves.assemble
     program = wiring.program if groups.parent is not None else None

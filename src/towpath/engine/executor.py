@@ -28,18 +28,18 @@ from towpath.core.journal import Call
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
-    Collect,
-    Compare,
-    Deliver,
-    Keep,
-    Pass,
-    Place,
-    Seal,
-    Show,
+    AssignSlot,
+    CheckRanks,
+    ForwardPass,
+    InvalidateViews,
+    OpenGradients,
+    ParamVersion,
+    SaveBackwardCopy,
+    SetGrads,
     Submit,
+    SwapParameters,
     Task,
     Wait,
-    WriteMark,
     in_backward_order,
 )
 from towpath.core.strategy import Kind, Strategy
@@ -49,7 +49,7 @@ from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
 from towpath.engine.parameters.unit import Unit, Usage, Use
-from towpath.engine.streams.queue import Wiring
+from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
@@ -91,7 +91,7 @@ _ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 class Engine:
     def __init__(
-        self, strategy: Strategy, precision: Precision, units: list[Unit], wiring: Wiring, writes: WriteMark
+        self, strategy: Strategy, precision: Precision, units: list[Unit], wiring: CommContext, writes: ParamVersion
     ) -> None:
         self.strategy, self.precision, self.units, self.wiring = strategy, precision, units, wiring
         self.host = wiring.record.host
@@ -112,7 +112,7 @@ class Engine:
         self.muted = False  # gradients of this rank count as zero
         # Of a backward pass in two halves: units' passes whose weights' gradients are still to be computed, and whether
         # these are being computed now.
-        self._held_back: list[Pass] | None = None
+        self._held_back: list[ForwardPass] | None = None
         self._only_weight_gradients = False
         # Of calls into units under way: how many, and how many transfers the step had when the first began.
         self._calls = self._before_call = 0
@@ -147,38 +147,38 @@ class Engine:
 
     # What the machine asks for --------------------------------------------------------------------------------------
 
-    def carry_out(self, actions: Iterable[Action]) -> None:
+    def execute(self, actions: Iterable[Action]) -> None:
         """Where a transfer fails, what is left to do on this rank is done all the same: for the machine it is done."""
         left = iter(actions)
         try:
             for action in left:
-                self._carry_out(action)
+                self._execute(action)
         except BaseException:
             for action in left:
-                if isinstance(action, (Show, Seal, Place, Collect)):
-                    self._carry_out(action)
+                if isinstance(action, (SwapParameters, InvalidateViews, AssignSlot, OpenGradients)):
+                    self._execute(action)
             raise
 
-    def _carry_out(self, action: Action) -> None:
+    def _execute(self, action: Action) -> None:
         match action:
             case Submit(task):
                 task.handle, task.after = self._submit(task), ()
             case Wait(task, on_host):
                 if task.handle is not None:
                     cast(Handle, task.handle).wait(on_host)
-            case Show(index, whole):
+            case SwapParameters(index, whole):
                 self.units[index].show(whole)
-            case Seal(index, sealed):
+            case InvalidateViews(index, sealed):
                 self.units[index].seal(sealed)
-            case Place(index, slot):
+            case AssignSlot(index, slot):
                 self.units[index].live_in(self.weights.of(slot))
-            case Keep(index):
+            case SaveBackwardCopy(index):
                 self.units[index].keep_copy()
-            case Collect(index, slot):
+            case OpenGradients(index, slot):
                 self.units[index].collect(None if slot is None else self.gradients.of(slot))
-            case Compare():
+            case CheckRanks():
                 self._used = self._usage.compare(self.step)
-            case Deliver():
+            case SetGrads():
                 self._deliver()
 
     def _submit(self, task: Task) -> Handle | None:
@@ -217,7 +217,7 @@ class Engine:
         if not recomputing:
             self.begin()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
-        self.carry_out(actions)
+        self.execute(actions)
         self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
@@ -254,7 +254,7 @@ class Engine:
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         recomputing = in_backward()
         self.wiring.record.ends("recompute" if recomputing else "forward", unit.name)
-        self.carry_out(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
+        self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
         """Inside a backward pass, which then fails as a whole, it is a recomputation."""
@@ -275,7 +275,7 @@ class Engine:
             self._expect_some(use, inputs, self._goes_on_behind)
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
-        self.carry_out(actions)
+        self.execute(actions)
         self.wiring.record.begins("backward", use.unit.name)
 
     @eager
@@ -286,11 +286,11 @@ class Engine:
         if use.inputs_done < use.inputs_awaited or self._only_weight_gradients:
             return
         self.wiring.record.ends("backward", use.unit.name)
-        self.carry_out(self.machine.input_gradients_done(use.passed))
+        self.execute(self.machine.input_gradients_done(use.passed))
         if self._held_back is not None:
             self._held_back.append(use.passed)
         else:
-            self.carry_out(self.machine.weight_gradients_done(use.passed))
+            self.execute(self.machine.weight_gradients_done(use.passed))
 
     def _expect_some(self, use: Use, inputs: Sequence[Node], goes_on_behind: set[int]) -> None:
         """In a pass with `inputs=`: autograd computes what leads to them, and no hook tells of the rest.
@@ -338,7 +338,7 @@ class Engine:
     def _first_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.gradient_arrives(unit.index)
-        self.carry_out(actions)
+        self.execute(actions)
         self._check_gradient(unit, bucket, index, grad)
 
     def _check_gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
@@ -363,7 +363,7 @@ class Engine:
         self.wiring.record.ends("backward", None)
         with torch.no_grad():
             try:
-                self.carry_out(self.machine.backward_pass_ended())
+                self.execute(self.machine.backward_pass_ended())
             except BaseException:
                 self._backward_failed()
                 raise
@@ -386,45 +386,45 @@ class Engine:
             place.parameter.span.replica.is_a_stage = True
 
     @contextmanager
-    def input_gradients_only(self) -> Generator[list[Pass]]:
+    def input_gradients_only(self) -> Generator[list[ForwardPass]]:
         """Inside, a backward pass leaves out the gradients of the weights. Yields what `weight_gradients` is then to be
         called with."""
-        held_back: list[Pass] = []
+        held_back: list[ForwardPass] = []
         self._held_back, self.machine.more_passes = held_back, True
         try:
             yield held_back
         finally:
             self._held_back, self.machine.more_passes = None, False
 
-    def weight_gradients(self, passes: Sequence[Pass], compute: Callable[[Unit], None]) -> None:
+    def weight_gradients(self, passes: Sequence[ForwardPass], compute: Callable[[Unit], None]) -> None:
         """Those that such a pass has left out. `compute`: of one unit, of which it tells every `gradient`."""
         self._only_weight_gradients = True
         try:
-            self.carry_out(self.machine.weight_gradients_begin(passes))
+            self.execute(self.machine.weight_gradients_begin(passes))
             for unit in in_backward_order(self.units):
                 compute(unit)
                 for passed in passes:
                     if passed.unit == unit.index:
-                        self.carry_out(self.machine.weight_gradients_done(passed))
+                        self.execute(self.machine.weight_gradients_done(passed))
         except BaseException:
             self._backward_failed()
             raise
         finally:
             self._only_weight_gradients = False
-            self.carry_out(self.machine.weight_gradients_end(passes))
+            self.execute(self.machine.weight_gradients_end(passes))
         self._end_backward()
 
     def publish(self) -> None:
         """What the optimizer wrote, before the first forward pass asks for it."""
         self.begin()
-        self.carry_out(self.machine.publish())
+        self.execute(self.machine.publish())
 
     @on_host
     def end_boundary(self) -> None:
         """Deliver the mean gradients: when all stages have sent on what others wait for."""
         with torch.no_grad():
             try:
-                self.carry_out(self.machine.boundary_ends())
+                self.execute(self.machine.boundary_ends())
             except BaseException:
                 self._backward_failed()
                 raise
@@ -433,7 +433,7 @@ class Engine:
     def _backward_failed(self) -> None:
         """Nothing of the pass is delivered. What is under way is waited for later: this may be no place for it."""
         self._failures.failed("its backward pass failed")
-        self.carry_out(self.machine.backward_pass_failed())
+        self.execute(self.machine.backward_pass_failed())
 
     def _micro_step_ended(self, number_of_the_next: int) -> None:
         self.machine.micro_step_ended()
@@ -493,7 +493,7 @@ class Engine:
     def _abandon(self) -> None:
         """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""
         self.wiring.record.ends("backward", None)
-        self.carry_out(self.machine.abandoned())
+        self.execute(self.machine.abandoned())
         self._micro_step_ended(0)
         for unit in self.units:
             for bucket in unit.trainable:

@@ -27,7 +27,7 @@ from towpath.errors import NoMethodError, ShardError, ShardTensorError, StepErro
 # What is added to a module's class.
 
 
-def become(module: nn.Module, role: type[Any]) -> None:
+def add_mixin(module: nn.Module, role: type[Any]) -> None:
     """Add `role` to the module's class, which keeps its name: libraries look at it."""
     module.__class__ = _with_role(type(module), role)
 
@@ -41,7 +41,7 @@ def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
 def keep_dtype(module: nn.Module) -> None:
     """Let a module compute in its own dtype, whatever the dtype of its inputs; its outputs are of theirs."""
     own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
-    become(module, ExactModule)
+    add_mixin(module, ExactModule)
     object.__setattr__(module, "towpath_dtype", own)
 
 
@@ -226,14 +226,14 @@ def attach(model: nn.Module, engine: Engine) -> None:
     lower = torch_dtype(engine.precision.params) if engine.precision.params else None
 
     def enter_by(module: nn.Module, role: type[Any], unit: Unit) -> None:
-        become(module, role)
+        add_mixin(module, role)
         forward = _Forward(engine, unit, module, None if id(module) in exact else lower)
         object.__setattr__(module, "towpath_forward", forward)
 
     for module in kept:
         keep_dtype(module)
     for module in _parts(engine):
-        enter_by(module, PartModule, engine.root)
+        enter_by(module, RootSubmodule, engine.root)
     for unit in engine.units:
         for module in unit.modules:
             enter_by(module, UnitModule, unit)
@@ -290,7 +290,7 @@ class UnitModule(Entry):
         return self.towpath_forward.run(super().__call__, args, kwargs)
 
 
-class PartModule(Entry):
+class RootSubmodule(Entry):
     """What a module of the root becomes: called beside the root's forward, it does as the root does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,7 @@ from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_
 from towpath.pipeline.traced import TracedStages
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
-from towpath.topology.noticeboard import Noticeboard
+from towpath.topology.noticeboard import StatusStore
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -415,9 +415,9 @@ def _alike(everyone: MeshRanks) -> Generator[list[str]]:
         raise error from cause
 
 
-def _noticeboard(groups: Groups) -> Noticeboard:
+def _noticeboard(groups: Groups) -> StatusStore:
     number: int = next(groups.shared("pipelines made", count_up))
-    return Noticeboard(f"{groups.name}/pipeline {number}", groups.rank, groups.world)
+    return StatusStore(f"{groups.name}/pipeline {number}", groups.rank, groups.world)
 
 
 def _first_line(error: Exception) -> str:

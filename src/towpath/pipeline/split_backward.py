@@ -20,7 +20,7 @@ from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMi
     stage_backward_weight,
 )
 
-from towpath.core.step_state import Pass, in_backward_order
+from towpath.core.step_state import ForwardPass, in_backward_order
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.bucket import Bucket
 from towpath.engine.parameters.unit import Unit
@@ -31,7 +31,7 @@ class HeldBack:
     """What is left to do of a micro-batch: `passes` of each engine, and what PyTorch keeps of the graph, by groups of
     parameters."""
 
-    passes: tuple[tuple[Engine, list[Pass]], ...]
+    passes: tuple[tuple[Engine, list[ForwardPass]], ...]
     groups: list[dict[str, Any]]
 
 

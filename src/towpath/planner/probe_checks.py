@@ -9,7 +9,7 @@ from towpath.core.routes import Grid, Op, Route
 from towpath.core.strategy import MoveShape
 from towpath.core.wire import Wire
 from towpath.planner.profile import INTER, INTRA, NOTHING, PAIRS, Point, Profile, beside_name, route_of
-from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.fluid import BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, Hardware
 from towpath.sim.loads import TransferShape, loads_of, seconds_alone
 
@@ -49,7 +49,7 @@ def slowdowns(profile: Profile) -> list[Slowdown]:
 
 def _foretold(profile: Profile, hardware: Hardware, mine: str, other: str) -> float:
     """Both go on for ever, each at the rate that is left to it."""
-    fluid = Fluid(hardware.capacities)
+    fluid = BandwidthModel(hardware.capacities)
     flows = [_flow(profile, what, hardware, fluid) for what in (mine, other)]
     for flow in flows:
         fluid.start(flow)
@@ -57,15 +57,15 @@ def _foretold(profile: Profile, hardware: Hardware, mine: str, other: str) -> fl
     return 1 / (flows[0].seconds * flows[0].rate)
 
 
-def _flow(profile: Profile, what: str, hardware: Hardware, fluid: Fluid) -> Flow:
+def _flow(profile: Profile, what: str, hardware: Hardware, fluid: BandwidthModel) -> Demand:
     point = profile.of(beside_name(what, NOTHING))[-1]
     if what not in (INTER, INTRA):
         # By itself, as one rank takes it: all of them at once is what the simulator is asked.
         alone = next(p for p in profile.of(what) if p.size == point.size).usual
         needs = {PROCESSOR: hardware.processor(alone)}
-        return Flow(max(alone, fluid.alone(needs)), needs, keeps_busy=1.0)
+        return Demand(max(alone, fluid.alone(needs)), needs, keeps_busy=1.0)
     link = hardware.inter if what == INTER else hardware.intra
     work = hardware.ranks_sharing * (point.size * link.work + link.message_work)
     carried = {CABLE: point.size * profile.topology.ranks_per_node} if what == INTER else {INSIDE: float(point.size)}
     needs = carried | ({PROCESSOR: work} if work else {})
-    return Flow(max(point.usual, fluid.alone(needs)), needs, busy_seconds=link.busy_latency)
+    return Demand(max(point.usual, fluid.alone(needs)), needs, busy_seconds=link.busy_latency)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.fluid import BandwidthModel, Demand
 
 
 class Awaited(Protocol):
@@ -14,7 +14,7 @@ class Awaited(Protocol):
 
 
 # Yields what it computes, and what it waits for.
-Thread = Iterator[Flow | Awaited]
+Thread = Iterator[Demand | Awaited]
 
 
 class Carrier(Protocol):
@@ -22,12 +22,12 @@ class Carrier(Protocol):
 
     def start_what_may(self) -> None: ...
 
-    def ends(self, flow: Flow) -> bool:
+    def ends(self, flow: Demand) -> bool:
         """Told of a flow that has ended; whether it was one of its own."""
         ...
 
 
-def run(fluid: Fluid, threads: Sequence[Thread], carriers: Sequence[Carrier]) -> None:
+def run(fluid: BandwidthModel, threads: Sequence[Thread], carriers: Sequence[Carrier]) -> None:
     """Until all threads are through. What is under way by then stays so."""
     at = [_next(fluid, thread) for thread in threads]
     while any(what is not None for what in at):
@@ -35,7 +35,7 @@ def run(fluid: Fluid, threads: Sequence[Thread], carriers: Sequence[Carrier]) ->
             carrier.start_what_may()
         went_on = False
         for number, what in enumerate(at):
-            if what is not None and not isinstance(what, Flow) and what.ended:
+            if what is not None and not isinstance(what, Demand) and what.ended:
                 at[number], went_on = _next(fluid, threads[number]), True
         if went_on:
             continue
@@ -46,10 +46,10 @@ def run(fluid: Fluid, threads: Sequence[Thread], carriers: Sequence[Carrier]) ->
                 at[number] = _next(fluid, threads[number])
 
 
-def _next(fluid: Fluid, thread: Thread) -> Flow | Awaited | None:
+def _next(fluid: BandwidthModel, thread: Thread) -> Demand | Awaited | None:
     """What it computes, or waits for that has not ended; none: it is through."""
     for what in thread:
-        if isinstance(what, Flow):
+        if isinstance(what, Demand):
             fluid.start(what)
             return what
         if not what.ended:

@@ -13,14 +13,14 @@ from itertools import islice
 
 from towpath.core.formats import item_bytes
 from towpath.core.schedule import QUEUES, usage_transfers
-from towpath.core.step_state import Action, Collect, Compare, Deliver, Keep, Submit, Task, Wait
+from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, SetGrads, Submit, Task, Wait
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Matrices, Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.fluid import BandwidthModel, Demand
 from towpath.sim.hardware import PROCESSOR, Hardware
 from towpath.sim.lateness import Computed, Submitted, TimedTask, Waited
-from towpath.sim.loads import Load, TransferShape, decoding_seconds, loads_of, matrices_load
+from towpath.sim.loads import PhaseCost, TransferShape, decoding_seconds, loads_of, matrices_load
 from towpath.sim.place import HERE, Place
 from towpath.sim.timeline import Event, Timeline
 
@@ -29,19 +29,19 @@ from towpath.sim.timeline import Event, Timeline
 class _Cost:
     """Of a transfer, worked out once."""
 
-    loads: tuple[Load, ...]
+    loads: tuple[PhaseCost, ...]
     inter_bytes: int
     intra_bytes: int
 
 
 @dataclass(slots=True, eq=False)
-class Running:
+class QueuedTask:
     """A task in its queue."""
 
     task: Task
     micro_step: int
-    loads: deque[Load]
-    before: Running | None  # in the queue
+    loads: deque[PhaseCost]
+    before: QueuedTask | None  # in the queue
     timed: TimedTask
     began: float | None = None
     ended: bool = False
@@ -64,7 +64,7 @@ class SimulatedEngine:
         strategy: Strategy,
         plans: Sequence[UnitPlan],
         hardware: Hardware,
-        fluid: Fluid,
+        fluid: BandwidthModel,
         timeline: Timeline,
         place: Place = HERE,
         of: str = "",
@@ -74,43 +74,43 @@ class SimulatedEngine:
         self._plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
         self._place, self._of, self._alike = place, of, alike
         self.facts = [plan.facts() for plan in plans]
-        self._queues: dict[str, deque[Running]] = {}  # what has not ended, in order, and perhaps the last that has
-        self._started: dict[Flow, Running] = {}
+        self._queues: dict[str, deque[QueuedTask]] = {}  # what has not ended, in order, and perhaps the last that has
+        self._started: dict[Demand, QueuedTask] = {}
         self._costs: dict[Transfer, _Cost] = {}
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._usage = usage_transfers(strategy, parameters)
 
     # What the thread that trains does --------------------------------------------------------------------------------
 
-    def carry_out(self, action: Action, micro_step: int) -> Iterator[Flow | Running]:
+    def execute(self, action: Action, micro_step: int) -> Iterator[Demand | QueuedTask]:
         """What the thread then computes, or waits for."""
         match action:
             case Submit(task):
                 self._submit(task, micro_step)
             case Wait(task):
                 yield from self._wait(task)
-            case Compare():
+            case CheckRanks():
                 task = Task(Kind.USAGE, 0)
                 self._submit(task, micro_step)
                 yield from self._wait(task)
-            case Keep() | Collect() | Deliver():
+            case SaveBackwardCopy() | OpenGradients() | SetGrads():
                 yield from self.compute(self._copies(action), "copies")
             case _:
                 pass
 
-    def compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Flow]:
+    def compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Demand]:
         if seconds <= 0:
             return
         needs = self._place.named({PROCESSOR: self._hardware.processor(share * seconds)})
         began = self._fluid.now
-        yield Flow(max(seconds, self._fluid.alone(needs)), needs, keeps_busy=share)
+        yield Demand(max(seconds, self._fluid.alone(needs)), needs, keeps_busy=share)
         self._timeline.computed += self._fluid.now - began
         self._timeline.moments.append(Computed(self._fluid.now - began))
         self._timeline.events.append(Event("compute", f"{name}{self._of}", began, self._fluid.now))
 
-    def _wait(self, task: Task) -> Iterator[Running]:
+    def _wait(self, task: Task) -> Iterator[QueuedTask]:
         waited = task.handle
-        if not isinstance(waited, Running):  # of a step before
+        if not isinstance(waited, QueuedTask):  # of a step before
             return
         self._timeline.moments.append(Waited(waited.timed, self._fluid.now))
         if waited.ended:
@@ -123,19 +123,19 @@ class SimulatedEngine:
         yield waited
         self._timeline.waited(task.kind, f"for {task}{self._of}", began, self._fluid.now)
 
-    def _copies(self, action: Keep | Collect | Deliver) -> float:
+    def _copies(self, action: SaveBackwardCopy | OpenGradients | SetGrads) -> float:
         """What the thread itself copies: gradients into their slot, a copy for the backward pass, the means."""
         moved = 0
         match action:
-            case Keep(unit):
+            case SaveBackwardCopy(unit):
                 moved = sum(
                     b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
                     for b in self._plans[unit].buckets
                     if b.backward_copy is not None
                 )
-            case Collect(unit):
+            case OpenGradients(unit):
                 moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self._plans[unit].buckets if b.spec.trainable)
-            case Deliver():
+            case SetGrads():
                 pass  # views, or what the sync has copied already
         return moved / self._hardware.memory_rate
 
@@ -149,13 +149,13 @@ class SimulatedEngine:
         self._timeline.inter_bytes += self._alike * sum(cost.inter_bytes for cost in costs)
         self._timeline.intra_bytes += self._alike * sum(cost.intra_bytes for cost in costs)
         if extra := self._own_work(task):
-            loads.append(Load(0.0, {PROCESSOR: self._hardware.processor(extra)}))
+            loads.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
         loads.extend(self._host_copies(task))
         waiting = self._queues.setdefault(queue, deque())
         last = waiting[-1] if waiting else None
-        before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, Running)]
+        before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, QueuedTask)]
         timed = TimedTask(transfers, self._fluid.now, after=tuple(running.timed for running in before))
-        running = Running(task, micro_step, loads, last, timed, crosses=any(x.crosses for x in loads))
+        running = QueuedTask(task, micro_step, loads, last, timed, crosses=any(x.crosses for x in loads))
         task.handle = running
         waiting.append(running)
         self._timeline.moments.append(Submitted(timed))
@@ -177,7 +177,7 @@ class SimulatedEngine:
             else:
                 loads = loads_of(TransferShape.of(transfer), self._hardware)
             if own := self._hardware.host.transfer:
-                loads = (Load(0.0, {PROCESSOR: self._hardware.processor(own)}), *loads)
+                loads = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *loads)
             found = self._costs[transfer] = _Cost(loads, transfer.inter_bytes, transfer.intra_bytes)
         return found
 
@@ -199,7 +199,7 @@ class SimulatedEngine:
                 moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
         return moved / self._hardware.memory_rate + decoding
 
-    def _host_copies(self, task: Task) -> Iterator[Load]:
+    def _host_copies(self, task: Task) -> Iterator[PhaseCost]:
         """Between the device and the host's memory; what goes to the device is first rounded by the host."""
         copied = [b for b in self._plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
         if not copied:
@@ -211,9 +211,9 @@ class SimulatedEngine:
             seconds += own / host.memory_rate
         # A device copies beside what it computes; processors do nothing else meanwhile.
         if self._hardware.cores is None:
-            yield Load(seconds, {})
+            yield PhaseCost(seconds, {})
         else:
-            yield Load(0.0, {PROCESSOR: self._hardware.processor(seconds)})
+            yield PhaseCost(0.0, {PROCESSOR: self._hardware.processor(seconds)})
 
     def start_what_may(self) -> None:
         """Of each queue the first that has not ended; and the one behind it, as far as it may begin."""
@@ -236,14 +236,14 @@ class SimulatedEngine:
                 self._started[flow] = running
                 busy.add(id(running))
 
-    def _waiting(self) -> Iterator[Running]:
+    def _waiting(self) -> Iterator[QueuedTask]:
         for queue in self._queues.values():
             while len(queue) > 1 and queue[0].ended:
                 queue.popleft()
             yield from (running for running in islice(queue, 2) if not running.ended)
 
-    def _may_go_on(self, running: Running) -> bool:
-        if any(isinstance(t.handle, Running) and not t.handle.ended for t in running.task.after):
+    def _may_go_on(self, running: QueuedTask) -> bool:
+        if any(isinstance(t.handle, QueuedTask) and not t.handle.ended for t in running.task.after):
             return False
         before = running.before
         if before is None or before.ended:
@@ -252,7 +252,7 @@ class SimulatedEngine:
         first = running.began is None and bool(running.loads) and running.loads[0].crosses
         return first and len(running.loads) > 1 and before.links_are_free
 
-    def ends(self, flow: Flow) -> bool:
+    def ends(self, flow: Demand) -> bool:
         """A phase of a task has ended, if it is one of this engine's."""
         running = self._started.pop(flow, None)
         if running is None:
@@ -262,7 +262,7 @@ class SimulatedEngine:
             self._end(running)
         return True
 
-    def _end(self, running: Running) -> None:
+    def _end(self, running: QueuedTask) -> None:
         assert running.began is not None
         running.ended, running.before = True, None
         task, now = running.task, self._fluid.now
@@ -275,7 +275,7 @@ class SimulatedEngine:
         )
 
 
-def started(fluid: Fluid, load: Load) -> Flow:
-    flow = Flow(load.seconds + fluid.alone(load.needs), load.needs, load.busy_seconds)
+def started(fluid: BandwidthModel, load: PhaseCost) -> Demand:
+    flow = Demand(load.seconds + fluid.alone(load.needs), load.needs, load.busy_seconds)
     fluid.start(flow)
     return flow

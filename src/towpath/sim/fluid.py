@@ -13,7 +13,7 @@ _ROUNDS = 4  # fifty change no rate by a thousandth (tests/unit/test_sim.py)
 
 
 @dataclass(slots=True, eq=False)
-class Flow:
+class Demand:
     """`seconds`: what it takes alone, at least; `needs`: how much of each resource it uses up meanwhile.
 
     `keeps_busy`: how much of the processors that carry messages it has, from 0 to 1; `busy_seconds`: how much longer it
@@ -32,12 +32,12 @@ class Flow:
         self.signature = (self.seconds, self.busy_seconds, self.keeps_busy, *self.needs.items())
 
 
-class Fluid:
+class BandwidthModel:
     """`capacities`: by resource, how much of it there is a second."""
 
     def __init__(self, capacities: Mapping[str, float]) -> None:
         self._capacities = dict(capacities)
-        self.flows: list[Flow] = []
+        self.flows: list[Demand] = []
         self.now = 0.0
         self._shared = True  # every flow has its rate
         self._rates: dict[tuple[object, ...], list[float]] = {}  # of flows that were under way together before
@@ -46,17 +46,17 @@ class Fluid:
         """Seconds that so much takes if nothing else goes on."""
         return max((amount / self._capacities[name] for name, amount in needs.items() if amount), default=0.0)
 
-    def start(self, flow: Flow) -> None:
+    def start(self, flow: Demand) -> None:
         self.flows.append(flow)
         self._shared = False
 
-    def advance(self) -> list[Flow]:
+    def advance(self) -> list[Demand]:
         """To the next moment at which something ends: what does."""
         if not self._shared:
             self.share_out()
         seconds = min(f.left / f.rate for f in self.flows)
         self.now += seconds
-        ended: list[Flow] = []
+        ended: list[Demand] = []
         for flow in self.flows:
             flow.left -= seconds * flow.rate
             if flow.left <= _TINY:
@@ -94,9 +94,9 @@ def _limit(limits: Mapping[str, float], but: str | None = None) -> float:
     return min(limit for name, limit in limits.items() if name != but)
 
 
-def _shares(capacity: float, wants: Mapping[Flow, float]) -> dict[Flow, float]:
+def _shares(capacity: float, wants: Mapping[Demand, float]) -> dict[Demand, float]:
     """As much as each may have: an even share, and an even share of what others do not want of theirs."""
-    shares: dict[Flow, float] = {}
+    shares: dict[Demand, float] = {}
     left, count = capacity, len(wants)
     for flow, want in sorted(wants.items(), key=lambda item: item[1]):
         shares[flow] = left / count

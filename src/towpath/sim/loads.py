@@ -26,7 +26,7 @@ _ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PhaseCost:
     """`seconds`: what it takes beside what its needs take, such as the latencies of its messages; `busy_seconds`: what
     more it takes while the processors compute."""
 
@@ -86,19 +86,19 @@ class TransferShape:
         return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec)
 
 
-def loads_of(shape: TransferShape, hardware: Hardware) -> tuple[Load, ...]:
+def loads_of(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
     """In their order."""
     return tuple(load for load in _loads(shape, hardware) if load.seconds or any(load.needs.values()))
 
 
-def seconds_alone(loads: Iterable[Load], hardware: Hardware) -> float:
+def seconds_alone(loads: Iterable[PhaseCost], hardware: Hardware) -> float:
     """One after the other, while nothing else goes on."""
     return sum(
         load.seconds + max((n / hardware.capacities[r] for r, n in load.needs.items()), default=0.0) for load in loads
     )
 
 
-def message_load(transfer: Transfer, hardware: Hardware, source: Place, target: Place) -> Load:
+def message_load(transfer: Transfer, hardware: Hardware, source: Place, target: Place) -> PhaseCost:
     """Of a message from one stage to the next, with those of all other copies; by the names of the two places. It
     arrives as it is sent: encoded, if it is."""
     size = transfer.message_bytes
@@ -110,10 +110,10 @@ def message_load(transfer: Transfer, hardware: Hardware, source: Place, target: 
     work = (size * link.work + link.message_work) / 2  # at each end
     for place in (source, target) if work else ():
         needs[place.processor] = needs.get(place.processor, 0.0) + place.ranks_on_host * work
-    return Load(link.latency + link.message, needs, link.busy_latency)
+    return PhaseCost(link.latency + link.message, needs, link.busy_latency)
 
 
-def matrices_load(transfer: Transfer, hardware: Hardware) -> Load:
+def matrices_load(transfer: Transfer, hardware: Hardware) -> PhaseCost:
     """Of pieces of matrices on their way to owners, or back: as if every node, and every rank, sent as much."""
     topology, grid = transfer.topology, transfer.grid
     cable, inside = transfer.inter_bytes / topology.nodes, transfer.intra_bytes / topology.world
@@ -126,7 +126,7 @@ def matrices_load(transfer: Transfer, hardware: Hardware) -> Load:
         work += hardware.processor(coded / speed.encode + coded / speed.decode)
     latency = max((link.latency + link.message for link in used), default=0.0)
     needs = {name: amount for name, amount in ((CABLE, cable), (INSIDE, inside), (PROCESSOR, work)) if amount}
-    return Load(latency, needs, max((link.busy_latency for link in used), default=0.0))
+    return PhaseCost(latency, needs, max((link.busy_latency for link in used), default=0.0))
 
 
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
@@ -146,11 +146,11 @@ def decoding_seconds(codec: Codec, elements: int, hardware: Hardware) -> float:
     return elements / _speed_of(codec, hardware).decode
 
 
-def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[Load]:
+def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[PhaseCost]:
     moves = [_moved(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts)]
     if shape.factored:
         copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
-        yield Load(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)})
+        yield PhaseCost(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)})
     if shape.codec is None:
         yield from moves
         return
@@ -164,7 +164,7 @@ def _loads(shape: TransferShape, hardware: Hardware) -> Iterator[Load]:
     yield after
 
 
-def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> Load:
+def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> PhaseCost:
     """The messages of one phase. A reduction adds what arrives."""
     op, grid = shape.op, shape.grid
     groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
@@ -184,7 +184,7 @@ def _moved(shape: TransferShape, phase: Phase, hardware: Hardware) -> Load:
     if hardware.racks is not None:
         needs[SPINE] = cable * _share_leaving_racks(shape, hardware)
     needed = {name: amount for name, amount in needs.items() if amount}
-    return Load(phase.rounds * latency + messages, needed, phase.rounds * busy)
+    return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
 
 
 def _share_leaving_racks(shape: TransferShape, hardware: Hardware) -> float:
@@ -199,13 +199,13 @@ def _share_leaving_racks(shape: TransferShape, hardware: Hardware) -> float:
     return size / together  # of a ring's nodes in a rack, the last one sends out of it
 
 
-def _coded(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[Load]:
+def _coded(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[PhaseCost]:
     """Encoding and decoding, around and between hops; what arrives is decoded and summed."""
     speed = _speed_of(codec, hardware)
 
-    def load(encoded: float, decoded: float) -> Load:
+    def load(encoded: float, decoded: float) -> PhaseCost:
         seconds = encoded / speed.encode + decoded / speed.decode
-        return Load(0.0, {PROCESSOR: hardware.processor(seconds)})
+        return PhaseCost(0.0, {PROCESSOR: hardware.processor(seconds)})
 
     elements = shape.elements
     if shape.op in (Op.ALL_GATHER, Op.SEND):

@@ -11,8 +11,8 @@ from towpath.core.pipeline import Message
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
 from towpath.sim.engine import started
-from towpath.sim.fluid import Flow, Fluid
-from towpath.sim.loads import Load
+from towpath.sim.fluid import BandwidthModel, Demand
+from towpath.sim.loads import PhaseCost
 from towpath.sim.timeline import Event, Timeline
 
 
@@ -33,7 +33,7 @@ class InFlight:
     message: Message
     between: tuple[int, int]
     transfers: Sequence[Transfer]
-    loads: deque[Load]
+    loads: deque[PhaseCost]
     timeline: Timeline
     posted: int = 0
     behind: InFlight | None = None
@@ -56,11 +56,11 @@ class Links:
     moves, what moves the other way at that time is through.
     """
 
-    def __init__(self, fluid: Fluid, by_sockets: bool) -> None:
+    def __init__(self, fluid: BandwidthModel, by_sockets: bool) -> None:
         self._fluid, self._by_sockets = fluid, by_sockets
         self._made: dict[Message, InFlight] = {}
         self._queues: dict[tuple[int, int], deque[InFlight]] = defaultdict(deque)
-        self._moving: dict[Flow, InFlight] = {}
+        self._moving: dict[Demand, InFlight] = {}
 
     def of(self, message: Message) -> InFlight | None:
         return self._made.get(message)
@@ -92,7 +92,7 @@ class Links:
                 self._moving[started(self._fluid, message.loads.popleft())] = message
                 break
 
-    def ends(self, flow: Flow) -> bool:
+    def ends(self, flow: Demand) -> bool:
         message = self._moving.pop(flow, None)
         if message is None:
             return False

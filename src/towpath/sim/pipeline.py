@@ -18,9 +18,9 @@ from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine, started
-from towpath.sim.fluid import Flow, Fluid
+from towpath.sim.fluid import BandwidthModel, Demand
 from towpath.sim.hardware import Hardware
-from towpath.sim.loads import Load, TransferShape, coding_seconds, loads_of, message_load
+from towpath.sim.loads import PhaseCost, TransferShape, coding_seconds, loads_of, message_load
 from towpath.sim.messages import InFlight, Links, called, kind_of
 from towpath.sim.place import place_of
 from towpath.sim.replay import Seconds
@@ -84,7 +84,7 @@ class PipelineReplay:
         capacities: dict[str, float] = {}
         for place in self._places:
             capacities |= place.capacities(hardware)
-        self._fluid = Fluid(capacities)
+        self._fluid = BandwidthModel(capacities)
         self._timelines = {rank: Timeline() for rank in walk}
         self._links = Links(self._fluid, by_sockets=hardware.cores is not None)
         self._loss = _Moment()
@@ -132,7 +132,7 @@ class PipelineReplay:
         stages = {i: settled_stage(self._engines[i].facts, self._passes[i]) for i in own}
         for i in own:
             for action in stages[i].machine.publish():
-                yield from self._engines[i].carry_out(action, 0)
+                yield from self._engines[i].execute(action, 0)
         for operation in self._walk[rank]:
             match operation:
                 case Run(each):
@@ -141,7 +141,7 @@ class PipelineReplay:
                         if isinstance(action, Compute):
                             yield from self._compute(each.stage, action)
                         else:
-                            yield from engine.carry_out(action, stage.micro_step)
+                            yield from engine.execute(action, stage.micro_step)
                 case Post(message, sends):
                     if sends:
                         yield from self._code(message, encodes=True)
@@ -152,7 +152,7 @@ class PipelineReplay:
                         yield from self._code(message, encodes=False)
         for i in own:
             for action in stages[i].boundary_ends():
-                yield from self._engines[i].carry_out(action, stages[i].micro_step)
+                yield from self._engines[i].execute(action, stages[i].micro_step)
         if {0, len(self._stages) - 1} & set(own):
             for each in self._tied:
                 each.posted += 1
@@ -163,7 +163,7 @@ class PipelineReplay:
         for i in own:
             yield from self._engines[i].compute(self._stages[i].seconds.optimizer, "optimizer")
 
-    def _compute(self, index: int, action: Compute) -> Iterator[Flow]:
+    def _compute(self, index: int, action: Compute) -> Iterator[Demand]:
         engine, seconds = self._engines[index], self._stages[index].seconds
         name = f"{action.part.value} of {engine.facts[action.unit].name or 'root'}"
         yield from engine.compute(seconds.of(action), name, seconds.share)
@@ -188,7 +188,7 @@ class PipelineReplay:
         pairs = list(zip(source.ranks, target.ranks, strict=True))
         return list(message_transfers(message, pairs, outputs, self._hardware.topology, self._compression))
 
-    def _code(self, message: Message, *, encodes: bool) -> Iterator[Flow]:
+    def _code(self, message: Message, *, encodes: bool) -> Iterator[Demand]:
         """On the thread that trains."""
         transfers = self._in_flight(message).transfers
         seconds = sum(coding_seconds(t, self._hardware, encodes=encodes) for t in transfers)
@@ -212,12 +212,12 @@ class _Moment:
 class _Sum:
     """Over the ranks of both ends, once all of so many `parties` are there."""
 
-    fluid: Fluid
-    loads: deque[Load]
+    fluid: BandwidthModel
+    loads: deque[PhaseCost]
     parties: int
     posted: int = 0
     ended: bool = False
-    moving: Flow | None = None
+    moving: Demand | None = None
 
     def start_what_may(self) -> None:
         if self.posted < self.parties or self.ended or self.moving is not None:
@@ -227,7 +227,7 @@ class _Sum:
         else:
             self.ended = True
 
-    def ends(self, flow: Flow) -> bool:
+    def ends(self, flow: Demand) -> bool:
         if flow is not self.moving:
             return False
         self.moving, self.ended = None, not self.loads

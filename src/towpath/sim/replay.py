@@ -14,7 +14,7 @@ from towpath.core.unit_plan import UnitPlan
 from towpath.core.whole_matrices import Iterate, MatrixPlan, step_actions
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine
-from towpath.sim.fluid import Fluid
+from towpath.sim.fluid import BandwidthModel
 from towpath.sim.hardware import Hardware
 from towpath.sim.timeline import Timeline
 
@@ -76,7 +76,7 @@ class Replay:
     ) -> None:
         self._say = say
         self._seconds, self._micro_steps, self._stepped = seconds, micro_steps, stepped
-        self._fluid, self._timeline = Fluid(hardware.capacities), Timeline()
+        self._fluid, self._timeline = BandwidthModel(hardware.capacities), Timeline()
         self._engine = SimulatedEngine(strategy, plans, hardware, self._fluid, self._timeline)
 
     def run(self) -> Timeline:
@@ -96,7 +96,7 @@ class Replay:
                 name = f"{action.part.value} of {facts[action.unit].name or 'root'}"
                 yield from engine.compute(self._seconds.of(action), name, self._seconds.share)
             else:
-                yield from engine.carry_out(action, micro_step)
+                yield from engine.execute(action, micro_step)
         yield from engine.compute(self._seconds.optimizer, "optimizer")
         if self._stepped is not None:
             yield from self._step_whole(self._stepped)
@@ -109,4 +109,4 @@ class Replay:
                 seconds = stepped.seconds_per_flop * rounds[action.round].flops
                 yield from self._engine.compute(seconds, f"optimizer, round {action.round}")
             else:
-                yield from self._engine.carry_out(action, self._micro_steps - 1)
+                yield from self._engine.execute(action, self._micro_steps - 1)

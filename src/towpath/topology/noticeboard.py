@@ -23,7 +23,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.1
 
 
 @final
-class Noticeboard:
+class StatusStore:
     """The notes of the ranks of one process group. A connection of its own is made when it is first used."""
 
     def __init__(self, group: str, rank: int, world: int) -> None:

@@ -22,7 +22,7 @@ from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
 from towpath.collectives.bound_transfer import CoalescedAllGather, bind
-from towpath.collectives.collective import Binding, Members, WireBuffers, Workspace
+from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
 from towpath.core import routes
 from towpath.core.routes import Group, Op
 
@@ -101,14 +101,14 @@ class Turn:
             self._collective()
 
 
-def members_of(rank: int, topology: towpath.Topology) -> Members:
+def members_of(rank: int, topology: towpath.Topology) -> GroupRank:
     everyone = tuple(range(topology.world))
     assert dist.group.WORLD is not None
     nodes = tuple(map(topology.node_of, everyone))
-    return Members(dist.group.WORLD, dist.group.WORLD, Group(everyone, everyone), rank, nodes)
+    return GroupRank(dist.group.WORLD, dist.group.WORLD, Group(everyone, everyone), rank, nodes)
 
 
-def contestant(kind: str, case: Case, kilobytes: int, members: Members) -> Callable[[], None]:
+def contestant(kind: str, case: Case, kilobytes: int, members: GroupRank) -> Callable[[], None]:
     device = torch.device("cpu")
     workspace = Workspace(WireBuffers(device))
     if kind not in ("coalesced", "one after another"):

@@ -25,13 +25,13 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, final
 
-from towpath.core.journal import Call, Journal, Page, Scope, difference, has_not_made, told_to
+from towpath.core.journal import Call, CollectiveLog, Scope, StepLog, difference, has_not_made, told_to
 from towpath.core.strategy import Strategy
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 from towpath.logs import logger
 from towpath.topology.groups import Groups, meeting_point
-from towpath.topology.noticeboard import Noticeboard
+from towpath.topology.noticeboard import StatusStore
 
 # --- presence ---------------------------------------------------------------------------------------------------------
 #
@@ -120,7 +120,7 @@ class Event(Protocol):
 
 
 @final
-class Activity:
+class RankStatus:
     """Of all models over one process group. `progress` rises with everything that begins or ends."""
 
     def __init__(self) -> None:
@@ -222,19 +222,19 @@ def _named(transfers: Sequence[Transfer]) -> str:
 
 
 @final
-class Peers:
+class StallMonitor:
     """What the ranks of one process group know of each other when they are stuck."""
 
     def __init__(self, groups: Groups) -> None:
         self.rank, self.world, self._groups = groups.rank, groups.world, groups
-        self.activity = Activity()
-        self.journal: Journal | None = None  # of the model that was last at work
+        self.activity = RankStatus()
+        self.journal: CollectiveLog | None = None  # of the model that was last at work
         self.diverged = ""  # why the ranks will never come to an end, once that is known
         self._neighbour: Neighbour | None = None  # see `watch_processes`
         self.patience_seconds = groups.timeout_seconds
         # A launcher may keep its store over restarts: what ranks that are gone have left there is not for these.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
-        self.noticeboard = Noticeboard(f"{groups.name}/{new_name}", groups.rank, groups.world)
+        self.noticeboard = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
             stop = threading.Event()
             reporter = threading.Thread(
@@ -244,8 +244,8 @@ class Peers:
             atexit.register(_end, reporter, stop)
 
     @staticmethod
-    def of(groups: Groups) -> Peers:
-        return groups.shared("peers", lambda: Peers(groups))
+    def of(groups: Groups) -> StallMonitor:
+        return groups.shared("peers", lambda: StallMonitor(groups))
 
     def describe(self, ranks: Sequence[int]) -> str:
         """What `ranks` have last said of themselves, a line each."""
@@ -283,7 +283,7 @@ class Peers:
         note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_neighbour()]
         self.noticeboard.post(json.dumps(note) if silent else "")
 
-    def _page(self) -> Page | None:
+    def _page(self) -> StepLog | None:
         return None if self.journal is None else replace(self.journal.page(), inside=self.activity.inside)
 
     def describe_all(self) -> str:
@@ -379,7 +379,7 @@ class Peers:
 @dataclass(frozen=True, slots=True)
 class _Note:
     doing: str
-    page: Page | None
+    page: StepLog | None
     meeting: tuple[int, str] | None
     lost: int | None
 
@@ -387,15 +387,15 @@ class _Note:
     def parsed(text: str) -> _Note:
         doing, page, meeting, lost = json.loads(text)
         met = None if meeting is None else tuple(meeting)
-        return _Note(doing, None if page is None else Page.from_json(page), met, lost)
+        return _Note(doing, None if page is None else StepLog.from_json(page), met, lost)
 
 
-def _alone_in(page: Page, other: Page, scopes: Sequence[Scope]) -> str:
+def _alone_in(page: StepLog, other: StepLog, scopes: Sequence[Scope]) -> str:
     """Return the call that the page's rank is in, if the other rank has not made it yet."""
     return page.inside if any(has_not_made(page, other, scope) for scope in scopes) else ""
 
 
-def _ended(page: Page, call: str) -> Page:
+def _ended(page: StepLog, call: str) -> StepLog:
     return replace(page, ended=True) if call else page
 
 
@@ -405,7 +405,7 @@ def _end(reporter: threading.Thread, stop: threading.Event) -> None:
     reporter.join(timeout=2 * _SILENT_SECONDS)
 
 
-def _report(reference: weakref.ref[Peers], stop: threading.Event) -> None:
+def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None:
     """Tell the others when this rank stands still, and find out whether it ever will go on."""
     posted = warned = -1  # at which progress
     peers = reference()
@@ -471,7 +471,7 @@ class EndOfBackward:
 class FailedPasses:
     """Of one model on one rank. Every rank must make its models in the same order."""
 
-    def __init__(self, groups: Groups, peers: Peers, strategy: Strategy, journal: Journal) -> None:
+    def __init__(self, groups: Groups, peers: StallMonitor, strategy: Strategy, journal: CollectiveLog) -> None:
         self._groups, self._peers, self._journal = groups, peers, journal
         self._forward_is_shared = strategy.gathered_over.size > 1
         self._agreements = 0

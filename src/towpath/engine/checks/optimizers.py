@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten
 
 from towpath.engine.checks.program import Program
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.shard_tensor import ShardTensor, Span
+from towpath.engine.parameters.shard_tensor import ShardSpec, ShardTensor
 from towpath.engine.streams.streams import eager
 from towpath.errors import ShardTensorError
 from towpath.logs import logger
@@ -257,7 +257,7 @@ def _failure_to_compile(optimizer: Optimizer) -> str | None:
 
 def _as_slice(tensor: torch.Tensor) -> ShardTensor:
     """Return a ShardTensor that this rank holds all of, so that no operation communicates."""
-    return ShardTensor(tensor.view(-1), Span(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
+    return ShardTensor(tensor.view(-1), ShardSpec(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
 
 
 def remedy_for(optimizer: Optimizer) -> str:

@@ -16,8 +16,8 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from towpath.core.journal import Call, Journal
-from towpath.engine.checks.activity import Peers
+from towpath.core.journal import Call, CollectiveLog
+from towpath.engine.checks.activity import StallMonitor
 from towpath.errors import StepError
 
 # How often a rank that waits in a shared call looks whether it can still end.
@@ -29,7 +29,7 @@ _END_OF_BACKWARD = "the end of the backward pass"
 class Program:
     """Notes what the program does with one model on one rank. `zeroed`: gradients set to zero in place so far."""
 
-    def __init__(self, journal: Journal, peers: Peers) -> None:
+    def __init__(self, journal: CollectiveLog, peers: StallMonitor) -> None:
         self._journal, self._peers = journal, peers
         self.zeroed = 0
 

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
+from towpath.collectives.bound_transfer import CoalescedTransfers, RankTransfer
 from towpath.collectives.collective import Collective, Workspace
 from towpath.core.formats import item_bytes
-from towpath.core.placement import Cut
-from towpath.core.step_state import Slot, Slots, WriteMark
+from towpath.core.placement import Partition
+from towpath.core.step_state import ParamVersion, Slot, Slots
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Needs
 from towpath.core.unit_plan import BucketPlan, largest
@@ -36,8 +36,8 @@ from towpath.engine.parameters.low_rank_sync import LowRankSync
 from towpath.engine.parameters.parallel import Mesh
 from towpath.engine.parameters.partial_sums import Replica
 from towpath.engine.parameters.shard_operations import operation
-from towpath.engine.parameters.shard_tensor import EncodedShard, ShardTensor, Span, handlers_are_chosen_by
-from towpath.engine.streams.queue import Wiring
+from towpath.engine.parameters.shard_tensor import EncodedShard, ShardSpec, ShardTensor, handlers_are_chosen_by
+from towpath.engine.streams.queue import CommContext
 from towpath.errors import ShardTensorError
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -122,18 +122,18 @@ class Bucket:
         layout: BucketLayout,
         plan: BucketPlan,
         start: Flat,
-        wiring: Wiring,
+        wiring: CommContext,
         replica: Replica,
         mesh: Mesh,
-        writes: WriteMark,
+        writes: ParamVersion,
     ) -> None:
         self.layout, self.rank, self.device = layout, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
-        self.transfers: dict[Kind, list[BoundTransfer]] = {}
+        self.transfers: dict[Kind, list[RankTransfer]] = {}
         self._optimizer = OptimizerMemory(plan, self.device)
         self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
         self.bind(plan, wiring)
-        self.mark = WriteMark(writes)
+        self.mark = ParamVersion(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
         # Rounded once, from what the user gave.
@@ -153,7 +153,7 @@ class Bucket:
         if self.always_whole:
             self.live_in(self.shard)
 
-    def bind(self, plan: BucketPlan, wiring: Wiring) -> None:
+    def bind(self, plan: BucketPlan, wiring: CommContext) -> None:
         """From now on it travels by the transfers of `plan`; those that stay keep their collectives."""
         self.plan = plan
         changed = [
@@ -168,7 +168,7 @@ class Bucket:
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def _slice(self, whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    def _slice(self, whole: torch.Tensor, cut: Partition) -> torch.Tensor:
         return slice_of(whole, cut, self.rank)
 
     def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
@@ -189,7 +189,7 @@ class Bucket:
         But for a DTensor, whose class has slots: the modules get another object, and `build` tells the optimizers.
         """
         parameter, cut = place.parameter, self.plan.optimizer
-        where = Span(
+        where = ShardSpec(
             place.shape,
             place.offset,
             self.plan.numel // cut.count,

@@ -45,9 +45,9 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_pinned(u.index)]
     with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
-        engine.carry_out(engine.machine.publish())
+        engine.execute(engine.machine.publish())
         for unit in made:
-            engine.carry_out(engine.machine.pin(unit.index))
+            engine.execute(engine.machine.pin(unit.index))
             for bucket in unit.buckets:
                 bucket.remember()
             unit.checksums = checksums(unit)
@@ -74,7 +74,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
                     bucket.write_back()
     finally:
         for unit in pinned:
-            engine.carry_out(engine.machine.unpin(unit.index))
+            engine.execute(engine.machine.unpin(unit.index))
             unit.note_versions()
 
 

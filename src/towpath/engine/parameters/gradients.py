@@ -13,9 +13,9 @@ from typing import final
 
 import torch
 
-from towpath.collectives.bound_transfer import BoundTransfer
+from towpath.collectives.bound_transfer import RankTransfer
 from towpath.collectives.collective import Workspace
-from towpath.core.placement import Cut
+from towpath.core.placement import Partition
 from towpath.core.routes import Op
 from towpath.core.strategy import Kind
 from towpath.core.unit_plan import BucketPlan
@@ -69,12 +69,12 @@ def _apart(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
 # What of flat memory is a rank's own.
 
 
-def slice_of(whole: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+def slice_of(whole: torch.Tensor, cut: Partition, rank: int) -> torch.Tensor:
     """This rank's slice of `cut`."""
     return whole.view(cut.count, -1)[cut.slots[rank]]
 
 
-def slice_within(outer: torch.Tensor, cut: Cut, inner: Cut, rank: int) -> torch.Tensor:
+def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: int) -> torch.Tensor:
     """The part of `outer`, this rank's slice of `cut`, that is its slice of `inner`, cut as fine or finer."""
     ratio = inner.count // cut.count
     return outer.view(ratio, -1)[inner.slots[rank] % ratio]
@@ -130,7 +130,7 @@ class OptimizerMemory:
             target.copy_(self.outgoing, non_blocking=True)
 
 
-Transfers = Mapping[Kind, Sequence[BoundTransfer]]
+Transfers = Mapping[Kind, Sequence[RankTransfer]]
 
 
 class BucketGradients(ABC):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from towpath.core.placement import Cut
+from towpath.core.placement import Partition
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import BucketLayout, ParameterPlace, torch_dtype
 from towpath.engine.parameters.parallel import Mesh, local_part
@@ -30,7 +30,7 @@ class Flat(ABC):
     """The values of one bucket, of which a rank takes its slices before the next bucket is asked for."""
 
     @abstractmethod
-    def part(self, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+    def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
         """This rank's slice of `cut`, in memory of its own."""
 
 
@@ -89,7 +89,7 @@ class _Whole(Flat):
     def __init__(self, whole: torch.Tensor, rank: int) -> None:
         self._whole, self._rank = whole, rank
 
-    def part(self, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+    def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
         return self._whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
 
 
@@ -157,7 +157,7 @@ class _Asked(Flat):
     ) -> None:
         self._source, self._places, self._numel, self._rank, self._device = source, places, numel, rank, device
 
-    def part(self, cut: Cut, dtype: torch.dtype) -> torch.Tensor:
+    def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
         length = self._numel // cut.count
         begin = cut.slots[self._rank] * length
         part = torch.zeros(length, dtype=dtype, device=self._device)

@@ -14,7 +14,7 @@ import torch
 
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.codecs.packing import Draws
-from towpath.collectives.bound_transfer import BoundTransfer
+from towpath.collectives.bound_transfer import RankTransfer
 from towpath.collectives.collective import Workspace
 from towpath.core.formats import wide
 from towpath.core.strategy import Kind
@@ -25,7 +25,7 @@ from towpath.core.wire import Factored, Matrix
 class LowRankSync:
     """Of one bucket. `transfers`: of its two messages."""
 
-    def __init__(self, plan: BucketPlan, factored: Factored, transfers: Sequence[BoundTransfer], device: torch.device):
+    def __init__(self, plan: BucketPlan, factored: Factored, transfers: Sequence[RankTransfer], device: torch.device):
         self.factored, self._transfers = factored, transfers
         self._dtype: torch.dtype = getattr(torch, wide(plan.accumulate_dtype))
         self._message_dtype: torch.dtype = getattr(torch, transfers[0].transfer.dtype)

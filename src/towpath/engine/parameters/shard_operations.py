@@ -24,7 +24,7 @@ from torch.utils._foreach_utils import _foreach_supported_types as known_to_clip
 
 from towpath.engine.checks.optimizers import remedy_for
 from towpath.engine.parameters.partial_sums import Partial
-from towpath.engine.parameters.shard_tensor import EncodedSlice, Handler, ShardTensor, Span, in_backward
+from towpath.engine.parameters.shard_tensor import EncodedSlice, Handler, ShardSpec, ShardTensor, in_backward
 from towpath.errors import ShardTensorError
 
 aten = torch.ops.aten
@@ -98,7 +98,7 @@ def _check_writable(target: Any) -> None:
         )
 
 
-def _local_of(func: Any, value: Any, where: Span) -> Any:
+def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
     """The slice of `value` that matches `where`, or the reason why there is none."""
     if isinstance(value, ShardTensor):
         if value.span is not where:
@@ -126,7 +126,7 @@ def _local_of(func: Any, value: Any, where: Span) -> Any:
     return value
 
 
-def _matching(func: Any, value: Any, where: Span | None) -> Any:
+def _matching(func: Any, value: Any, where: ShardSpec | None) -> Any:
     """The same where there may be many; the common cases are told apart at once."""
     if type(value) is ShardTensor and value.span is where and type(value.held) is torch.Tensor:
         return value.held
@@ -178,7 +178,7 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """foreach and fused operations: lists of tensors, matched index by index."""
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
-    wheres: list[Span | None] = [None] * max(len(a) for a in lists)
+    wheres: list[ShardSpec | None] = [None] * max(len(a) for a in lists)
     for tensors in lists:
         for i, tensor in enumerate(tensors):
             if wheres[i] is None and isinstance(tensor, ShardTensor):
@@ -313,7 +313,7 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     )
 
 
-def _where_whole(span: Span) -> str:
+def _where_whole(span: ShardSpec) -> str:
     if not span.unit:
         return (
             "It is whole inside model(...), and inside any method of the model that "

@@ -17,7 +17,7 @@ import torch
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.collectives.native import all_gather_single
 from towpath.core.formats import SCALE_BYTES, Codec
-from towpath.core.step_state import WriteMark
+from towpath.core.step_state import ParamVersion
 from towpath.core.units import overlap
 from towpath.engine.parameters.parallel import Box, Parallel, boxes_in_whole
 from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Replica
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Span:
+class ShardSpec:
     """Which elements of a tensor each rank holds: the part of it that lies in the rank's cut of the flat buffer.
 
     Compared by identity: two ShardTensors match element by element only if they carry the same Span.
@@ -51,7 +51,7 @@ class Span:
     name: str = ""  # of the parameter
     unit: str = ""  # whose forward it is whole in; the root's has no name
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Span:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
         """Return itself: a copy of the tensor holds the same elements, and a process group cannot be copied."""
         return self
 
@@ -193,15 +193,15 @@ class ShardTensor(torch.Tensor):
     """See the module's docstring. Made by `towpath.shard`; `to_local()` reads this rank's slice."""
 
     held: torch.Tensor | EncodedSlice
-    span: Span
-    mark: WriteMark | None
+    span: ShardSpec
+    mark: ParamVersion | None
 
     @staticmethod
     def __new__(
         cls: type[ShardTensor],
         held: torch.Tensor | EncodedSlice,
-        where: Span,
-        mark: WriteMark | None = None,
+        where: ShardSpec,
+        mark: ParamVersion | None = None,
         requires_grad: bool = False,
     ) -> ShardTensor:
         made = torch.Tensor._make_wrapper_subclass(

@@ -12,16 +12,16 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from towpath.collectives.bound_transfer import BoundTransfer, CoalescedTransfers
+from towpath.collectives.bound_transfer import CoalescedTransfers, RankTransfer
 from towpath.collectives.collective import Workspace
 from towpath.core.journal import Call
 from towpath.core.schedule import usage_transfers
-from towpath.core.step_state import Pass, WriteMark
+from towpath.core.step_state import ForwardPass, ParamVersion
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.layout import Holder, UnitLayout, exchanged
 from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together
-from towpath.engine.streams.queue import Wiring
+from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, Work
 from towpath.errors import StepError
 
@@ -35,8 +35,8 @@ class Unit:
         layout: UnitLayout,
         plan: UnitPlan,
         buckets: list[Bucket],
-        mark: WriteMark,
-        wiring: Wiring,
+        mark: ParamVersion,
+        wiring: CommContext,
     ) -> None:
         self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
         self.buckets, self.mark = buckets, mark
@@ -70,14 +70,14 @@ class Unit:
         # These keep a list of their weights besides, and compute with that.
         self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
 
-    def take(self, plan: UnitPlan, wiring: Wiring) -> None:
+    def take(self, plan: UnitPlan, wiring: CommContext) -> None:
         """From now on it travels by the transfers of `plan`."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
             bucket.bind(planned, wiring)
         self._coalesce(wiring)
 
-    def _coalesce(self, wiring: Wiring) -> None:
+    def _coalesce(self, wiring: CommContext) -> None:
         """Let the gathers that the plan has together travel as one message."""
         for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
             self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
@@ -263,7 +263,7 @@ class Use:
 
     __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
 
-    def __init__(self, unit: Unit, passed: Pass) -> None:
+    def __init__(self, unit: Unit, passed: ForwardPass) -> None:
         self.unit, self.passed = unit, passed
         self.entered: list[int] = []  # ids of its inputs, while its forward runs
         # How many inputs want gradients; how many get one in this backward pass, and how many have it.
@@ -290,7 +290,7 @@ def _held(holder: Holder, key: Any) -> object:
         return None
 
 
-def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[BoundTransfer]:
+def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[RankTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
@@ -325,7 +325,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 class Usage:
     """Of the units that train, in the order in which their gradients are delivered."""
 
-    def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: Wiring) -> None:
+    def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: CommContext) -> None:
         self._trained, self._wiring = trained, wiring
         self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
         self._transfers = wiring.bind(usage_transfers(strategy, len(self._places)))

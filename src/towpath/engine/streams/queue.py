@@ -24,20 +24,20 @@ import torch
 
 from towpath.collectives.bound_transfer import (
     BoundMatrices,
-    BoundTransfer,
     CoalescedAllGather,
     CoalescedTransfers,
+    RankTransfer,
     has_group_between_nodes,
     select,
 )
-from towpath.collectives.collective import Binding, Members, WireBuffers, Workspace
+from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
-from towpath.core.journal import Journal
+from towpath.core.journal import CollectiveLog
 from towpath.core.schedule import QUEUES, WAYS
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Needs, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
-from towpath.engine.checks.activity import Peers
+from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
 from towpath.engine.streams.record import Record, Waits, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
@@ -50,7 +50,7 @@ _LOOK_SECONDS = 1.0
 class Queues:
     """Every rank must submit the same transfers in the same order."""
 
-    def __init__(self, streams: Streams, device: torch.device, record: Record, journal: Journal) -> None:
+    def __init__(self, streams: Streams, device: torch.device, record: Record, journal: CollectiveLog) -> None:
         self._streams, self._device, self._record, self._journal = streams, device, record, journal
         self.micro_step = 0
         self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and way
@@ -69,7 +69,7 @@ class Queues:
     def submit(
         self,
         kind: Kind,
-        transfers: Sequence[BoundTransfer] | Sequence[BoundMatrices],
+        transfers: Sequence[RankTransfer] | Sequence[BoundMatrices],
         works: Sequence[Work],
         after: Sequence[Handle] = (),
         begin: Work | None = None,
@@ -146,7 +146,7 @@ class Streams:
     def of(groups: Groups, device: torch.device) -> Streams:
         def make() -> Streams:
             streams = Streams(device)
-            atexit.register(leave, weakref.ref(streams), Peers.of(groups))
+            atexit.register(leave, weakref.ref(streams), StallMonitor.of(groups))
             return streams
 
         return groups.shared(f"streams on {device}", make)
@@ -162,7 +162,7 @@ class Streams:
             stream.finish()
 
 
-def leave(streams: weakref.ref[Streams], peers: Peers) -> None:
+def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
     """At the program's end: wait for what is under way, as its threads cannot be ended. But what waits for a peer that
     ran other units never ends, and would hold up the program for as long as the process group's patience lasts."""
     if peers.diverged:
@@ -327,34 +327,34 @@ class _ThreadHandle(Handle):
 # From the transfers of a plan to the collectives and process groups that execute them on this rank.
 
 
-class Wiring:
+class CommContext:
     """Of one model. Every rank must bind the same transfers in the same order (that makes process groups)."""
 
-    def __init__(self, groups: Groups, device: torch.device, journal: Journal) -> None:
+    def __init__(self, groups: Groups, device: torch.device, journal: CollectiveLog) -> None:
         self.rank = groups.rank
         self.device = device
         self.groups = groups
         self.journal = journal
-        self.record = Record(Peers.of(groups), timer_for(device))
+        self.record = Record(StallMonitor.of(groups), timer_for(device))
         if device.type == "cuda":
             self.record.peers.watch_processes()
         self.program = Program(journal, self.record.peers)
         self.queues = Queues(Streams.of(groups, device), device, self.record, journal)
         self._backend = groups.backend(device)
 
-    def bind(self, transfers: Iterable[Transfer]) -> list[BoundTransfer]:
+    def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         return [self._bind(t) for t in transfers]
 
-    def _bind(self, transfer: Transfer) -> BoundTransfer:
+    def _bind(self, transfer: Transfer) -> RankTransfer:
         members = self._members(transfer)
         collective = select(transfer, members, self._backend, self.device)
-        return BoundTransfer(transfer, Binding.of(transfer), members, collective, self.record)
+        return RankTransfer(transfer, Binding.of(transfer), members, collective, self.record)
 
     def bind_matrices(self, transfer: Transfer) -> BoundMatrices:
         members = self._members(transfer)
         return BoundMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
 
-    def _members(self, transfer: Transfer) -> Members:
+    def _members(self, transfer: Transfer) -> GroupRank:
         queue = QUEUES[transfer.kind]
         group = transfer.move.group_of(self.rank)
         partition = tuple(g.ranks for g in transfer.move.groups)
@@ -365,9 +365,9 @@ class Wiring:
             within = between = self.groups.of(partition, queue)
         if has_group_between_nodes(transfer.route, self._backend):
             between = self.groups.of(partition, f"{queue} between nodes")
-        return Members(within, between, group, group.ranks.index(self.rank), nodes)
+        return GroupRank(within, between, group, group.ranks.index(self.rank), nodes)
 
-    def coalesce(self, gathers: Sequence[BoundTransfer]) -> CoalescedTransfers:
+    def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
         """Gathers that have the same members, in one message."""
         bindings = [Binding.of(bound.transfer) for bound in gathers]
         collective = CoalescedAllGather(bindings, gathers[0].members, self._backend, self.device)

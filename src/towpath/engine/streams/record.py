@@ -16,7 +16,7 @@ from towpath.codecs.watched import Watch
 from towpath.core.formats import Codec
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Transfer
-from towpath.engine.checks.activity import Event, Peers
+from towpath.engine.checks.activity import Event, StallMonitor
 from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
 
 # --- profiled ---------------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ _UNKNOWN = 1000
 class Record:
     """The transfers of the running step and of the last whole one, totals since the start, and a trace if one is on."""
 
-    def __init__(self, peers: Peers, timer: Timer) -> None:
+    def __init__(self, peers: StallMonitor, timer: Timer) -> None:
         self.host = HostClock()
         self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
         self.trace: Trace | None = None
