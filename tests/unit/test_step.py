@@ -116,7 +116,7 @@ class Watched:
             if self.draw.random() < 0.3:  # a queue goes on by itself
                 queue = self.draw.choice(list(self.queues.values()) or [deque()])
                 if queue and all(t in self.done for t in self.after[queue[0]]):
-                    self.finish(queue.popleft())
+                    self.complete(queue.popleft())
 
     def finish(self, task: Task, waiting: tuple[Task, ...]) -> None:
         assert task not in waiting, "waits in a circle"
@@ -128,9 +128,9 @@ class Watched:
             for other in self.after[first]:
                 self.finish(other, (*waiting, task))
             if queue and queue[0] is first:
-                self.finish(queue.popleft())
+                self.complete(queue.popleft())
 
-    def finish(self, task: Task) -> None:
+    def complete(self, task: Task) -> None:
         self.done.add(task)
         match task.kind:
             case Kind.PUBLISH:
