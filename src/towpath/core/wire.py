@@ -210,7 +210,7 @@ class Wire:
         return {self.until, self.after} - {0}
 
     def within(self, alignment: int) -> Wire:
-        """Return the wire with blocks that do not span parameters, which start at multiples of `alignment` elements."""
+        """Return the wire with blocks no longer than `alignment`, so that no block spans two parameters."""
         return self if self.encoding is None else replace(self, codec=self.encoding.within(alignment))
 
     @property
