@@ -79,7 +79,7 @@ ROTATED = 32  # number of elements that a rotation mixes
 
 
 def add_format(name: str, bits: int) -> None:
-    """Add `name` to the codecs of blocks. `codecs/registered.py` registers the functions that compute it.
+    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it.
 
     Raises:
         StrategyError: If the name or the number of bits is not allowed, or the name is registered with other bits.
