@@ -136,6 +136,8 @@ class AllToAllReduceScatter(Collective):
                 hop = turn - number
                 if hop > last + 1:
                     break
+                # Stage n + 2 packs into the buffers of stage n, in the turn in which stage n ends. Stage n has then
+                # completed its first hop, and only reads the buffers of its second one.
                 stage, mine = self._stages[number], wires[number % len(wires)]
                 if hop == 0:
                     packing.pack([region[a:b] for a, b in stage.pieces], mine[0].sent, number, workspace)
@@ -174,9 +176,7 @@ class AllToAllReduceScatter(Collective):
         return self._rows(number, index, wire)
 
     def _rows(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
-        """Return what each member of a hop has sent to this one, in order. This member's own segment stays in the sent
-        buffer.
-        """
+        """Return what each member of a hop has for this one, in order. Its own segment is still in the sent buffer."""
         hop, segments = self._hops[index], self._segments[number][index]
         start, end = segments[hop.mine], segments[hop.mine + 1]
         size = end - start

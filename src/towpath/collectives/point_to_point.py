@@ -113,9 +113,7 @@ def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: Ru
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """A message of the plan at one of its ends: its place in the region, and the wire cell it arrives in if it is
-    added.
-    """
+    """A message of the plan at one of its ends: its range of the region, and its wire cell if it is added."""
 
     leaves: bool
     peer: int
@@ -182,11 +180,12 @@ class PointToPoint(Collective):
         return self._members.nodes[passage.peer] != self._members.nodes[self._members.position]
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Post the messages of the first step, which wait for no other rank."""
+        """Post the first step of an all-gather, which waits for no other rank. Do nothing for reductions."""
         if self._binding.op is Op.ALL_GATHER:
             mine = self._binding.own_slice(region, self._members)
             if mine.data_ptr() != shard.data_ptr():
                 mine.copy_(shard)
+            # A gather adds nothing, and so it needs no wire buffer: all messages are received in the region.
             self._begun = [(batch, self._post(region, region, batch, workspace)) for batch in self._first]
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
@@ -200,6 +199,7 @@ class PointToPoint(Collective):
             if number >= begun:
                 under_way = self._complete(region, wire, under_way, before=batch.step)
                 under_way.append((batch, self._post(region, wire, batch, workspace)))
+            # All later messages stay inside nodes. The next transfer may start to use the links between nodes.
             if number == self._last_crossing:
                 workspace.links_free()
         self._complete(region, wire, under_way)

@@ -52,9 +52,7 @@ class LowRank:
 
     @staticmethod
     def parse(text: str) -> LowRank:
-        """Return the codec that text such as 'low-rank:16' or 'low-rank:16+rate:2' names. Raise StrategyError for other
-        text.
-        """
+        """Return the codec that text such as 'low-rank:16+rate:2' names. Raise StrategyError for other text."""
         match = re.fullmatch(rf"{LOW_RANK}:(\d+)(?:\+rate:(\d+(?:\.\d+)?))?", text)
         if match is None:
             raise StrategyError(
