@@ -1,4 +1,5 @@
-"""The collectives a schedule is made of, each one executing the plan that `core/routes.py` lays out.
+"""The collectives that execute the transfers of a schedule on this rank.
 
-May import: core, topology, errors.
+Each one runs on the backend's own collective, or follows the messages that `core/routes.py` lists for its route. May
+import: core, topology, errors.
 """

@@ -1,16 +1,20 @@
-"""Reductions by all-to-all, in one hop or two (ZeRO++, section 3.3): slices travel whole and are summed on arrival.
+"""Reductions by all-to-all, in one hop or two (ZeRO++, section 3.3).
 
-A hop takes a buffer that holds one segment for each of its members, in order. Every member is sent its segment, and
-sums what it gets from all in rank order; that sum is the next hop's buffer. Two hops: first among a node's members,
-then among those of equal place. So the segments of the first are the slices of a whole column of the grid, which lie
-apart in the region: they are brought together first, in ZeRO++'s slice order
+Members exchange slices, and sum them when they arrive. In each hop a member's buffer holds one segment for each member
+of the hop. The member sends each segment to the member that it is for. It then sums what it receives in rank order,
+which gives the buffer of the next hop.
+
+With two hops, the first one is among the members of a node, and the second one among members of equal place in their
+nodes. A segment of the first hop contains the slices of one whole column of the grid. These are apart in the region, so
+they are first copied next to each other, in ZeRO++'s slice order:
 
     position = place in the node · nodes + node
 
     region ─(reorder)→ [width, nodes] ─(exchange in the node, sum)→ [nodes] ─(exchange between nodes, sum)→ own slice
 
-In stages: while one part of every slice takes its second hop, another takes its first. With a codec, pieces are
-encoded where they are brought together, and decoded, summed and encoded anew after a hop (`codecs/packing.py`).
+The two hops overlap: while one part of every slice takes its second hop, another part takes its first. With a codec,
+pieces are encoded when they are copied into a buffer. After a hop they are decoded, summed and encoded again
+(`codecs/packing.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +33,13 @@ from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """With whom (positions, this member among them), and over which links."""
+    """The members of one hop, and the links between them.
+
+    Attributes:
+        peers: The positions of the members, including this one.
+        mine: The index of this member among them.
+        crossing: True if the members are in different nodes.
+    """
 
     peers: tuple[int, ...]
     mine: int
@@ -38,8 +48,13 @@ class _Hop:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One part of every slice: where the pieces lie in the region, in the order in which they travel; by hop, how long
-    those brought to it are; and where the sum belongs."""
+    """One part of every slice.
+
+    Attributes:
+        pieces: The start and end of each piece in the region, in the order in which they are sent.
+        lengths: The lengths of the pieces that each hop starts with, and of those that the last hop leaves.
+        own: The start and end of the piece whose sum this member keeps.
+    """
 
     pieces: tuple[tuple[int, int], ...]
     lengths: tuple[tuple[int, ...], ...]
@@ -48,7 +63,7 @@ class _Stage:
 
 @dataclass(slots=True)
 class _Wire:
-    """The buffers of one hop of one stage."""
+    """The buffers of one hop of one stage, and the messages that are in flight between them."""
 
     sent: torch.Tensor
     received: torch.Tensor
@@ -57,13 +72,18 @@ class _Wire:
 
 @final
 class AllToAllReduceScatter(Collective):
+    """A reduce-scatter by all-to-all messages, in one hop or two.
+
+    It is used for the routes 'one-hop' and 'two-hop', with or without a codec.
+    """
+
     def __init__(self, route: str, binding: Binding, members: GroupRank, device: torch.device) -> None:
         self._route, self._binding, self._members = route, binding, members
         self._buffers = AllToAll(hops_of(route, members.grid), binding.parts(members), binding.elements, binding.codec)
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
         self._packing = self._make_packing(device)
-        # By stage and hop: the boundaries, in the hop's buffer, of what each of its members is sent.
+        # For each stage and hop, these are the boundaries in the hop's buffer between the segments of its members.
         self._segments = [[self._ends(stage, hop) for hop in range(len(self._hops))] for stage in self._stages]
 
     def _make_packing(self, device: torch.device) -> Packing:
@@ -76,11 +96,13 @@ class AllToAllReduceScatter(Collective):
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
+        """The error feedback of each hop that keeps any."""
         kept = self._packing.kept if isinstance(self._packing, Encoded) else ()
         return tuple(k for k in kept if k is not None)
 
     @property
     def draws(self) -> tuple[Draws, ...]:
+        """The seeds of stochastic rounding, if there is a codec."""
         return (self._packing.draws,) if isinstance(self._packing, Encoded) else ()
 
     def _stage(self, part: int) -> _Stage:
@@ -103,15 +125,19 @@ class AllToAllReduceScatter(Collective):
         return _Stage(pieces, tuple(lengths), piece(members.position))
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
         wires, packing = self._wires(workspace), self._packing
         start, _ = self._binding.bounds(self._members)
         last = len(self._hops) - 1
-        # In turn t, stage t − h begins its hop h: later stages first, so that their first hop is under way meanwhile.
+        # In turn t, stage t − h starts its hop h. Later stages start first. Their first hop is then in flight while
+        # earlier stages sum what has arrived.
         for turn in range(len(self._stages) + last + 1):
             for number in range(min(turn, len(self._stages) - 1), -1, -1):
                 hop = turn - number
                 if hop > last + 1:
                     break
+                # Stage n + 2 packs into the buffers of stage n, in the turn in which stage n ends. Stage n has then
+                # completed its first hop, and only reads the buffers of its second one.
                 stage, mine = self._stages[number], wires[number % len(wires)]
                 if hop == 0:
                     packing.pack([region[a:b] for a, b in stage.pieces], mine[0].sent, number, workspace)
@@ -150,7 +176,7 @@ class AllToAllReduceScatter(Collective):
         return self._rows(number, index, wire)
 
     def _rows(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:
-        """What each member of a hop has for this one, in order; its own is where it was to be sent from."""
+        """Return what each member of a hop has for this one, in order. Its own segment is still in the sent buffer."""
         hop, segments = self._hops[index], self._segments[number][index]
         start, end = segments[hop.mine], segments[hop.mine + 1]
         size = end - start

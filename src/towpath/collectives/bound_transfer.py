@@ -1,7 +1,7 @@
-"""A transfer of the schedule bound to the collective that executes it on this rank: what the engine runs.
+"""The transfers of the schedule as the engine runs them: each one with the collective that executes it on this rank.
 
-That all ranks bind the same transfers is agreed on by `shard()`; that they run them in the same order is compared at
-every boundary (`core/journal.py`).
+`shard()` makes all ranks agree on the transfers that they bind. Every boundary compares the order in which the ranks
+run them (`core/journal.py`).
 """
 
 from __future__ import annotations
@@ -35,19 +35,28 @@ from towpath.errors import StepError
 
 # --- select -----------------------------------------------------------------------------------------------------------
 #
-# Which class executes a transfer on a backend.
+# These functions choose the class that executes a transfer, by its operation, its route, its codec and the backend.
 
 
 _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.ALL_REDUCE: FlatAllReduce}
 
 
 def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.device) -> Collective:
+    """Return the collective that executes `transfer` on this rank."""
     if transfer.kind is Kind.USAGE:
         return FlatMaximum(members)
     return bind(Binding.of(transfer), members, backend, device)
 
 
 def bind(binding: Binding, members: GroupRank, backend: str, device: torch.device) -> Collective:
+    """Return the collective that executes `binding` on this rank.
+
+    Args:
+        binding: The operation, its route and codec, and the length of the region.
+        members: The group, and this rank's position in it.
+        backend: The backend of the process group, such as 'nccl' or 'gloo'.
+        device: The device of the tensors.
+    """
     op, route = binding.op, travelled(binding.route, members.grid)
     if op is Op.ALL_GATHER and binding.codec is not None:
         inner = bind(encoded_binding(binding.codec, binding, members), members, backend, device)
@@ -65,14 +74,20 @@ def bind(binding: Binding, members: GroupRank, backend: str, device: torch.devic
 
 
 def has_group_between_nodes(route: str, backend: str) -> bool:
-    """Whether what goes between nodes has a process group of its own, so that it overlaps what goes inside. NCCL runs a
-    group's messages one after the other; gloo does not. Of routes of one kind of link there is nothing to overlap."""
+    """Return whether messages between nodes need a process group of their own to overlap with messages inside nodes.
+
+    NCCL runs the messages of one group one after the other. With gloo they overlap anyway. The routes 'flat' and 'ring'
+    have nothing to overlap.
+    """
     return backend == "nccl" and route not in ("flat", "ring")
 
 
 def _better_walked(binding: Binding, members: GroupRank, backend: str) -> bool:
-    """The backends' own need equal slices. And gloo's reduce-scatter is an all-reduce inside and sends twice the bytes;
-    its gather allocates a copy of the whole region each time, which leaves ever more holes in the heap."""
+    """Return whether point-to-point messages replace the backend's own collective.
+
+    The backends' collectives need slices of equal length. The reduce-scatter of gloo is an all-reduce inside, and sends
+    twice the bytes. The all-gather of gloo allocates a copy of the region in each call, which fragments the heap.
+    """
     if binding.op is Op.ALL_REDUCE:
         return False
     return backend == "gloo" or binding.elements % len(members.group.ranks) != 0
@@ -80,15 +95,16 @@ def _better_walked(binding: Binding, members: GroupRank, backend: str) -> bool:
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
 #
-# Several gathers of one group at the price of one (MiCS, section 4): the small ones are all waiting, no bytes.
+# Several all-gathers of one group run as one (MiCS, section 4). The time of small gathers is mostly latency, which is
+# then paid once.
 
 
 @final
 class CoalescedAllGather:
-    """Gathers for all of `bindings` at once, over one route; each member has an equal slice of every region.
+    """One all-gather for several regions, over one route. Each member has an equal slice of every region.
 
-    NCCL launches its own gathers as one. Elsewhere, and on other routes, the slices of a member travel as one message:
-    they are packed, gathered, and unpacked to where they belong, through a wire buffer as large as all the regions.
+    NCCL launches its own gathers together. On other backends and routes, a member's slices are sent as one message.
+    They are packed into a wire buffer as large as all regions, gathered there, and copied to their regions.
     """
 
     def __init__(self, bindings: Sequence[Binding], members: GroupRank, backend: str, device: torch.device) -> None:
@@ -107,6 +123,7 @@ class CoalescedAllGather:
         self._gather = None if as_one_launch else bind(packed, members, backend, device)
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        """Gather `shards[i]` of every member into `regions[i]`, for all regions together."""
         for binding, region, shard in zip(self._bindings, regions, shards, strict=True):
             binding.check_fit(region, shard, self._members)
         if self._gather is None:
@@ -125,21 +142,25 @@ class CoalescedAllGather:
 
 
 class Observer(Protocol):
-    """Sees transfers run."""
+    """An object that records the transfers that run. The engine passes its `Record`."""
 
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> AbstractContextManager[object]:
-        """Around them, while they travel together."""
+        """Return a context manager that is entered while `transfers` run together."""
         ...
 
     def describe_ranks(self, others: Sequence[int]) -> str:
-        """What this rank is doing, and what `others` last said of themselves."""
+        """Return a text that says what this rank does, and what `others` reported last."""
         ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RankTransfer:
-    """Runs `collective` on tensors that fit the transfer, refuses others, and says of a failure whose it may be."""
+    """A transfer with the collective that executes it on this rank.
+
+    It checks that tensors fit before they are sent. If the collective fails, it raises an error that names the transfer
+    and the ranks that may have caused it.
+    """
 
     transfer: Transfer
     binding: Binding
@@ -148,23 +169,25 @@ class RankTransfer:
     observer: Observer
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Before it is its turn, what waits for nobody."""
+        """Start the non-blocking first phase, before this transfer's turn in the queue."""
         self.binding.check_fit(region, shard, self.members)
         with self.explained():
             self.collective.begin(region, shard, workspace)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Execute the transfer, and record it."""
         self.binding.check_fit(region, shard, self.members)
         with self.observer.running([self.transfer], workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
 
     def explained(self) -> AbstractContextManager[None]:
+        """Return a context manager that explains failures of this transfer."""
         return _explained(self.transfer, self.members, self.observer)
 
 
 @contextmanager
 def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Generator[None]:
-    """A failure inside names the transfer, and the ranks that may have caused it."""
+    """Turn a RuntimeError inside the block into a StepError that names the transfer and the possible causes."""
     try:
         yield
     except RuntimeError as error:
@@ -179,7 +202,7 @@ def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Ge
 @final
 @dataclass(frozen=True, slots=True)
 class BoundMatrices:
-    """Of matrices, between the ranks that hold their pieces and those that own them."""
+    """A transfer of matrices with the exchange that executes it on this rank."""
 
     transfer: Transfer
     members: GroupRank
@@ -187,6 +210,7 @@ class BoundMatrices:
     observer: Observer
 
     def run(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace) -> None:
+        """Execute the transfer, and record it. `OwnersExchange.run` explains the arguments."""
         with (
             self.observer.running([self.transfer], workspace.micro_step),
             _explained(self.transfer, self.members, self.observer),
@@ -197,12 +221,13 @@ class BoundMatrices:
 @final
 @dataclass(frozen=True, slots=True)
 class CoalescedTransfers:
-    """Several gathers that travel as one."""
+    """Several gathers that run as one all-gather."""
 
     transfers: Sequence[RankTransfer]
     collective: CoalescedAllGather
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
+        """Execute all gathers together, and record them."""
         first, each = self.transfers[0], [bound.transfer for bound in self.transfers]
         with first.observer.running(each, workspace.micro_step), first.explained():
             self.collective.run(regions, shards, workspace)

@@ -1,4 +1,4 @@
-"""What every collective is: one move of the schedule, run by this rank among its group."""
+"""The base class of collectives, and what a collective works with: its group, its binding and its workspace."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ from towpath.errors import StepError
 
 # --- workspace --------------------------------------------------------------------------------------------------------
 #
-# What a transfer that runs has to itself: memory to send from and to receive in, and the tag of its messages.
+# A workspace belongs to one running transfer. It has the memory to send from and to receive in, and the messages' tag.
 
 
 @final
 class WireBuffers:
-    """One per dtype, as large as was ever needed. `own`: what a new one is passed to, if somebody has to know."""
+    """A cache of wire buffers, one for each dtype. Each is as large as the largest request so far.
+
+    `own` is called with every new buffer. A stream uses it to keep the memory from being reused too early.
+    """
 
     def __init__(self, device: torch.device, own: Callable[[torch.Tensor], None] | None = None) -> None:
         self._device, self._own = device, own
         self._buffers: dict[torch.dtype, torch.Tensor] = {}
         self.made = 0
 
-    @torch.inference_mode(False)  # what is made in inference mode could never be trained with
+    @torch.inference_mode(False)  # tensors that are created in inference mode cannot be used in training
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The same memory at every call for a dtype."""
+        """Return a buffer of `numel` elements. All calls for a dtype return the same memory, unless it grows."""
         buffer = self._buffers.get(dtype)
         if buffer is None or buffer.numel() < numel:
             buffer = self._buffers[dtype] = torch.empty(numel, dtype=dtype, device=self._device)
@@ -44,48 +47,63 @@ class WireBuffers:
         return buffer[:numel]
 
     def reserve(self, needs: Mapping[str, int]) -> None:
-        """Make room for so many elements by dtype now, so that `take` finds it."""
+        """Allocate the given number of elements for each dtype now, so that `take` allocates nothing later."""
         for dtype, numel in needs.items():
             if numel:
                 self.take(numel, getattr(torch, dtype))
 
     def clear(self) -> None:
+        """Drop all buffers."""
         self._buffers.clear()
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all buffers."""
         return sum(b.nbytes for b in self._buffers.values())
 
 
 @dataclass(slots=True)
 class Workspace:
-    """Of one transfer, from its submission to its end.
+    """The memory and the tags of one transfer, from its submission to its end.
 
-    Transfers of one queue that are under way together are on different *ways*: of wire buffers, and of tags.
+    Transfers of one queue that run at the same time have different *ways*: different wire buffers and different tags.
+
+    Attributes:
+        buffers: The wire buffers of this way.
+        way: The number of the way.
+        ways: How many ways the queue has.
+        micro_step: The micro-step in which the transfer was submitted.
+        watch: A callback for the work of codecs, if a trace records it.
+        links_free: A function to call when the transfer no longer needs the links. The next transfer may then begin.
     """
 
     buffers: WireBuffers
     way: int = 0
     ways: int = 1
     micro_step: int = 0
-    watch: Watch | None = None  # told of the work of codecs
-    # To be called when the transfer needs the links no more: the one behind it may then begin.
+    watch: Watch | None = None
     links_free: Callable[[], None] = lambda: None
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a wire buffer of `numel` elements. All calls for a dtype return the same memory, unless it grows."""
         return self.buffers.take(numel, dtype)
 
     def tag(self, tag: int) -> int:
-        """Of messages of this way."""
+        """Return the tag of messages of this way, for a collective whose tag is `tag`."""
         return tag * self.ways + self.way
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRank:
-    """The group a collective runs in, this rank's position in it, and the node that each member lives on.
+    """The group of a collective, and this rank's position in it.
 
-    `between_nodes` has the same ranks: where a backend runs a group's messages one after the other, those that cross
-    take this one, so that they overlap with those that do not. It may be `process_group` itself.
+    Attributes:
+        process_group: The process group of all members.
+        between_nodes: A process group of the same ranks for messages between nodes. It lets them overlap with other
+            messages on backends that run a group's messages one after the other. It may be `process_group` itself.
+        group: The ranks in ring order, and their slices.
+        position: The position of this rank in the group.
+        nodes: The node of each member.
     """
 
     process_group: dist.ProcessGroup
@@ -101,63 +119,85 @@ class GroupRank:
 
     @property
     def rank(self) -> int:
+        """The global rank of this member."""
         return self.group.ranks[self.position]
 
     @property
     def grid(self) -> Grid:
+        """The grid of the members."""
         return Grid.of(self.nodes)
 
     def crosses(self, peer: int) -> bool:
-        """Whether messages to the member at position `peer` leave the node, and have a group of their own for it."""
+        """Return whether messages to the member at position `peer` use the process group between nodes."""
         return self.between_nodes is not self.process_group and self.nodes[peer] != self.nodes[self.position]
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a collective is made for: it runs on regions of `elements` elements of `dtype`, and on no others."""
+    """The tensors and the operation that a collective is made for.
+
+    Attributes:
+        op: The operation.
+        route: The route of its messages.
+        elements: The length of the region. The collective refuses other tensors.
+        dtype: The dtype of the region.
+        label: The name of the transfer in error messages.
+        codec: The codec, if any.
+        kept: How many elements of error feedback each hop of a reduction keeps.
+        encoded: True if each member's shard of a gather is already encoded.
+    """
 
     op: Op
     route: str
     elements: int
     dtype: torch.dtype
-    label: str  # for messages to the user
+    label: str
     codec: Codec | None = None
-    kept: tuple[int, ...] = ()  # by hop of a reduction: elements of what the codec rounds away that are kept
-    encoded: bool = False  # of a gather: what each member brings is encoded already, as it rests
+    kept: tuple[int, ...] = ()
+    encoded: bool = False
 
     @staticmethod
     def of(transfer: Transfer) -> Binding:
+        """Return the binding of a transfer."""
         dtype, codec, kept = getattr(torch, transfer.dtype), transfer.wire.encoding, transfer.kept_elements
         encoded = isinstance(transfer.payload, Range) and transfer.payload.encoded
         return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept, encoded)
 
     @property
     def tag(self) -> int:
-        """Of its messages: those of collectives that do not fit each other never meet. (Gloo ends a process that is
-        sent more than it expects.) Collectives that do fit share one: journals tell them apart, without a wait."""
+        """The tag of its messages, so that messages of collectives that do not fit each other never meet.
+
+        gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them
+        up, the journals reveal it, without a wait.
+        """
         codec = "none" if self.codec is None else str(self.codec)
         return crc32(f"{self.op.value} {self.route} {self.elements} {self.dtype} {codec}".encode()) >> 8
 
     def parts(self, members: GroupRank) -> int:
-        """Into how many each slice is cut on its way."""
+        """Return how many parts each slice is cut into while it is sent."""
         size = slice_bytes(self.elements, len(members.group.ranks), self.dtype.itemsize, self.codec)
         return parts_of(self.route, members.grid, size)
 
     @property
     def grain(self) -> int:
-        """Slices and their parts begin at multiples of this many elements."""
+        """Slices and their parts start at multiples of this many elements."""
         return 1 if self.codec is None else self.codec.grain
 
     def bounds(self, members: GroupRank, slot: int | None = None) -> tuple[int, int]:
-        """Where slice `slot` lies in the region; without one, this member's."""
+        """Return the start and end of slice `slot` in the region. The default is this member's slice."""
         return bounds(self.elements, len(members.group.ranks), members.slot if slot is None else slot, self.grain)
 
     def own_slice(self, region: torch.Tensor, members: GroupRank) -> torch.Tensor:
+        """Return this member's slice of `region`, as a view."""
         start, end = self.bounds(members)
         return region[start:end]
 
     def check_fit(self, region: torch.Tensor, shard: torch.Tensor, members: GroupRank) -> None:
-        """A collective carries what it was made for; anything else is refused before it meets the others' messages."""
+        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.
+
+        Raises:
+            StepError: If a tensor's length, dtype or layout is not what the collective was made for.
+        """
         wanted = [("region", region, self.elements, self.dtype)]
         if self.op is not Op.ALL_REDUCE:
             start, end = self.bounds(members)
@@ -175,33 +215,33 @@ class Binding:
 
 
 class Collective(ABC):
-    """Runs on a *region*, a contiguous 1-D tensor with one slice per member; `shard` is this rank's slice.
+    """An operation of a group on a *region*, a contiguous 1-D tensor with one slice per member.
 
-    all-gather: `shard` → every slice of `region`. reduce-scatter: the sum over members of their `region`
-    → `shard`; the rest of `region` is left undefined. all-reduce: the sum → `region`, whole.
-    `shard` may be this rank's own slice of `region`.
+    `shard` is this rank's slice. It may be a view of the region. An all-gather copies the `shard` of each member to
+    every `region`. A reduce-scatter writes the sum of all members' regions to `shard`, and leaves the rest of `region`
+    undefined. An all-reduce writes the sum to all of `region`.
     """
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """What it keeps from one run to the next."""
+        """Tensors that the collective keeps from one run to the next, such as error feedback."""
         return ()
 
     def restart(self) -> None:
-        """Begin without what was kept."""
+        """Reset what is kept from earlier runs."""
         for kept in self.state:
             kept.zero_()
 
     @property
     def draws(self) -> tuple[Draws, ...]:
-        """The seeds it draws for stochastic rounding, from one run to the next."""
+        """The seeds of stochastic rounding, which change in each run."""
         return ()
 
-    def begin(  # noqa: B027 most have no such part
+    def begin(  # noqa: B027 most collectives have no such part
         self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace
     ) -> None:
-        """The part of `run` that waits for nobody, if it has one: `run` follows, and goes on from there."""
+        """Start the part of `run` that waits for no other rank, if there is one. `run` continues from there."""
 
     @abstractmethod
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
-        """Complete the collective in the order of the current stream (on a CPU: before it returns)."""
+        """Complete the collective in the order of the current stream. On a CPU, complete it before returning."""

@@ -1,4 +1,7 @@
-"""The backend's own collectives."""
+"""Collectives that run on the backend's own ones, through `torch.distributed`.
+
+They serve the route 'flat'. All-gathers of encoded slices wrap a collective of any route.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,16 @@ from towpath.core.routes import encoded_slice
 def all_gather_single(
     region: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Gather by the name that this PyTorch has for it: the older one warns from 2.13 on."""
+    """All-gather `shard` into `region`, under the name that the installed PyTorch has for it.
+
+    PyTorch 2.13 and later warn about the older name.
+    """
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
     return getattr(dist, name)(region, shard, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Reduce-scatter `region` into `shard`, under the name that the installed PyTorch has for it."""
     name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
     getattr(dist, name)(shard, region, group=group)
 
@@ -32,9 +39,12 @@ def reduce_scatter_single(shard: torch.Tensor, region: torch.Tensor, group: dist
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllGather(Collective):
+    """An all-gather by the backend's own collective."""
+
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Gather the shards. If slices are not in the members' order, gather into a list of slices."""
         if self.members.group.in_order:
             all_gather_single(region, shard, self.members.process_group)
         else:
@@ -45,9 +55,12 @@ class FlatAllGather(Collective):
 @final
 @dataclass(frozen=True, slots=True)
 class FlatReduceScatter(Collective):
+    """A reduce-scatter by the backend's own collective."""
+
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Reduce into the shard. If slices are not in the members' order, reduce from a list of slices."""
         if self.members.group.in_order:
             reduce_scatter_single(shard, region, self.members.process_group)
         else:
@@ -58,31 +71,37 @@ class FlatReduceScatter(Collective):
 @final
 @dataclass(frozen=True, slots=True)
 class FlatAllReduce(Collective):
+    """An all-reduce by the backend's own collective."""
+
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Sum the region over all members, in place."""
         dist.all_reduce(region, group=self.members.process_group)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FlatMaximum(Collective):
-    """All-reduce by maximum: the union of bitmaps."""
+    """An all-reduce by maximum, which unites bitmaps of used parameters."""
 
     members: GroupRank
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Take the maximum of the region over all members, in place."""
         dist.all_reduce(region, dist.ReduceOp.MAX, group=self.members.process_group)
 
 
 # --- reduce then gather -----------------------------------------------------------------------------------------------
 #
-# An all-reduce made of two collectives: a reduce-scatter, and a gather of what it left in every member's slice.
+# An all-reduce is made of a reduce-scatter, and an all-gather of each member's slice of the sum.
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ReduceThenGather(Collective):
+    """An all-reduce that runs a reduce-scatter and then an all-gather."""
+
     binding: Binding
     members: GroupRank
     reduce: Collective
@@ -90,13 +109,16 @@ class ReduceThenGather(Collective):
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
+        """Tensors that the reduction keeps from one run to the next."""
         return self.reduce.state
 
     @property
     def draws(self) -> tuple[Draws, ...]:
+        """The seeds of stochastic rounding of both collectives."""
         return (*self.reduce.draws, *self.gather.draws)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Sum the region over all members, in place."""
         mine = self.binding.own_slice(region, self.members)
         self.reduce.run(region, mine, workspace)
         self.gather.run(region, mine, workspace)
@@ -104,13 +126,13 @@ class ReduceThenGather(Collective):
 
 # --- encoded ----------------------------------------------------------------------------------------------------------
 #
-# A gather of encoded slices: each member encodes its own, unless it rests so already, and decodes all, its own too,
-# so that all are alike.
+# Each member encodes its slice, unless it is stored encoded already. After the gather it decodes all slices. It decodes
+# its own slice too, so that every member has the same values.
 
 
 @final
 class EncodedAllGather(Collective):
-    """`inner` gathers the bytes: bound to what `encoded_binding` says."""
+    """An all-gather of encoded slices. `inner` gathers their bytes, as `encoded_binding` describes them."""
 
     def __init__(
         self, codec: Codec, binding: Binding, members: GroupRank, inner: Collective, device: torch.device
@@ -121,13 +143,15 @@ class EncodedAllGather(Collective):
         self._bytes = encoded_slice(codec, binding.elements, count)
         self._bounds = [binding.bounds(members, slot) for slot in range(count)]
         self._draws = Draws(members.slot)
-        self._begun: torch.Tensor | None = None  # the messages, this member's encoded
+        self._begun: torch.Tensor | None = None  # the messages between `begin` and `run`, with this member's encoded
 
     @property
     def draws(self) -> tuple[Draws, ...]:
+        """The seeds of stochastic rounding, unless slices are stored encoded."""
         return () if self._rests else (self._draws,)
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Encode this member's slice, and begin to gather."""
         messages = self._begun = self._encoded(shard, workspace)
         self._inner.begin(messages, self._mine(messages), workspace)
 
@@ -144,6 +168,7 @@ class EncodedAllGather(Collective):
         return messages.view(len(self._bounds), -1)[self._members.slot]
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Gather all slices, and decode them into the region."""
         messages, self._begun = self._encoded(shard, workspace) if self._begun is None else self._begun, None
         self._inner.run(messages, self._mine(messages), workspace)
         kernels = watched(self._kernels, workspace.watch)
@@ -154,6 +179,7 @@ class EncodedAllGather(Collective):
 
 
 def encoded_binding(codec: Codec, binding: Binding, members: GroupRank) -> Binding:
+    """Return the binding of the collective that gathers the encoded bytes of `binding`."""
     count = len(members.group.ranks)
     elements = count * encoded_slice(codec, binding.elements, count)
     return replace(binding, elements=elements, dtype=torch.uint8, codec=None, encoded=False)

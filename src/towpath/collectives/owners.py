@@ -1,4 +1,7 @@
-"""Pieces of matrices to the ranks that own these, and back (`core/transfer.py`)."""
+"""The exchange of matrices between the ranks that hold their pieces and the ranks that own them.
+
+`core/transfer.py` lists the messages. An optimizer that needs full matrices uses this exchange in its step.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,20 @@ from towpath.core.routes import Op
 from towpath.core.transfer import Matrices, OwnerMessage, Transfer, owner_messages, piece_bytes
 from towpath.errors import StepError
 
-# Codecs that round at random are refused for these transfers: there is nothing to draw.
+# Codecs that round stochastically are refused for these transfers, so that the seed is never used.
 _NO_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """A message at one of its ends. `tensor`: where its elements are read, or belong; `content`: what travels."""
+    """A message at one of its ends.
+
+    Attributes:
+        message: The message of the plan.
+        leaves: True if this rank sends it, False if it receives it.
+        tensor: The elements that are read, or written.
+        content: The memory that is sent or received: `tensor` itself, or a wire buffer if there is a codec.
+    """
 
     message: OwnerMessage
     leaves: bool
@@ -33,7 +43,7 @@ class _Passage:
 
 @final
 class OwnersExchange:
-    """One transfer of matrices on this rank: all messages at once, straight to where they belong."""
+    """One transfer of matrices on this rank. All messages are posted together, directly between holder and owner."""
 
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
         assert isinstance(transfer.payload, Matrices)
@@ -48,9 +58,12 @@ class OwnersExchange:
         ]
 
     def run(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace) -> None:
-        """`pieces`: of each matrix what this rank holds; `wholes`: by number, those that it owns. All 1-D.
+        """Execute the transfer. To the owners, each piece is copied into its place in `wholes`; from them, back.
 
-        To the owners: every piece → `wholes`. From them: `wholes` → every piece.
+        Args:
+            pieces: This rank's piece of each matrix, 1-D.
+            wholes: The full matrices that this rank owns, 1-D, by index of the matrix.
+            workspace: The wire buffers and tags of this transfer.
         """
         self._check(pieces, wholes)
         passages = self._passages(pieces, wholes, workspace)

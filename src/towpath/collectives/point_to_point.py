@@ -1,7 +1,8 @@
-"""Walks the plan of any route, step by step, over point-to-point messages.
+"""Collectives that send the messages of a route one by one, as point-to-point messages.
 
-A gather's first step waits for nobody: it is posted when the gather before it has posted the last of what crosses
-between nodes, so that the links between nodes need not wait while nodes share out what came.
+This works for every route. The first step of an all-gather waits for no other rank. It is therefore posted as soon as
+the all-gather before it has posted its last messages between nodes. The links between nodes then stay busy while nodes
+share out what has arrived.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from towpath.errors import StepError
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 #
-# Messages between two members: posted in batches, waited for later, and named when they fail.
+# Messages between two members are posted in batches and waited for later. If one fails, the error names both ranks.
 
 
 class LostMessageError(StepError, RuntimeError):
-    """A message failed midway. Like the backend's own failures a RuntimeError: whoever knows more may add it."""
+    """A message that failed midway.
+
+    It is a RuntimeError, like failures of the backend, so that callers can add what they know.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """To (`leaves`) or from the member at position `peer`."""
+    """A message to the member at position `peer` if `leaves` is set, else from that member."""
 
     leaves: bool
     peer: int
@@ -38,7 +42,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A batch under way."""
+    """A batch of messages in flight."""
 
     works: Sequence[dist.Work]
     messages: Sequence[Message]
@@ -46,7 +50,8 @@ class Posted:
     where: str
 
     def wait(self) -> None:
-        # A backend that runs a batch as one has one work for all of it.
+        """Wait for all messages. Raise LostMessageError if one failed."""
+        # Some backends run a batch as one operation, and return a single work for all its messages.
         each = [[m] for m in self.messages] if len(self.works) == len(self.messages) else [self.messages]
         for work, messages in zip(self.works, each, strict=True):
             try:
@@ -56,10 +61,24 @@ class Posted:
 
 
 def post(messages: Sequence[Message], members: GroupRank, where: str, crossing: bool, tag: int) -> Posted:
-    """Send and receive; both ends must post what they exchange under a tag in the same order. `where`: for errors."""
+    """Start to send and receive `messages`, and return the batch to wait for.
+
+    Both ends must post the messages that they exchange under a tag in the same order.
+
+    Args:
+        messages: What this rank sends and receives.
+        members: The group.
+        where: The step of the collective, for error messages.
+        crossing: Use the process group for messages between nodes.
+        tag: The tag of the messages.
+
+    Raises:
+        LostMessageError: If the backend refuses a message.
+    """
     group = members.between_nodes if crossing else members.process_group
-    # Receives first: gloo tells a sender that it may begin through the same connection as the data of the other
-    # direction. Behind that data the word comes too late, and the two directions take turns.
+    # Receives are posted first. gloo notifies a sender that it may start through the connection that also has the data
+    # of the other direction. Queued behind that data, the notification would arrive late, and the two directions would
+    # take turns.
     messages = [*(m for m in messages if not m.leaves), *(m for m in messages if m.leaves)]
     try:
         works = _launched(messages, group, tag)
@@ -69,11 +88,12 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, crossing: 
 
 
 def _launched(messages: Sequence[Message], group: dist.ProcessGroup, tag: int) -> Sequence[dist.Work]:
-    if group.name() == "gloo":  # has no batches: the function for them takes twice the time of what it calls
+    # gloo has no batches. The function for batches takes twice the time of the calls that it makes.
+    if group.name() == "gloo":
         return [
             group.send([m.content], m.peer, tag) if m.leaves else group.recv([m.content], m.peer, tag) for m in messages
         ]
-    # Of these backends every transfer posts all its messages before the next one does: they need no tags.
+    # With the other backends, a transfer posts all its messages before the next one posts any, so tags are not needed.
     return dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend if m.leaves else dist.irecv, m.content, group=group, group_peer=m.peer)
@@ -93,7 +113,7 @@ def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: Ru
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """A message of the plan at one of its ends: where it lies in the region, and where it arrives if it is added."""
+    """A message of the plan at one of its ends: its range of the region, and its wire cell if it is added."""
 
     leaves: bool
     peer: int
@@ -104,7 +124,7 @@ class _Passage:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What is posted in the same step, due in the same step, and goes through the same process group."""
+    """Messages that are posted in the same step, due in the same step, and use the same process group."""
 
     step: int
     until: int
@@ -114,7 +134,10 @@ class _Batch:
 
 @final
 class PointToPoint(Collective):
-    """In each step: waits for what is due, adds what is to be added, and posts what the plan posts then."""
+    """A collective that follows the plan of a route.
+
+    In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
+    """
 
     def __init__(self, route: str, binding: Binding, members: GroupRank) -> None:
         self._route, self._binding, self._members = route, binding, members
@@ -147,7 +170,7 @@ class PointToPoint(Collective):
 
         batches: list[_Batch] = []
         for (step, until, crossing), posted in groupby(sorted(plan, key=batch_of), key=batch_of):
-            # A region of fewer elements than parts has empty ones: both ends leave them out.
+            # A region with fewer elements than parts has empty parts. Both ends leave them out.
             passages = tuple(p for p in map(passage, posted) if p.start < p.end)
             if passages:
                 batches.append(_Batch(step, until, crossing, passages))
@@ -157,13 +180,16 @@ class PointToPoint(Collective):
         return self._members.nodes[passage.peer] != self._members.nodes[self._members.position]
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Post the first step of an all-gather, which waits for no other rank. Do nothing for reductions."""
         if self._binding.op is Op.ALL_GATHER:
             mine = self._binding.own_slice(region, self._members)
             if mine.data_ptr() != shard.data_ptr():
                 mine.copy_(shard)
+            # A gather adds nothing, and so it needs no wire buffer: all messages are received in the region.
             self._begun = [(batch, self._post(region, region, batch, workspace)) for batch in self._first]
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
+        """Execute all steps. `begin` may have posted the first one already."""
         if self._begun is None:
             self.begin(region, shard, workspace)
         under_way, self._begun = self._begun or [], None
@@ -173,6 +199,7 @@ class PointToPoint(Collective):
             if number >= begun:
                 under_way = self._complete(region, wire, under_way, before=batch.step)
                 under_way.append((batch, self._post(region, wire, batch, workspace)))
+            # All later messages stay inside nodes. The next transfer may start to use the links between nodes.
             if number == self._last_crossing:
                 workspace.links_free()
         self._complete(region, wire, under_way)
@@ -192,7 +219,10 @@ class PointToPoint(Collective):
         under_way: Iterable[tuple[_Batch, Posted]],
         before: int | None = None,
     ) -> list[tuple[_Batch, Posted]]:
-        """Wait for what is due by step `before` (None: for all), and add what came; what remains under way."""
+        """Wait for the messages that are due by step `before`, or for all of them with None, and add what arrived.
+
+        Return the batches that are still in flight.
+        """
         remaining: list[tuple[_Batch, Posted]] = []
         for batch, posted in under_way:
             if before is not None and batch.until > before:

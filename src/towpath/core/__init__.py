@@ -1,5 +1,5 @@
-"""Everything a training step *is*, as data: placement, wires, strategy, transitions, routes, schedule.
+"""A training step as data: strategies, placements, routes, transfers, schedules, and the step machine that drives them.
 
-No torch here, and no communication: planning a thousand-GPU job needs nothing but Python.
-May import: topology.cluster, errors.
+Nothing here imports torch or communicates, so that planning a job of a thousand GPUs needs only Python. May import:
+topology.cluster, errors.
 """

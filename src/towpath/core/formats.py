@@ -1,11 +1,13 @@
-"""What travels, in bytes: the size of an element of each dtype, and what each codec makes of n elements.
+"""The dtypes and codecs of transfers, and the number of bytes that their elements take.
 
-A message of a block codec is its scales (float32, one a block), then its codes, in one piece of memory:
+A message of a block codec contains its scales (float32, one per block) and then its codes, in contiguous memory:
 
-    int8, int4      scale = max|x| / 127 or 7; code = x / scale, rounded to nearest (or at random, fairly)
+    int8, int4      scale = max|x| / 127 or 7; code = x / scale, rounded to nearest, or stochastically
     e4m3, e5m2      scale = max|x| / 448 or 57344; code = x / scale as an 8-bit float
     bf16            x as bfloat16, without scales
-    of your own     as `towpath.codecs.register` was told: a scale for each block, and a code of 1, 2, 4 or 8 bits
+    registered      as given to `towpath.codecs.register`: a scale per block, and a code of 1, 2, 4 or 8 bits
+
+`Precision` says in which dtypes parameters compute, and gradients are reduced and accumulated.
 """
 
 from __future__ import annotations
@@ -26,16 +28,17 @@ _ITEM_BYTES = {
     "uint8": 1,
 }
 
-# Their sums are taken in float32: a narrow sum loses what is small against it.
+# Sums of these dtypes are computed in float32. A sum in a narrow dtype would lose small terms.
 NARROW = ("bfloat16", "float16")
 
-# What codecs take: they compute in float32.
+# Codecs accept these dtypes. They compute in float32.
 ENCODED = ("float32", "bfloat16", "float16")
 
 FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
 def item_bytes(dtype: str) -> int:
+    """Return the bytes of one element. Raise StrategyError for a dtype that cannot be sent."""
     try:
         return _ITEM_BYTES[dtype]
     except KeyError:
@@ -46,16 +49,17 @@ def item_bytes(dtype: str) -> int:
 
 
 def wide(dtype: str) -> str:
-    """In which what is of `dtype` is computed with, where sums must not lose anything."""
+    """Return the dtype for computations on values of `dtype` that must not lose precision."""
     return "float32" if dtype in NARROW else dtype
 
 
 def dtype_name(dtype: object) -> str:
-    """'float32' for torch.float32 and for 'float32': dtypes by name, so that torch stays out of here."""
+    """Return the name of a dtype: 'float32' for both torch.float32 and 'float32'. This avoids an import of torch."""
     return str(dtype).removeprefix("torch.")
 
 
-# Bits of a code, and the largest one in use; of registered codecs only their own functions know the largest.
+# The values are the bits of a code and the largest code. For registered codecs, only their own functions know the
+# largest.
 _CODES: dict[str, tuple[int, float | None]] = {
     "bf16": (16, None),
     "int8": (8, 127.0),
@@ -63,19 +67,23 @@ _CODES: dict[str, tuple[int, float | None]] = {
     "e4m3": (8, 448.0),
     "e5m2": (8, 57344.0),
 }
-CODECS = tuple(_CODES)  # those that Towpath has itself
-_registered: dict[str, int] = {}  # bits of a code
-CODE_BITS = (1, 2, 4, 8)  # of registered codecs: whole codes in each byte
+CODECS = tuple(_CODES)  # built-in codecs
+_registered: dict[str, int] = {}  # bits of a code, by name of a registered codec
+CODE_BITS = (1, 2, 4, 8)  # allowed for registered codecs, so that no code spans two bytes
 SCALE_BYTES = 4
 
-WHOLE = "whole"  # as a block: all elements of a message share one scale
+WHOLE = "whole"  # this block size lets all elements of a message share one scale
 SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
 _DEFAULT_BLOCK = 256
-ROTATED = 32  # elements that a rotation mixes
+ROTATED = 32  # number of elements that a rotation mixes
 
 
 def add_format(name: str, bits: int) -> None:
-    """Make `name` a codec of blocks. What computes it is registered beside it (`codecs/registered.py`)."""
+    """Add `name` to the codecs of blocks. `codecs/kernels/registered.py` registers the functions that compute it.
+
+    Raises:
+        StrategyError: If the name or the number of bits is not allowed, or the name is registered with other bits.
+    """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in (*CODECS, "none"):
         raise StrategyError(
             f"codec {name!r}: expected a name of small letters, digits and underscores that is not one of "
@@ -89,20 +97,27 @@ def add_format(name: str, bits: int) -> None:
 
 
 def registered_formats() -> dict[str, int]:
-    """Of each registered codec the bits of a code."""
+    """Return the bits of a code for each registered codec."""
     return dict(_registered)
 
 
 def codec_names() -> tuple[str, ...]:
+    """Return the names of all codecs of blocks, both built-in and registered."""
     return (*CODECS, *_registered)
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """How the elements of a message are written. As text: 'int4:64+hadamard+stochastic', 'int8', 'int8:whole', 'bf16'.
+    """The format in which the elements of a message are written.
 
-    `block`: how many elements share a scale (0: all of the message's). `stochastic`: round up with the probability that
-    keeps the mean. `hadamard`: rotate each 32 elements first, so that one large value does not cost the others' bits.
+    As text it is for example 'int4:64+hadamard+stochastic', 'int8', 'int8:whole' or 'bf16'.
+
+    Attributes:
+        name: A built-in or registered codec.
+        block: How many elements share a scale. With 0, all elements of a message share one.
+        hadamard: Rotate each 32 elements before encoding. A single large value then costs the other elements less
+            precision.
+        stochastic: Round up with a probability that preserves the mean. Available for int8 and int4.
     """
 
     name: str
@@ -127,10 +142,11 @@ class Codec:
 
     @staticmethod
     def parse(text: str) -> Codec:
+        """Return the codec that `text` names. Raise StrategyError if it names none."""
         match = re.fullmatch(r"(\w+)(?::(\w+))?((?:\+\w+)*)", text)
         options = match[3].split("+")[1:] if match else []
         block = (match[2] or str(_DEFAULT_BLOCK)) if match else ""
-        known = len({"hadamard", "stochastic"}.intersection(options)) == len(options)  # and none is there twice
+        known = len({"hadamard", "stochastic"}.intersection(options)) == len(options)  # also refuses duplicates
         if match is None or not (block.isdecimal() or block == WHOLE) or not known:
             raise StrategyError(
                 f"not a codec: {text!r}. Write its name ({', '.join(codec_names())}), and if need be its block and "
@@ -147,41 +163,43 @@ class Codec:
 
     @property
     def largest(self) -> float | None:
-        """The largest code; None for a codec without scales, and for one that is registered."""
+        """The largest code. None for a codec without scales, and for a registered codec."""
         return _CODES[self.name][1] if self.name in _CODES else None
 
     @property
     def scaled(self) -> bool:
-        """Whether each block has a scale."""
+        """True if each block has a scale."""
         return self.name != "bf16"
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Number of bits of a code."""
         return _CODES[self.name][0] if self.name in _CODES else _registered[self.name]
 
     @property
     def grain(self) -> int:
-        """What is encoded is cut at multiples of this many elements: no cut changes which ones share a block."""
+        """Encoded buffers are cut only at multiples of this many elements, so that no cut splits a block."""
         return self.block if self.block and self.scaled else 1
 
     def within(self, alignment: int) -> Codec:
-        """In blocks that do not span parameters which begin at multiples of `alignment` elements."""
+        """Return the codec with blocks no longer than `alignment`, so that no block spans two parameters."""
         return replace(self, block=min(self.block, alignment)) if self.grain > 1 else self
 
     def scales(self, elements: int) -> int:
+        """Return how many scales a message of `elements` elements has."""
         if not self.scaled or elements == 0:
             return 0
         return ceil(elements / self.block) if self.block else 1
 
     def encoded_bytes(self, elements: int) -> int:
-        """Of one message."""
+        """Return how many bytes a message of `elements` elements takes."""
         return SCALE_BYTES * self.scales(elements) + ceil(elements * self.bits / 8)
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
 #
-# In which dtypes weights and gradients travel, compute and are summed, while the user keeps the masters.
+# Mixed precision: the dtypes in which weights are gathered and compute, and gradients are sent and summed. The user's
+# parameters stay in the model's own dtype.
 
 
 _SHORT = {
@@ -195,7 +213,7 @@ _SHORT = {
 }
 
 
-# Protocols, because torch is not imported here.
+# These are protocols, because torch is not imported here.
 
 
 class TorchDtype(Protocol):
@@ -226,15 +244,17 @@ Dtype = DtypeName | TorchDtype
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`params`: what is gathered and computes; `reduce`: what gradients travel in; `accumulate`: what the sum over
-    micro-steps is kept in.
+    """The dtypes of a sharded model, given as torch dtypes or their names.
 
-    Torch dtypes or their names. None keeps the parameter's own dtype (`params`), the dtype it is computed in
-    (`reduce`), or the dtype it travels in (`accumulate`). A sum is never kept in fewer bytes than it travels in: with
-    gradients of float64 it is float64. The user's parameters and `.grad` keep the model's own dtype: they are the
-    masters.
-    `keep`: modules that compute in their own dtype all the same, as norms with running statistics want: their classes,
-    the classes' names, or the modules' names. Their inputs are cast to it, and their outputs back.
+    The user's parameters and `.grad` keep the model's own dtype. They are the masters.
+
+    Attributes:
+        params: The dtype in which parameters are gathered and compute. None keeps each parameter's own dtype.
+        reduce: The dtype in which gradients are sent. None uses the dtype of the computation.
+        accumulate: The dtype of the sum over micro-steps. None uses the dtype in which gradients are sent. A sum never
+            uses fewer bytes than that: for float64 gradients it is float64.
+        keep: Modules that compute in their own dtype all the same, such as norms with running statistics. Give classes,
+            names of classes, or names of modules. Their inputs are cast to that dtype, and their outputs back.
     """
 
     params: str | None = None
@@ -242,7 +262,7 @@ class Precision:
     accumulate: str | None = "float32"
     keep: tuple[str, ...] = ()
 
-    if TYPE_CHECKING:  # what may be passed; the fields then hold names
+    if TYPE_CHECKING:  # the argument types; `__post_init__` converts them to names
 
         def __init__(
             self,
@@ -254,7 +274,13 @@ class Precision:
 
     @staticmethod
     def of(given: Precision | Dtype | MixedPrecisionPolicy | None) -> Precision:
-        """Return what `shard(precision=)` stands for: a dtype is that of `params`, and so is FSDP2's `param_dtype`."""
+        """Return the precision that an argument `shard(precision=)` stands for.
+
+        A single dtype becomes `params`. FSDP2's policy gives `params` and `reduce`.
+
+        Raises:
+            StrategyError: If the argument is no such value, or the policy asks for what a sharded model does not do.
+        """
         if given is None or isinstance(given, Precision):
             return given or Precision()
         policy: Any = given
@@ -290,21 +316,24 @@ class Precision:
             )
 
     def compute_dtype(self, own: str) -> str:
+        """Return the dtype in which a parameter of the dtype `own` computes."""
         return self.params or own
 
     def reduce_dtype(self, own: str) -> str:
+        """Return the dtype in which the gradients of a parameter of the dtype `own` are sent."""
         return self.reduce or self.compute_dtype(own)
 
     def accumulate_dtype(self, own: str) -> str:
+        """Return the dtype in which the gradients of a parameter of the dtype `own` are summed."""
         reduce, wanted = self.reduce_dtype(own), self.accumulate
         return wanted if wanted is not None and item_bytes(wanted) > item_bytes(reduce) else reduce
 
     def dtypes(self, own: str) -> tuple[str, str, str]:
-        """In which parameters of the dtype `own` compute, and their gradients travel and are accumulated."""
+        """Return the compute, reduce and accumulate dtypes of a parameter of the dtype `own`."""
         return self.compute_dtype(own), self.reduce_dtype(own), self.accumulate_dtype(own)
 
     def keeps(self, name: str, kind: type) -> bool:
-        """Whether the module `name`, of class `kind`, stays in its own dtype."""
+        """Return whether the module `name`, of class `kind`, computes in its own dtype."""
         lowers = self.params is not None or self.reduce is not None
         names = {name, *(c.__name__ for c in kind.__mro__), *map(_kept_name, kind.__mro__)}
         return lowers and not names.isdisjoint(self.keep)
@@ -316,7 +345,7 @@ def _full_name(dtype: object) -> str:
 
 
 def _check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise for what FSDP2 would do and a sharded model does not."""
+    """Raise StrategyError for a policy that requires something that a sharded model does not do."""
     if policy.output_dtype is not None:
         raise StrategyError(
             f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not cast its "

@@ -1,4 +1,8 @@
-"""Over how many ranks one copy of the parameters, gradients and optimizer states is spread (Lins, section IV-B)."""
+"""Placements, and the collectives that move a unit's data between them.
+
+A *placement* says over how many ranks one copy of the parameters, of the gradients and of the optimizer states is
+spread (Lins, section IV-B). The second half derives which slice each rank holds, and the groups of every collective.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,17 @@ LABELS = {"params": "P", "grads": "G", "optimizer": "OS", "backward_params": "ba
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The extents of parameters, gradients, optimizer states and, for hpZ, of the copy backward gathers from."""
+    """The extents over which parameters, gradients and optimizer states are spread.
+
+    Each extent must divide the next, in the order `backward_params`, `params`, `grads`, `optimizer`.
+
+    Attributes:
+        params: The extent of the parameters (P).
+        grads: The extent of the gradients (G).
+        optimizer: The extent of the optimizer states (OS).
+        backward_params: The extent of a second copy of the weights that the backward pass gathers from, as in hpZ. None
+            keeps no such copy.
+    """
 
     params: Extent
     grads: Extent
@@ -43,7 +57,7 @@ class Placement:
             )
 
     def _nested(self) -> str:
-        """The smallest widening of the later extents that makes each divide the next, in words."""
+        """Describe the smallest widening of the later extents that makes each extent divide the next."""
         chain = [e for e in (self.backward_params, self.params, self.grads, self.optimizer) if e is not None]
         for i in range(1, len(chain)):
             a, b = chain[i - 1], chain[i]
@@ -52,7 +66,11 @@ class Placement:
         return words if self.backward_params is None else f"{words}, backward copy {chain[0]}"
 
     def check(self, topology: Topology) -> None:
-        """Raise PlacementError, with the rule and the nearest legal placement, unless this one fits `topology`."""
+        """Check that each extent fits `topology`.
+
+        Raises:
+            PlacementError: If an extent does not fit. The message names the rule and the nearest legal placement.
+        """
         for name, extent in self.extents():
             rule = _broken_rule(extent, topology)
             if rule is not None:
@@ -62,6 +80,7 @@ class Placement:
                 )
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
+        """Yield the name and the value of each extent that is set."""
         for each in fields(self):
             value = getattr(self, each.name)
             if value is not None:
@@ -93,15 +112,19 @@ class Placement:
 
 
 def legal_extents(topology: Topology) -> list[Extent]:
-    """Every extent that a placement on `topology` may use: Lins's pre-filters (equations 5 to 7)."""
+    """Return every extent that a placement on `topology` may use, by Lins's equations 5 to 7."""
     ranks, nodes = topology.ranks_per_node, topology.nodes
     local = [Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
     return local + [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]
 
 
 def legal_placements(topology: Topology, *, copies: bool = False) -> list[Placement]:
-    """Every placement: P divides G divides OS (Lins, section IV-B). `copies`: with each copy for the backward pass that
-    lies in fewer ranks than P, too."""
+    """Return every legal placement: P divides G, and G divides OS (Lins, section IV-B).
+
+    Args:
+        topology: The nodes and ranks of the job.
+        copies: Also return variants with a backward copy that is spread over fewer ranks than P.
+    """
     legal = legal_extents(topology)
     found: list[Placement] = []
     for o in legal:
@@ -126,34 +149,39 @@ def _broken_rule(extent: Extent, topology: Topology) -> str | None:
 
 # --- transitions ------------------------------------------------------------------------------------------------------
 #
-# From a placement to the collectives that carry a unit through a step.
+# These functions derive the collectives of a step from a placement.
 #
-# A flat buffer of a unit is cut three times: for P, inside it for G, inside that for OS. `Cuts` says which slice each
-# rank holds; a `GroupCollective` is one collective from one cut to another, over every group that runs it at once:
+# A unit's flat buffer is cut into slices for P. Each of these is cut for G, and each of those is cut for OS. A
+# `Partition` says which slice each rank holds. A `GroupCollective` is one collective from one partition to another, run
+# by all its groups at the same time:
 #
 #     gather            P → full weights                        before a unit's forward
 #     backward_gather   P, or hpZ's copy → full weights         before a unit's backward
 #     reduce            full gradients → G                      every micro-step
-#     sync              G → OS, then over the replicas of OS    at the boundary
+#     sync              G → OS, then over the replicas of OS    in the last micro-step
 #     publish           OS → P                                  before the forward that follows an optimizer step
 #     assemble          OS → full                               when the user asks for a full tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A flat buffer in `count` equal slices; `slots[rank]` is the slice that a rank holds."""
+    """A flat buffer in as many equal slices as `extent` has ranks. Each rank holds slice `slots[rank]`."""
 
     extent: Extent
     slots: tuple[int, ...]
 
     @property
     def count(self) -> int:
+        """Number of slices."""
         return self.extent.size
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCollective:
-    """One collective, run by every group at once. Each group's region is 1/`regions` of the flat buffer."""
+    """One collective that several groups run at the same time.
+
+    The flat buffer is divided into `regions` regions of equal length, and each group works on one of them.
+    """
 
     op: Op
     regions: int
@@ -161,32 +189,40 @@ class GroupCollective:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Once: in a world of thousands of ranks it takes longer than what is looked up by it.
+        # The hash is computed once. With thousands of ranks it takes longer than the cached functions that are looked
+        # up by it.
         object.__setattr__(self, "_hash", hash((self.op, self.regions, self.groups)))
 
     def __hash__(self) -> int:
         return self._hash
 
     def group_of(self, rank: int) -> Group:
+        """Return the group that `rank` belongs to."""
         return next(g for g in self.groups if rank in g.ranks)
 
     @property
     def members(self) -> int:
+        """Number of ranks in each group."""
         return len(self.groups[0].ranks)
 
     def over(self, ranks: Sequence[int]) -> GroupCollective:
-        """The same, where rank i is rank `ranks[i]` of a larger world."""
+        """Return the same collective in a larger world, where rank i becomes rank `ranks[i]`."""
         groups = (Group(tuple(ranks[r] for r in group.ranks), group.slots) for group in self.groups)
         return GroupCollective(self.op, self.regions, tuple(groups))
 
 
 def send(pairs: Iterable[tuple[int, int]]) -> GroupCollective:
-    """One message from the first to the second rank of each pair, all at once."""
+    """Return the operation in which the first rank of each pair sends one message to the second rank."""
     return GroupCollective(Op.SEND, 1, tuple(Group(pair, (0, 0)) for pair in pairs))
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementCollectives:
+    """The partitions of a placement, and the collectives of each kind, in the order in which they run.
+
+    An empty tuple means that this kind sends nothing. `Strategy.moves` returns one of these.
+    """
+
     params: Partition
     grads: Partition
     optimizer: Partition
@@ -201,9 +237,11 @@ class PlacementCollectives:
 
 @lru_cache(maxsize=256)
 def transitions(placement: Placement, topology: Topology) -> PlacementCollectives:
+    """Return the partitions and the collectives of `placement` on `topology`."""
     levels = (placement.params, placement.grads, placement.optimizer)
-    # Slices lie local-major when a node-local extent nests inside a spanning one: every transition then stays
-    # contiguous and inside a column. Else in rank order, so that the backends' collectives need no reordering.
+    # Slices are ordered local-major when a node-local extent nests inside one that spans nodes. Every collective then
+    # works on contiguous memory, among ranks of one column of the grid. Otherwise slices are in rank order, so that the
+    # backends' collectives need no reordering.
     nested = any(e.nodes == 1 and e.size > 1 for e in levels[:2]) and placement.optimizer.nodes > 1
     params, grads, optimizer = (_cut(levels[: i + 1], topology, nested) for i in range(3))
     whole = Partition(Extent(1), (0,) * topology.world)
@@ -223,13 +261,13 @@ def transitions(placement: Placement, topology: Topology) -> PlacementCollective
 
 
 def everyone(topology: Topology) -> tuple[GroupCollective, ...]:
-    """One all-reduce over all ranks."""
+    """Return an all-reduce over all ranks, or an empty tuple if there is only one rank."""
     return _over_replicas(Partition(Extent(1), (0,) * topology.world), topology)
 
 
 @lru_cache(maxsize=256)
 def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> Partition:
-    """Number the slices by mixed radix: one digit per level, so that each level's cut lies inside the one before."""
+    """Number the slices by mixed radix, with one digit per level. Each level cuts the slices of the one before."""
     digits: list[tuple[int, int, int, int]] = []
     outer = Extent(1)
     for extent in levels:
@@ -243,7 +281,7 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> P
             number = number * locals_ * nodes + (column * nodes + row if local_major else row * locals_ + column)
         return number
 
-    # A slot is the sum of what the node and what the rank inside it add.
+    # A slot is the sum of the node's share and the local rank's share, so each share is computed only once.
     of_nodes = [slot(node, 0) for node in range(topology.nodes)]
     of_locals = [slot(0, local) for local in range(topology.ranks_per_node)]
     slots = [of_node + of_local for of_node in of_nodes for of_local in of_locals]
@@ -252,7 +290,7 @@ def _cut(levels: tuple[Extent, ...], topology: Topology, local_major: bool) -> P
 
 @lru_cache(maxsize=256)
 def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
-    """By rank: the number of the full copy that it belongs to."""
+    """Return for each rank the number of the full copy that it belongs to."""
     numbers: dict[tuple[int, int], int] = {}
     ranks = product(range(topology.nodes), range(topology.ranks_per_node))
     copies = ((local // extent.local, node // extent.nodes) for node, local in ranks)
@@ -261,7 +299,10 @@ def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def _between(op: Op, coarse: Partition, fine: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
-    """The collective among the ranks of one fine copy that share a coarse slice; nothing where the cuts are equal."""
+    """Return the collective among the ranks of one fine copy that share a coarse slice.
+
+    Return an empty tuple if both partitions are equal.
+    """
     ratio = fine.count // coarse.count
     if ratio == 1:
         return ()
@@ -285,5 +326,5 @@ def _over_replicas(cut: Partition, topology: Topology) -> tuple[GroupCollective,
 
 @lru_cache(maxsize=1024)
 def _the_same(move: GroupCollective) -> GroupCollective:
-    """Equal moves are one object: of thousands of ranks, to find out that two are equal takes a while."""
+    """Return one object for all equal collectives, because comparing thousands of ranks is slow."""
     return move

@@ -1,4 +1,7 @@
-"""The strategies that have a name: each a function from a topology (and options) to a value."""
+"""The presets: strategies that have a name.
+
+Each preset is a function from a topology and options to a placement. `strategy` adds wires to it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from towpath.core.wire import LOW_RANK, Feedback, Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 
-# What an editor offers. Where a name is expected, `Preset | str` also takes one that is known only at run time.
+# Editors complete these names. Arguments of type `Preset | str` also accept a name that is known only at run time.
 Preset = Literal[
     "ddp",
     "hpz",
@@ -67,7 +70,7 @@ class Options(TypedDict, total=False):
 
 NONE = Extent(1)
 
-# Where the links inside a node are the faster ones, no lossless route takes less time (benchmarks/collectives.py).
+# No lossless route is faster where links inside a node are faster than those between nodes (benchmarks/collectives.py).
 BEST_ROUTE: Route = "ho-ring"
 
 
@@ -88,13 +91,13 @@ def _zero3(topology: Topology) -> Placement:
 
 
 def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
-    """Everything sharded in a partition group (default: the node), replicated across groups."""
+    """Shard everything in each partition group (default: the node), and replicate it across groups."""
     group = group or Extent(topology.ranks_per_node)
     return Placement(group, group, group)
 
 
 def _hpz(topology: Topology, *, group: Extent | None = None) -> Placement:
-    """zero3, and a copy for the backward pass in each group (default: the node; ZeRO++, section 3.2)."""
+    """Place like zero3, with a backward copy in each group (default: the node; ZeRO++, section 3.2)."""
     return Placement(topology.whole, topology.whole, topology.whole, group or Extent(topology.ranks_per_node))
 
 
@@ -106,12 +109,12 @@ def _lins(
     optimizer: Extent | None = None,
     backward_params: Extent | None = None,
 ) -> Placement:
-    """Any extents; the default is the paper's for a 7B model: only the optimizer states, within the node."""
+    """Use the given extents. The default is the paper's for a 7B model: shard only optimizer states, in the node."""
     return Placement(params, grads, optimizer or Extent(topology.ranks_per_node), backward_params)
 
 
 def _paro(code: str) -> Callable[[Topology], Placement]:
-    """PaRO: P, G and OS each not sharded (n), in the node (i) or globally (g)."""
+    """Return the PaRO placement of `code`: P, G and OS are each not sharded (n), in the node (i) or global (g)."""
 
     def place(topology: Topology) -> Placement:
         extent = {"n": NONE, "i": Extent(topology.ranks_per_node), "g": topology.whole}
@@ -137,32 +140,49 @@ _PLACERS: dict[str, Callable[..., Placement]] = {
 
 _PLAIN = ("ddp", "zero1", "zero2", "zero3", "hpz", "qwz", "qgz")
 
-# The codecs of ZeRO++: of weights (qwZ, section 3.1), and of gradients (qgZ, section 3.3).
+# These are the codecs of ZeRO++: for weights (qwZ, section 3.1), and for gradients (qgZ, section 3.3).
 _CODECS = {"qwz": ("int8", "none"), "qgz": ("none", "int4"), "zero++": ("int8", "int4")}
 _CODEC_OPTIONS = ("weights", "gradients", "feedback", "gradients_after", "gradients_until")
-# Taken as they are: fields of a Strategy.
+# These options become fields of the Strategy unchanged.
 _FROZEN_OPTIONS = ("frozen", "frozen_codec")
 
 
 def strategies() -> tuple[str, ...]:
-    """Every preset's name."""
+    """Return the names of all presets."""
     return tuple(sorted(_PLACERS))
 
 
 def strategy(name: Preset | str, topology: Topology | None = None, **options: Unpack[Options]) -> Strategy:
-    """The preset `name` on `topology`, which is detected unless given. See `strategies()` for the names.
+    """Return the preset `name` on `topology`, with the given options.
 
-    Options: `weights=` and `gradients=` name the codec of all that crosses nodes ('int8', 'int4:64+hadamard', 'none';
-    qwz, qgz and zero++ have theirs; for gradients ddp, zero1, paro-nng and paro-nni also take 'low-rank:4').
-    `feedback=`: the hops at which what gradients lose is kept ('first', 'second', 'both'; of low rank 'first', unless
-    it is 'none'). `gradients_after=`, `gradients_until=`: the optimizer steps, counted from 0, from and until which
-    their codec serves. `route=` puts every transfer on one route, but for the encoded gradients of qgz and zero++ (by
-    default ddp, zero1 to zero3 and hpz are flat, the others take the best lossless route where a group spans nodes).
-    `frozen=`: an Extent over which one copy of the parameters that do not train is spread, or 'as-trained'; unless
-    given, each node has one where memory allows. `frozen_codec=`: in which these rest and travel ('int8', 'int4:64').
-    `offload="optimizer"`: what the optimizer works on lies in the host's memory.
-    `gather=`, `backward_gather=`, `reduce=`, `sync=`, `publish=` take a `Wire` each; `mics`, `hpz` and `zero++` take
-    `group=Extent`, `lins` the four extents.
+    Codecs apply to transfers that cross nodes. Single wires (`gather`, `backward_gather`, `reduce`, `sync`, `publish`)
+    override the other options.
+
+    Args:
+        name: A preset's name. `strategies()` lists them.
+        topology: The nodes and ranks of the job. By default it is detected from the launcher.
+        weights: The codec of weights: 'int8', 'int4:64+hadamard', or 'none'. qwz and zero++ default to 'int8'.
+        gradients: The codec of gradients. qgz and zero++ default to 'int4'. With ddp, zero1, paro-nng and paro-nni it
+            may also be 'low-rank:4'.
+        feedback: The hops at which rounding errors of gradients are kept and added in the next step: 'first', 'second',
+            'both' or 'none'. The default is 'first' with low rank, else 'none'.
+        gradients_after: The optimizer step, counted from 0, from which the codec of gradients is used.
+        gradients_until: The optimizer step until which the codec of gradients is used. 0 means permanently.
+        route: The route of all transfers. The encoded gradients of qgz and zero++ follow it only if it is an all-to-all
+            route. By default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless route where a
+            group spans nodes.
+        frozen: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory allows.
+        frozen_codec: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
+        offload: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
+        group: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
+        params: The extent of parameters, for lins.
+        grads: The extent of gradients, for lins.
+        optimizer: The extent of optimizer states, for lins.
+        backward_params: The extent of the backward copy, for lins.
+
+    Raises:
+        StrategyError: If the name or an option is unknown, or options contradict each other.
+        PlacementError: If an extent does not fit the topology.
     """
     placer = _placer(name)
     rest: dict[str, Any] = {**options}
@@ -187,7 +207,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
 
 
 def name_of(placement: Placement, topology: Topology) -> str:
-    """Of the preset that places like this by default; 'lins' if none does."""
+    """Return the preset whose default placement on `topology` is `placement`, or 'lins' if there is none."""
     for name in ("ddp", "zero1", "zero2", "zero3", "mics", "hpz", *(n for n in strategies() if n.startswith("paro-"))):
         if _PLACERS[name](topology) == placement:
             return name
@@ -202,7 +222,7 @@ def _placer(name: str) -> Callable[..., Placement]:
     return _PLACERS[name]
 
 
-# What PyTorch calls the same placements, in small letters: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
+# PyTorch's names for the same placements, in lower case: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
 _ELSEWHERE: dict[str, Preset] = {
     "distributeddataparallel": "ddp",
     "fsdp": "zero3",
@@ -219,7 +239,10 @@ _ELSEWHERE: dict[str, Preset] = {
 
 
 def closest(name: object) -> str:
-    """Return the preset that `name` most likely stands for: its name elsewhere, or another spelling of a preset's."""
+    """Return the preset that `name` most likely stands for.
+
+    It may be PyTorch's name for the same placement, or a misspelled preset.
+    """
     text = str(getattr(name, "name", name)).strip().lower()  # a member of FSDP's ShardingStrategy has a `name`
     elsewhere = _ELSEWHERE.get(text.lstrip("_").replace("-", "_"))
     return elsewhere or difflib.get_close_matches(text, _PLACERS, n=1, cutoff=0.0)[0]
@@ -235,7 +258,7 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
 
 
 def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Kind, Wire]:
-    """Of the options (which it takes out) and the preset's own codecs: a wire for each kind that has a codec."""
+    """Return a wire for each kind that has a codec, and remove the codec options from `options`."""
     named = "gradients" in options
     weights, gradients = _CODECS.get(name, ("none", "none"))
     weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
@@ -264,8 +287,10 @@ def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:
 
 
 def _default_wires(made: Strategy) -> dict[str, Wire]:
-    """The best route for every kind that crosses nodes with several members in each. The plain strategies (ddp, zero1
-    to zero3, and hpz, which is measured against zero3) stay what everybody knows them as."""
+    """Return wires with the best route for each kind with a group that spans nodes and has several members in each.
+
+    The plain presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
+    """
     if made.name in _PLAIN:
         return {}
     topology = made.topology

@@ -1,16 +1,20 @@
-"""What each route sends, message by message: who, to whom, which part of which slice. `collectives/` executes it.
+"""The messages of each collective for every route, and their bytes and timing in closed form.
 
-A collective works on a *region* of a flat buffer that its group shares. The region has one slice per member;
-`slots[i]` is the slice of member i. Members are listed in the order a ring visits them: node by node.
+A *route* decides which messages a collective is made of. `sends` lists them, and `collectives/` executes the list. A
+collective works on a *region*: a contiguous buffer that its group shares, with one slice per member. `slots[i]` is the
+slice that member i holds. Members are listed in ring order, node by node.
 
-    flat, ring      each member passes on what it received last, round the group
-    hierarchical    round the members of equal place in their nodes; then, whole, among those of a node (MiCS 3.3)
-    ho-ring         both at once: while one item crosses, the node shares out the one that came before (PaRO 3.3)
-    one-hop         everyone sends each slice straight to everyone who lacks it
-    two-hop         straight to those of equal place in the other nodes; from there straight to all of the node
+The routes of an all-gather:
 
-Only gathers are laid out by hand. In a gather every member receives each foreign part exactly once, and before it
-passes it on; so the same messages turned back in time, each adding what it brings, form the trees of a reduction.
+    flat, ring      each member forwards to its neighbor what it received last
+    hierarchical    a ring among members of equal place in their nodes; then their bundles inside each node (MiCS 3.3)
+    ho-ring         both at the same time: while one item crosses, the node shares out the previous one (PaRO 3.3)
+    one-hop         each member sends its slice directly to every other member
+    two-hop         each member sends its slice to its peers of equal place; each of them shares it out in its node
+
+Only all-gathers are written out. In an all-gather every member receives each part that it lacks exactly once, and
+before it forwards that part. Reductions therefore use the same messages in reverse order, and each message adds its
+content at the target.
 """
 
 from __future__ import annotations
@@ -28,39 +32,45 @@ Route = Literal["flat", "ring", "hierarchical", "ho-ring", "one-hop", "two-hop"]
 
 
 class Op(StrEnum):
+    """The operation of a transfer: a collective of a group, a message, or an exchange with owners of matrices."""
+
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
-    SEND = "send"  # the first of a group to the second, in one message: no route, no slices
-    TO_OWNERS = "gather to owners"  # of matrices, each straight from who holds a piece to its owner: no route
-    FROM_OWNERS = "scatter from owners"  # and back
+    # The first rank of a group sends one message to the second. There are no slices and there is no route.
+    SEND = "send"
+    # Each holder of a piece of a matrix sends it directly to the matrix's owner, without a route.
+    TO_OWNERS = "gather to owners"
+    # Each owner sends the pieces back to their holders.
+    FROM_OWNERS = "scatter from owners"
 
 
 COLLECTIVES = (Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_REDUCE)
 WITH_OWNERS = (Op.TO_OWNERS, Op.FROM_OWNERS)
 
 
-# A node shares out the last part alone, when nothing crosses any more: the more parts, the shorter that is. With more
-# members a node a part meets more receivers at a time, and is smaller in turn, so that they need no more memory.
+# A node shares out the last part when nothing crosses any more, so more parts make this tail shorter. Nodes with
+# more members get more parts: each part then has more receivers but is smaller, so that they need no more memory.
 HO_RING_PARTS = 4
-# The hop inside the nodes of one part runs beside the hop between nodes of another (ZeRO++ 4.1.2, pipelining).
+# The hop inside nodes of one part overlaps with the hop between nodes of another part (ZeRO++ 4.1.2, pipelining).
 TWO_HOP_PARTS = 4
-# Each part costs a fixed time of its own, which smaller ones do not win back (`benchmarks/collectives.py`).
+# Each part costs a fixed time. Parts smaller than this lose more by it than they gain (`benchmarks/collectives.py`).
 SMALLEST_PART_BYTES = 1 << 18
-# How many steps an item of the HO-Ring has: two are under way at a time, so that no link waits for the next one (but
-# what travels whole has to be there before it goes on).
+# How many steps an item of the HO-Ring may take. Two items are in flight at a time, so that no link waits for the next
+# one. A slice that is not cut into parts takes one step, because it must arrive before it is forwarded.
 HO_RING_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The ranks of one collective, in ring order, and the slice of the region that each of them holds."""
+    """The ranks of one collective in ring order, and the slice of the region that each rank holds."""
 
     ranks: tuple[int, ...]
     slots: tuple[int, ...]
 
     @property
     def in_order(self) -> bool:
+        """True if member i holds slice i, as the single-tensor collectives of `torch.distributed` require."""
         return self.slots == tuple(range(len(self.ranks)))
 
 
@@ -73,10 +83,11 @@ class Piece(NamedTuple):
 
 
 class Send(NamedTuple):
-    """Member `source` sends a piece of the region to member `target` (positions in the group).
+    """A message of a collective: member `source` sends a piece of the region to member `target`.
 
-    It is posted in step `step`, when all that is due by then is complete, and is complete itself before step `until`.
-    `adds`: the target adds it to what it has, else it takes its place.
+    Members are positions in the group. The message is posted in step `step`, once all messages that are due by then
+    have completed. It completes before step `until`. If `adds` is set, the target adds the piece to its own, else it
+    overwrites.
     """
 
     step: int
@@ -90,22 +101,24 @@ class Send(NamedTuple):
 
     @property
     def piece(self) -> Piece:
+        """The part of a slice that the message carries."""
         return Piece(self.slot, self.part, self.parts)
 
 
-Place = tuple[int, int]  # of a member: which node of the group, and which of the node's members
+# The place of a member: the index of its node in the group, and its own index in that node.
+Place = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Where the members of a group live: `nodes` × `width`; member j·width + m is the m-th of the j-th node."""
+    """The members of a group as `nodes` × `width`: member j·width + m is the m-th member of the j-th node."""
 
     nodes: int
     width: int
 
     @staticmethod
     def of(nodes: Sequence[int]) -> Grid:
-        """From the node of each member."""
+        """Return the grid of a group from the node of each member, in ring order."""
         rows = len(set(nodes))
         width = len(nodes) // rows
         runs = [set(nodes[i : i + width]) for i in range(0, len(nodes), width)]
@@ -114,31 +127,51 @@ class Grid:
 
     @property
     def plain(self) -> bool:
-        """One node, or one member a node: there is one kind of link only, and every route costs what a ring does."""
+        """True if the group has only one kind of link: it has one node, or one member per node.
+
+        Every route then costs as much as a ring.
+        """
         return self.nodes == 1 or self.width == 1
 
     @property
     def places(self) -> list[Place]:
+        """The place of each member, in ring order."""
         return [(j, m) for j in range(self.nodes) for m in range(self.width)]
 
     def at(self, node: int, place: int) -> int:
+        """Return the position of the member at `place` of node `node`. Both indices wrap around."""
         return node % self.nodes * self.width + place % self.width
 
 
 def travelled(route: str, grid: Grid) -> str:
-    """The route that is taken: on a plain grid none is better than the backend's own collectives."""
+    """Return the route that is used on `grid` when `route` is configured.
+
+    On a plain grid no route is better than the backend's own collectives. All routes but 'ring' and 'one-hop' then
+    become 'flat'.
+    """
     assert route in ROUTES, route
     return "flat" if grid.plain and route not in ("ring", "one-hop") else route
 
 
 def parts_of(route: str, grid: Grid, slice_bytes: int) -> int:
-    """Into how many parts a route cuts each slice, so that what one link has brought goes on by another meanwhile."""
+    """Return how many parts `route` cuts each slice into.
+
+    With several parts, one link forwards a part while another link still receives the next one.
+    """
     most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": TWO_HOP_PARTS}.get(travelled(route, grid), 1)
     return max(1, min(most, slice_bytes // SMALLEST_PART_BYTES))
 
 
 def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) -> Iterator[Send]:
-    """Every message of one collective, in the order of its steps. `nodes`: where each member lives."""
+    """Return every message of one collective, in the order of its steps.
+
+    Args:
+        op: An all-gather, reduce-scatter or all-reduce. An all-reduce is a reduce-scatter followed by an all-gather.
+        route: The configured route. On a plain grid it may become 'flat' (see `travelled`).
+        group: The members, and the slice that each holds.
+        nodes: The node of each member, in ring order.
+        parts: How many parts each slice is cut into, as `parts_of` returns.
+    """
     assert op in COLLECTIVES
     grid = Grid.of(nodes)
     gather = _gather(route, group.slots, grid, parts, grid.places)
@@ -151,7 +184,7 @@ def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) ->
 
 
 def _gather(route: str, slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> list[Send]:
-    """What the members at `places` send."""
+    """Return the messages that the members at `places` send in an all-gather, in the order of steps."""
     return sorted(_GATHERS[travelled(route, grid)](slots, grid, parts, places), key=lambda s: s.step)
 
 
@@ -174,7 +207,7 @@ def _hierarchical(slots: Sequence[int], grid: Grid, parts: int, places: Sequence
     for step in range(grid.nodes - 1):
         for j, m in places:
             yield Send(step, step + 1, grid.at(j, m), grid.at(j + 1, m), slots[grid.at(j - step, m)])
-    # The gathers of all bundles in one: in each step a member hands its own to another member of its node.
+    # Inside each node, a member sends its bundle, one slice from each node, to a different member in each step.
     for turn in range(1, grid.width):
         step = grid.nodes - 2 + turn
         for j, m in places:
@@ -183,7 +216,11 @@ def _hierarchical(slots: Sequence[int], grid: Grid, parts: int, places: Sequence
 
 
 def _ho_ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> Iterator[Send]:
-    """Item k, part k % parts of what is k // parts nodes from home, crosses from step k on; then its node shares it."""
+    """Yield the messages of an HO-Ring all-gather.
+
+    Item k is part `k % parts` of a slice that comes from `k // parts` nodes before the sender's. It crosses to the next
+    node from step k on. Then the next node shares it out.
+    """
     within = min(HO_RING_STEPS, parts)
     for k in range((grid.nodes - 1) * parts):
         hop, part = divmod(k, parts)
@@ -193,7 +230,8 @@ def _ho_ring(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Plac
             arrived, step = slots[grid.at(j - 1 - hop, m)], k + within
             yield from _share_out(step, step + within, (j, m), grid, arrived, part, parts)
     for part in range(parts):
-        step = part * (grid.nodes - 1)  # evenly spread: the links inside have the same to do in every step
+        # The node's own slices are shared out at evenly spaced steps, so that its inner links stay equally busy.
+        step = part * (grid.nodes - 1)
         for j, m in places:
             yield from _share_out(step, step + within, (j, m), grid, slots[grid.at(j, m)], part, parts)
 
@@ -220,7 +258,7 @@ def _one_hop(slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Plac
             yield Send(0, 1, i, (i + other) % len(slots), slots[i])
 
 
-# A backend's own collectives are rings where links are slow.
+# 'flat' is counted as a ring, because backends use rings where links are slow.
 _GATHERS: dict[str, Callable[[Sequence[int], Grid, int, Sequence[Place]], Iterator[Send]]] = {
     "flat": _ring,
     "ring": _ring,
@@ -234,23 +272,34 @@ ALL_TO_ALL: tuple[Route, ...] = ("one-hop", "two-hop")
 
 
 def bounds(elements: int, pieces: int, index: int, grain: int = 1) -> tuple[int, int]:
-    """Where piece `index` lies when `elements` are cut, at multiples of `grain`, as evenly as can be."""
-    short, longer = divmod(ceil(elements / grain), pieces)  # the first ones are longer by one
+    """Return the start and end of piece `index` of a buffer that is cut as evenly as possible.
+
+    Args:
+        elements: The length of the buffer.
+        pieces: How many pieces the buffer is cut into.
+        index: The number of the piece.
+        grain: Cuts are made at multiples of this many elements. Codecs pass their block size.
+    """
+    # The first `longer` pieces get one grain more than the others.
+    short, longer = divmod(ceil(elements / grain), pieces)
     start = index * short + min(index, longer)
     end = start + short + (index < longer)
     return min(start * grain, elements), min(end * grain, elements)
 
 
 def piece_bounds(elements: int, members: int, piece: Piece, grain: int = 1) -> tuple[int, int]:
-    """Where a piece lies in a region of `elements`."""
+    """Return the start and end of `piece` in a region of `elements`."""
     start, end = bounds(elements, members, piece.slot, grain)
     first, last = bounds(end - start, piece.parts, piece.part, grain)
     return start + first, start + last
 
 
 def cells_of(receives: Sequence[Send]) -> list[int]:
-    """A cell of the wire buffer for each message that is added, in the order of steps; free again when it is due."""
-    due: list[int] = []  # by cell
+    """Assign a cell of the wire buffer to each received message whose content is added.
+
+    The messages are in the order of their steps. A cell is reused from the step at which its message is due.
+    """
+    due: list[int] = []  # indexed by cell
     cells: list[int] = []
     for receive in receives:
         cell = next((c for c, until in enumerate(due) if until <= receive.step), len(due))
@@ -260,20 +309,27 @@ def cells_of(receives: Sequence[Send]) -> list[int]:
 
 
 def cell_elements(elements: int, members: int, parts: int, grain: int = 1) -> int:
-    """The largest part of a slice: what a cell of the wire buffer has room for."""
+    """Return the length of the largest part of a slice, which is the size of one cell of the wire buffer."""
     return min(ceil(ceil(ceil(elements / grain) / members) / parts) * grain, elements)
 
 
 def hops_of(route: str, grid: Grid) -> tuple[int, ...]:
-    """With how many members each hop of an all-to-all exchanges, itself among them; () for the other routes."""
+    """Return how many members take part in each hop of an all-to-all route, including this one.
+
+    Return an empty tuple for the other routes.
+    """
     return {"one-hop": (grid.nodes * grid.width,), "two-hop": (grid.width, grid.nodes)}.get(route, ())
 
 
 def wire_elements(
     op: Op, route: str, grid: Grid, parts: int, elements: int, codec: Codec | None = None
 ) -> tuple[int, int]:
-    """The wire buffer a member needs: elements of the region's dtype (with a codec: bytes), and of the dtype that sums
-    or keeps what was rounded away."""
+    """Return how large a wire buffer one member needs for a collective.
+
+    Returns:
+        Two sizes. The first is in elements of the region's dtype, or in bytes with a codec. The second is in float32
+        elements: scratch memory to sum narrow dtypes in, or to compute what a codec rounds away.
+    """
     route, members = travelled(route, grid), grid.nodes * grid.width
     gathered = encoded_slice(codec, elements, members) * members if codec else 0
     if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
@@ -286,7 +342,7 @@ def wire_elements(
 
 @lru_cache(maxsize=1024)
 def _cells(route: str, grid: Grid, parts: int) -> int:
-    """How many messages a member receives at a time, at most, in a reduction: the first member, as all do alike."""
+    """Return how many messages the first member, like every other, receives at the same time in a reduction."""
     sent = _gather(route, range(grid.nodes * grid.width), grid, parts, [(0, 0)])
     steps = max((s.until for s in sent), default=0)
     received = sorted((_turned_back(s, steps) for s in reversed(sent)), key=lambda s: s.step)
@@ -294,20 +350,22 @@ def _cells(route: str, grid: Grid, parts: int) -> int:
 
 
 def slice_bytes(elements: int, members: int, item_bytes: int, codec: Codec | None = None) -> int:
-    """Of the longest slice, as it travels."""
+    """Return how many bytes the longest slice takes when it is sent."""
     return encoded_slice(codec, elements, members) if codec else cell_elements(elements, members, 1) * item_bytes
 
 
 def encoded_slice(codec: Codec, elements: int, members: int) -> int:
-    """Bytes that each member's slice takes up when a region is gathered encoded."""
+    """Return how many bytes each member's slice takes when a region is gathered with `codec`."""
     return codec.encoded_bytes(cell_elements(elements, members, 1, codec.grain))
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAll:
-    """The buffers of a reduction in hops: in each hop a member exchanges with `hops[i]` of them, and sums.
+    """The buffer sizes of a reduction by all-to-all, in one hop or two.
 
-    A stage has one part of every slice. Counted in elements of the region's dtype; with a codec, in bytes.
+    In hop i a member exchanges segments with `hops[i]` members, including itself, and sums what arrives. A *stage*
+    handles one part of every slice. Sizes are in elements of the region's dtype, or in bytes with a codec. `Transfer`
+    uses them to count memory, and `AllToAllReduceScatter` uses them to allocate it.
     """
 
     hops: tuple[int, ...]
@@ -317,59 +375,71 @@ class AllToAll:
 
     @property
     def sets(self) -> int:
-        """Stages whose buffers are in use at a time."""
+        """Number of stages whose buffers are in use at the same time."""
         return min(2, self.stages)
 
     @property
     def cell(self) -> int:
-        """The largest piece, in elements."""
+        """Length of the largest piece, in elements."""
         return cell_elements(self.elements, prod(self.hops), self.stages, self.codec.grain if self.codec else 1)
 
     def sent(self, hop: int) -> int:
-        """What a stage brings at most to a hop: for each of its members, this one included."""
+        """Return the largest size of a stage's buffer for `hop`: a segment for each member, this one included."""
         return prod(self.hops[hop:]) * (self.codec.encoded_bytes(self.cell) if self.codec else self.cell)
 
     def received(self, hop: int) -> int:
-        """From each other member as much as it keeps for itself."""
+        """Return the size of the segments that arrive in `hop`, one from each other member."""
         return self.sent(hop) // self.hops[hop] * (self.hops[hop] - 1)
 
     @property
     def wire_elements(self) -> int:
+        """Size of the wire buffer: the sent and received segments of all hops, for each set of buffers."""
         return self.sets * sum(self.sent(h) + self.received(h) for h in range(len(self.hops)))
 
     @property
     def sum_elements(self) -> int:
-        """Sums of a dtype too narrow to sum in; with a codec, one piece as it was, and one as it arrives."""
+        """Size of the float32 scratch memory of a reduction.
+
+        With a codec it holds one piece before encoding, and the same piece decoded again. Without a codec it holds the
+        sums of a dtype that is too narrow to sum in.
+        """
         return 2 * self.cell if self.codec else self.sent(0) // self.hops[0]
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
-        """Of what is rounded away before each hop, if it is kept: a float32 for every element brought to it."""
+        """Size of the error feedback before each hop, if it is kept.
+
+        It is one float32 element for each element of the hop's buffer.
+        """
         return tuple(self.stages * prod(self.hops[h:]) * self.cell for h in range(len(self.hops)))
 
 
 # --- route bytes ------------------------------------------------------------------------------------------------------
 #
-# How many bytes each route sends, in closed form: what the messages of `routes.sends` add up to.
+# These functions return how many bytes each route sends, in closed form. The messages of `sends` add up to the same.
 #
-# A link carries the whole region, but for what its receiver does not need: in a ring, the slice of the member that
-# receives; by the routes of two levels, the slices of its node. A reduction's messages are a gather's turned back:
-# what arrives at a node in one leaves it in the other.
+# A link carries the region without the slices that its receiver already has. In a ring that is the receiver's own
+# slice. In the two-level routes it is the slices of the receiver's node. A reduction reverses the messages of a gather,
+# so that what arrives at a node in one leaves it in the other.
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """By the members of one group together: inside their nodes, and out of each of their nodes."""
+    """Bytes sent inside nodes, all nodes together, and bytes sent out of each node."""
 
     inside: int
     leaving: tuple[int, ...]
 
 
 def sent_bytes(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced: Sequence[int]) -> Sent:
-    """What one collective of a group sends.
+    """Return how many bytes one collective of a group sends.
 
-    `gathered`, `reduced`: the bytes of each member's slice, in the order of the ring, as a gather and as a reduction
-    send it. An all-reduce does both.
+    Args:
+        op: The collective. An all-reduce counts as a reduction and a gather.
+        route: The configured route.
+        grid: The members of the group.
+        gathered: The bytes of each member's slice in a gather, in ring order.
+        reduced: The bytes of each member's slice in a reduction, in ring order.
     """
     route, inside, leaving = travelled(route, grid), 0, [0] * grid.nodes
     if op is not Op.ALL_GATHER:
@@ -390,7 +460,7 @@ def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:
 
 
 def _arriving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[int]:
-    """By node, from other nodes."""
+    """Return how many bytes each node receives from other nodes in a gather."""
     if grid.nodes == 1:
         return [0]
     total, of_node = sum(slices), _by_node(grid, slices)
@@ -401,11 +471,11 @@ def _arriving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list
 
 
 def _leaving_in_a_gather(route: str, grid: Grid, slices: Sequence[int]) -> list[int]:
-    if route in ("one-hop", "two-hop"):  # each slice straight to all other nodes
+    if route in ("one-hop", "two-hop"):  # each node sends its own slices directly to all other nodes
         receivers = (grid.nodes - 1) * (grid.width if route == "one-hop" else 1)
         return [receivers * own for own in _by_node(grid, slices)]
     arriving = _arriving_in_a_gather(route, grid, slices)
-    return [*arriving[1:], arriving[0]]  # all of it at the next node
+    return [*arriving[1:], arriving[0]]  # what leaves a node arrives at the next one
 
 
 def _by_node(grid: Grid, slices: Sequence[int]) -> list[int]:
@@ -414,19 +484,26 @@ def _by_node(grid: Grid, slices: Sequence[int]) -> list[int]:
 
 # --- route phases -----------------------------------------------------------------------------------------------------
 #
-# How long each route keeps which links busy, in closed form: what the messages of `routes.sends` add up to.
+# These functions return how long each route keeps which links busy, in closed form, for the simulator. The messages of
+# `sends` add up to the same.
 #
-#     Phase     rounds that follow one another; what crosses between nodes and what stays inside travel at the same time
-#
-# Where a route does one after the other, it has two phases. All members of a group are alike here, and all groups.
+# A *phase* is a sequence of rounds in which the links between nodes and inside nodes work at the same time. A route
+# that uses them one after the other has two phases. All members and all groups are assumed to be equal.
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """In slices of the region: `leaving` those that leave each node, `inside` those that a rank sends to its node.
+    """The load of one phase of a route, summed over its rounds.
 
-    `messages_out`, `messages_inside`: how many messages a rank sends there, on average: of a ring's ranks in a node
-    only the last one sends out of it. All of the whole phase, over its rounds.
+    Amounts are in slices of the region, and message counts are averages over the ranks. In a ring, only the last rank
+    of each node sends out of the node.
+
+    Attributes:
+        rounds: How many rounds follow one another.
+        leaving: Slices that leave each node.
+        inside: Slices that each rank sends inside its node.
+        messages_out: Messages that each rank sends out of its node.
+        messages_inside: Messages that each rank sends inside its node.
     """
 
     rounds: int
@@ -438,7 +515,14 @@ class Phase:
 
 @lru_cache(maxsize=4096)
 def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
-    """Of one collective of a group, in their order."""
+    """Return the phases of one collective of a group, in their order.
+
+    Args:
+        op: The operation. A reduction runs the phases of a gather in reverse order.
+        route: The configured route.
+        grid: The members of the group, or the two ends of a message.
+        parts: How many parts each slice is cut into, as `parts_of` returns.
+    """
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
         return (Phase(1, out, inside, out, inside),)
@@ -463,7 +547,7 @@ def _hierarchical_phases(grid: Grid, parts: int) -> Iterator[Phase]:
 
 
 def _ho_ring_phases(grid: Grid, parts: int) -> Iterator[Phase]:
-    """The node shares out what has crossed while the next part crosses; the last part alone."""
+    """Yield a phase in which nodes share out each part while the next one crosses, and one for the last part."""
     within = min(HO_RING_STEPS, parts)
     out, last = (grid.nodes - 1) * parts, grid.width - 1
     shared = last * (grid.nodes * parts - 1)

@@ -1,4 +1,8 @@
-"""A strategy: a topology, a placement on it, and a wire for each kind of transfer. A value, nothing else."""
+"""A strategy: a topology, a placement on it, and a wire for each kind of transfer.
+
+A strategy is immutable data. The unit plan, the step machine and the schedule are derived from it. This file also
+writes and reads strategies as TOML, and describes the collectives of a placement without naming their ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,21 @@ from towpath.topology.cluster import Extent, Topology
 
 # --- toml -------------------------------------------------------------------------------------------------------------
 #
-# Values as TOML writes them; `tomllib` reads them back.
+# Values are written in TOML syntax. `tomllib` reads them back.
 
 
-# Beyond what JSON escapes, TOML wants DEL escaped, and knows no surrogate pairs: other characters stay as they are.
+# TOML escapes what JSON escapes, and DEL. It has no surrogate pairs, so all other characters are written unescaped.
 _ESCAPED = re.compile('[\x00-\x1f\x7f"\\\\]')
 
 
 def written(value: str | bool | int | float | Iterable[Any]) -> str:
-    """A scalar, or an array of such. Text with lone surrogates is a ValueError: no file can hold it."""
+    """Return a scalar, or an array of scalars, in TOML syntax.
+
+    Raises:
+        ValueError: If text contains lone surrogates, which no file can hold.
+    """
     if isinstance(value, str):
-        value.encode()  # or UnicodeEncodeError, which is a ValueError
+        value.encode()  # raises UnicodeEncodeError, a ValueError, for lone surrogates
         return f'"{_ESCAPED.sub(_escape, value)}"'
     if isinstance(value, bool):
         return "true" if value else "false"
@@ -45,43 +53,65 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class Kind(StrEnum):
-    """The kinds of transfer in a step."""
+    """The purpose of a transfer. Strategies choose a wire for each of the first five kinds."""
 
+    # All-gathers a unit's weights before its forward pass.
     GATHER = "gather"
+    # All-gathers a unit's weights before its backward pass, from the P shards or from the backward copy.
     BACKWARD_GATHER = "backward_gather"
+    # Reduce-scatters a unit's gradients into the G shards, in every micro-step.
     REDUCE = "reduce"
+    # Turns the G shards into the mean over all ranks, in the last micro-step.
     SYNC = "sync"
+    # Sends what the optimizer wrote to every P shard, before the next forward pass.
     PUBLISH = "publish"
+    # Compares at the boundary which parameters were used, and what each rank has submitted.
     USAGE = "usage"
+    # Sends gradients of matrices to the ranks that own the matrices.
     MATRIX_GRADIENTS = "matrix_gradients"
+    # Sends weights of matrices to the ranks that own them.
     MATRIX_WEIGHTS = "matrix_weights"
+    # Sends what the owners computed back to the ranks that hold the pieces.
     MATRIX_UPDATES = "matrix_updates"
+    # Sends the output of a pipeline stage to the next stage.
     ACTIVATION = "activation"
+    # Sends the gradient of that output back.
     ACTIVATION_GRADIENT = "activation_gradient"
 
 
-# Those that a strategy chooses a wire for: fields of Strategy, and of Transitions.
+# The kinds that a strategy chooses a wire for. Each is a field of `Strategy` and of `PlacementCollectives`.
 WIRED = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH)
 WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
 GRADIENTS = (Kind.REDUCE, Kind.SYNC)
 
-# For `Strategy.frozen`: parameters that do not train lie and travel as those that train.
+# This value of `Strategy.frozen` gives frozen parameters the placement and the wires of trainable ones.
 AS_TRAINED = "as-trained"
-# What may lie in the host's memory instead of the device's.
+# These values of `Strategy.offload` say what is kept in host memory instead of device memory.
 Offload = Literal["optimizer"]
 OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What lies where, and how it travels. Made by `towpath.strategy(name, topology)` or by hand.
+    """The full description of how a model is sharded and how its transfers are sent.
 
-    `frozen`: over how many ranks one copy of the parameters that do not train is spread. 'as-trained': as what trains.
-    None is left to `shard()`: in each node where its memory allows, if P spans nodes (`core/schedule.py`).
-    `frozen_codec`: a `Codec` or its text ('int8', 'int4:64') in which these parameters rest and travel; 'none': as they
-    are.
-    `offload="optimizer"`: what the optimizer works on (its slice of the parameters, `.grad`, its states) lies in the
-    host's memory, and the optimizer steps there.
+    `towpath.strategy(name, topology)` makes one from a preset. You can also construct one directly.
+
+    Attributes:
+        topology: The nodes and ranks of the job.
+        placement: The extents of parameters, gradients and optimizer states.
+        name: The preset's name, or a name of your own.
+        gather: The wire of all-gathers before forward passes.
+        backward_gather: The wire of all-gathers before backward passes.
+        reduce: The wire of the reduce-scatters of gradients.
+        sync: The wire that averages G shards over replicas in the last micro-step.
+        publish: The wire that sends updated parameters to the P shards.
+        frozen: The extent of frozen parameters: an `Extent`, or 'as-trained' for that of trainable ones. With None,
+            `shard()` decides. If P spans nodes, it then keeps one copy in each node where the node's memory allows it.
+        frozen_codec: A `Codec` or its text ('int8', 'int4:64') in which frozen parameters are stored and sent. 'none'
+            keeps them unencoded.
+        offload: 'optimizer' keeps the optimizer's slice of the parameters, `.grad` and the optimizer states in host
+            memory. The optimizer then steps on the CPU.
     """
 
     topology: Topology
@@ -115,7 +145,7 @@ class Strategy:
                     "compute with other weights than the forward pass. Take a codec without +stochastic for weights."
                 )
             if kind is Kind.SYNC and wire.low_rank is not None and self.placement.grads.size == 1:
-                continue  # whole matrices are there
+                continue  # gradients are unsharded here, as low rank requires
             for move in getattr(self.moves, kind.value):
                 wire.check(move.op, f"{self.name}: {kind.value}")
 
@@ -144,43 +174,54 @@ class Strategy:
 
     @property
     def moves(self) -> PlacementCollectives:
+        """The collectives of the placement, for each kind of transfer."""
         return transitions(self.placement, self.topology)
 
     def of(self, trainable: bool) -> Strategy:
-        """How the parameters that train are laid out and travel; or those that do not, where that is told apart.
+        """Return the strategy of trainable parameters, or of frozen ones if these differ.
 
-        Of the latter P = G = OS, there is no copy for the backward pass, and the wires of what never moves are plain.
+        For frozen parameters, P, G and OS have the same extent, and there is no backward copy. Gradients and updates
+        are never sent, so their wires are plain.
         """
         return self if trainable or self.frozen_extent is None else _of_frozen(self)
 
     @property
     def frozen_extent(self) -> Extent | None:
-        """Over how many ranks frozen parameters are spread, if not as those that train."""
+        """The extent of frozen parameters, or None if they follow the trainable ones."""
         if isinstance(self.frozen, Extent):
             return self.frozen
-        return None if self.frozen_codec == "none" else self.placement.params  # what rests encoded has no finer cut
+        # Encoded frozen parameters are cut for P only, and G and OS get the same cut.
+        return None if self.frozen_codec == "none" else self.placement.params
 
     @property
     def gathered_over(self) -> Extent:
-        """The smallest extent whose ranks gather a unit's weights together, trainable and frozen ones."""
+        """The smallest extent that contains all ranks that gather a unit's trainable and frozen weights together."""
         params, frozen = self.placement.params, self.frozen_extent or self.placement.params
         return Extent(math.lcm(params.local, frozen.local), math.lcm(params.nodes, frozen.nodes))
 
     def wire(self, kind: Kind) -> Wire:
+        """Return the wire of transfers of `kind`. Kinds that have no choice get a plain wire."""
         return getattr(self, kind.value) if kind in WIRED else Wire()
 
     def codecs(self, trainable: bool) -> list[Codec]:
-        """Those that encode parameters, or gradients if they are `trainable`, or have done so: parameters lie where
-        their blocks begin."""
+        """Return the codecs whose blocks the parameters must be aligned to.
+
+        These encode parameters and, if `trainable` is set, gradients. A codec that serves only some of the steps is
+        always included, because the layout does not change between steps.
+        """
         kinds = [kind for kind in WIRED if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
         return [codec for kind in kinds if isinstance(codec := self.wire(kind).codec, Codec)]
 
     @property
     def optimizer_on_host(self) -> bool:
+        """True if the optimizer steps in host memory."""
         return self.offload == "optimizer"
 
     def at(self, step: int) -> Strategy:
-        """The strategy of optimizer step `step`, counted from 0: codecs may serve for the first steps only."""
+        """Return the strategy of optimizer step `step`, counted from 0.
+
+        It differs between steps if a codec serves only from or until some step.
+        """
         wires = {kind.value: self.wire(kind).at(step) for kind in WIRED}
         return replace(self, **wires)
 
@@ -207,6 +248,7 @@ class Strategy:
         return "as what trains" if self.frozen_codec == "none" else f"{self.placement.params!s:>7}"
 
     def to_toml(self) -> str:
+        """Return the strategy as TOML text, which `from_toml` reads. Raise StrategyError if the name is not Unicode."""
         try:
             lines = [f"name = {written(self.name)}"]
         except ValueError as error:
@@ -229,6 +271,7 @@ class Strategy:
 
     @staticmethod
     def from_toml(text: str) -> Strategy:
+        """Return the strategy that `to_toml` wrote. Raise StrategyError if the text is anything else."""
         try:
             table = tomllib.loads(text)
             wires = {kind.value: Wire(**table.pop(kind.value)) for kind in WIRED if kind.value in table}
@@ -256,7 +299,7 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     if strategy.frozen_codec != "none":
         gather = backward = Wire(gather.route, strategy.frozen_codec)
     elif extent.nodes == 1 < strategy.placement.params.nodes:
-        # A preset's codec is for what crosses nodes.
+        # A preset encodes only what crosses nodes, and these gathers stay inside a node.
         gather, backward = Wire(gather.route), Wire(backward.route)
     plain = {kind.value: Wire() for kind in (*GRADIENTS, Kind.PUBLISH)}
     return replace(strategy, placement=placement, gather=gather, backward_gather=backward, **plain)
@@ -264,10 +307,11 @@ def _of_frozen(strategy: Strategy) -> Strategy:
 
 # --- move shapes ------------------------------------------------------------------------------------------------------
 #
-# The moves of a placement without their ranks: how many groups there are, of what shape, and where they lie.
+# These functions describe the collectives of a placement without naming ranks. They give the operation, the shape of
+# the groups, and how far apart a group's nodes are.
 #
-# `transitions` names every rank of every group; of thousands of ranks that takes a while, and what a transfer costs
-# does not depend on it. A test holds the two together.
+# `transitions` lists every rank of every group. That is slow for thousands of ranks, and the planner does not need it
+# to estimate the cost of a transfer. A test checks that both agree.
 
 
 _ONE = Extent(1)
@@ -275,9 +319,13 @@ _ONE = Extent(1)
 
 @dataclass(frozen=True, slots=True)
 class MoveShape:
-    """One collective, run by every group at once. Each group's region is 1/`regions` of the flat buffer.
+    """The shape of one collective that several groups run at the same time.
 
-    `stride`: a group's nodes are so far apart, if it has several.
+    Attributes:
+        op: The collective.
+        regions: How many regions the flat buffer is divided into. Each group works on one of them.
+        grid: The members of each group.
+        stride: The distance between the nodes of a group. It is 1 if the group has one node.
     """
 
     op: Op
@@ -287,11 +335,13 @@ class MoveShape:
 
     @property
     def members(self) -> int:
+        """Number of ranks in each group."""
         return self.grid.nodes * self.grid.width
 
 
 @lru_cache(maxsize=4096)
 def move_shapes(placement: Placement, topology: Topology) -> dict[Kind, tuple[MoveShape, ...]]:
+    """Return the shapes of the collectives of each kind, in the order in which they run."""
     params, grads, optimizer = placement.params, placement.grads, placement.optimizer
     backward = placement.backward_params or params
     return {

@@ -1,4 +1,9 @@
-"""A transfer: one collective of a step, or one message, and the bytes that it sends over each class of link."""
+"""The transfers of a step, and the bytes that each one sends over each class of link.
+
+A *transfer* is one collective, run by all its groups at the same time, or one message between pairs of ranks. It says
+what moves (the payload), among which ranks, over which wire (route and codec), and for which purpose (`Kind`). The
+schedule, the simulator and the engine all read the same transfers.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +36,20 @@ from towpath.topology.cluster import Topology
 
 # --- payload ----------------------------------------------------------------------------------------------------------
 #
-# What a transfer moves.
+# The payload of a transfer is a range of a bucket, an activation of a pipeline, or matrices.
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of a bucket's parameters, or of their gradients: as much as one group shares.
+    """The part of a bucket's parameters, or of their gradients, that one group shares.
 
-    `factored`: the elements of the matrices of which it has factors, instead of what they are. `encoded`: each rank's
-    part rests in the wire's codec, and is sent as it rests.
+    Attributes:
+        unit: The unit's name, empty for the root.
+        bucket: The bucket's name. It is empty for a transfer that concerns all units, such as the usage check.
+        elements: The length of the range.
+        dtype: The dtype in which the elements are sent.
+        factored: How many matrix elements are replaced by low-rank factors. 0 if there are none.
+        encoded: True if each rank stores its part in the wire's codec. It is then sent in that form.
     """
 
     unit: str
@@ -55,7 +65,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Of one micro-batch, what a pipeline stage hands to the next: an output; or, on its way back, its gradient."""
+    """The output of a pipeline stage for one micro-batch, sent to the next stage; or its gradient, sent back."""
 
     stage: int
     shape: tuple[int, ...]
@@ -63,14 +73,17 @@ class Activation:
 
     @property
     def elements(self) -> int:
+        """Number of elements of the tensor."""
         return prod(self.shape)
 
     @property
     def unit(self) -> str:
+        """Name of the stage, used in place of a unit's name."""
         return f"stage {self.stage}"
 
     @property
     def bucket(self) -> str:
+        """Empty, because an activation belongs to no bucket."""
         return ""
 
     def __str__(self) -> str:
@@ -79,9 +92,13 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A parameter that one rank of each copy of the optimizer states steps whole: the one that holds slice `owner`.
+    """A parameter that one rank of each copy of the optimizer states, its owner, steps as a full matrix.
 
-    `pieces`: by slice, in order, how many of its elements lie there.
+    Attributes:
+        name: The parameter's name.
+        shape: Its global shape.
+        pieces: How many of its elements each slice holds, in the order of slices.
+        owner: The slice whose holder steps the matrix.
     """
 
     name: str
@@ -91,37 +108,40 @@ class Matrix:
 
     @property
     def numel(self) -> int:
+        """Number of elements of the full matrix."""
         return sum(self.pieces)
 
     @property
     def stays(self) -> bool:
-        """Whether its owner holds all of it, and none of it travels."""
+        """True if the owner already holds all of the matrix, so that none of it is sent."""
         return self.pieces[self.owner] == self.numel
 
     def bounds(self, slot: int) -> tuple[int, int]:
-        """Which of its elements lie in that slice."""
+        """Return the start and end of the elements that slice `slot` holds."""
         start = sum(self.pieces[:slot])
         return start, start + self.pieces[slot]
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Whole parameters, or their gradients, as their slices travel between the ranks that hold these and the owners."""
+    """The full parameters, gradients or updates that one transfer moves between holders of pieces and owners."""
 
     matrices: tuple[Matrix, ...]
     dtype: str
 
     @property
     def elements(self) -> int:
-        """Those at their owners from the start among them."""
+        """Total number of elements, including matrices that are already on their owner."""
         return sum(matrix.numel for matrix in self.matrices)
 
     @property
     def unit(self) -> str:
+        """Names of the matrices, used in place of a unit's name."""
         return ", ".join(matrix.name for matrix in self.matrices)
 
     @property
     def bucket(self) -> str:
+        """Empty, because matrices may come from several buckets."""
         return ""
 
     def __str__(self) -> str:
@@ -133,21 +153,30 @@ Payload = Range | Activation | Matrices
 
 # --- owner messages ---------------------------------------------------------------------------------------------------
 #
-# What is sent between the ranks that hold pieces of matrices and the ranks that own these: message by message, and in
-# closed form how many bytes that is. `collectives/owners.py` executes it.
+# These functions list the messages between the ranks that hold pieces of matrices and the owners, and count their bytes
+# in closed form. `collectives/owners.py` sends the messages.
 
 
 class OwnerMessage(NamedTuple):
-    """Member `source` sends member `target` (positions in the group) the piece of a matrix that lies in `slot`."""
+    """A message that carries the piece of matrix number `matrix` in slice `slot`, to its owner or back.
+
+    Member `source` sends it to member `target`. Both are positions in the group.
+    """
 
     source: int
     target: int
-    matrix: int  # which of the matrices
+    matrix: int  # index into the matrices of the transfer
     slot: int
 
 
 def owner_messages(op: Op, matrices: Sequence[Matrix], group: Group) -> Iterator[OwnerMessage]:
-    """Every message of one transfer of a group, matrix by matrix."""
+    """Yield every message of one group's transfer, matrix by matrix.
+
+    Args:
+        op: The direction: `Op.TO_OWNERS` or `Op.FROM_OWNERS`.
+        matrices: The matrices, in the order that all ranks agree on.
+        group: The members, and the slice that each holds.
+    """
     assert op in WITH_OWNERS
     member = {slot: position for position, slot in enumerate(group.slots)}
     for number, matrix in enumerate(matrices):
@@ -159,14 +188,14 @@ def owner_messages(op: Op, matrices: Sequence[Matrix], group: Group) -> Iterator
 
 
 def piece_bytes(elements: int, item: int, codec: Codec | None) -> int:
-    """As it travels: each piece is encoded by itself."""
+    """Return how many bytes a piece of a matrix takes when it is sent. Each piece is encoded separately."""
     if not elements:
         return 0
     return codec.encoded_bytes(elements) if codec is not None else elements * item
 
 
 def encoded_by_a_rank(matrices: Sequence[Matrix], codec: Codec | None) -> int:
-    """Bytes of all encoded pieces that one rank sends and receives in one transfer, at most."""
+    """Return the bytes of all encoded pieces that any rank sends and receives in one transfer, at most."""
     if codec is None:
         return 0
     through = [0] * max(len(matrix.pieces) for matrix in matrices)
@@ -180,8 +209,19 @@ def encoded_by_a_rank(matrices: Sequence[Matrix], codec: Codec | None) -> int:
 def sent_with_owners(
     op: Op, matrices: Sequence[Matrix], node_of_slot: Sequence[int], nodes: int, item: int, codec: Codec | None
 ) -> Sent:
-    """What one group sends: a node sends all it holds of a matrix out to the owner's node, or, if that is this one, all
-    but what the owner holds inside. On the way back the owner's node sends what the others have sent it."""
+    """Return how many bytes one group sends when matrices move to their owners, or back.
+
+    On the way to the owners, each node sends all that it holds of a matrix to the owner's node. Inside the owner's
+    node, only the pieces of other ranks are sent. On the way back, the owner's node sends the same amounts out.
+
+    Args:
+        op: The direction: `Op.TO_OWNERS` or `Op.FROM_OWNERS`.
+        matrices: The matrices of the transfer.
+        node_of_slot: The node of the rank that holds each slice.
+        nodes: How many nodes the topology has.
+        item: Bytes per element without a codec.
+        codec: The codec of the pieces, if any.
+    """
     inside, leaving = 0, [0] * nodes
     for matrix in matrices:
         held = [0] * nodes
@@ -197,14 +237,23 @@ def sent_with_owners(
     return Sent(inside, tuple(leaving))
 
 
-Needs = dict[str, int]  # elements by dtype
+# How many elements of memory something needs, by dtype.
+Needs = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One collective of a step, on every group that runs it at once; or one message of every pair of ranks.
+    """One collective of a step, run by all its groups at the same time, or one message for each pair of ranks.
 
-    `move` names ranks of `topology`, which lie on its nodes.
+    The schedule lists transfers, and the engine binds each one to the collective that executes it on this rank.
+
+    Attributes:
+        kind: What the transfer is for.
+        payload: What it moves.
+        move: Its operation and its groups. Their ranks are ranks of `topology`.
+        wire: Its route and codec.
+        topology: The nodes that the ranks are on.
+        micro_step: The micro-step in which it is submitted, or the micro-batch of an activation.
     """
 
     kind: Kind
@@ -216,38 +265,44 @@ class Transfer:
 
     @property
     def unit(self) -> str:
+        """Name of the payload's unit."""
         return self.payload.unit
 
     @property
     def bucket(self) -> str:
+        """Name of the payload's bucket, or an empty string."""
         return self.payload.bucket
 
     @property
     def elements(self) -> int:
-        """Of one group's region, or of one message."""
+        """Number of elements of one group's region, or of one message."""
         return self.payload.elements
 
     @property
     def dtype(self) -> str:
+        """Name of the payload's dtype."""
         return self.payload.dtype
 
     def over(self, ranks: Sequence[int], topology: Topology) -> Transfer:
-        """The same in a larger job: what is rank i here is rank `ranks[i]` of `topology`."""
+        """Return the same transfer in a larger job, where rank i becomes rank `ranks[i]` of `topology`."""
         return replace(self, move=self.move.over(ranks), topology=topology)
 
     @property
     def grid(self) -> Grid:
-        """Of the first group's members: alike in all groups, as far as routes go."""
+        """Grid of the first group's members. All groups have the same grid."""
         return _grid(self.move, self.topology)
 
     @property
     def route(self) -> str:
-        """The one that is taken: some make no difference where there is one kind of link only."""
+        """The route that is used, which can differ from the configured one.
+
+        For example, some routes make no difference where there is only one kind of link.
+        """
         return self.wire.route_on(self.move.op, self.grid)
 
     @property
     def parts(self) -> int:
-        """Into how many each slice is cut on its way."""
+        """Number of parts that each slice is cut into while it is sent."""
         if self.move.op is Op.SEND or isinstance(self.payload, Matrices):
             return 1
         size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.wire.encoding)
@@ -255,21 +310,21 @@ class Transfer:
 
     @property
     def inter_bytes(self) -> int:
-        """Sent between nodes, all ranks together."""
+        """Bytes sent between nodes, summed over all ranks."""
         return sum(self._sent.leaving)
 
     @property
     def intra_bytes(self) -> int:
-        """Sent inside nodes, all ranks together."""
+        """Bytes sent inside nodes, summed over all ranks."""
         return self._sent.inside
 
     def cable_bytes(self, node: int) -> int:
-        """Sent by `node` over its cable."""
+        """Return how many bytes `node` sends to other nodes."""
         return self._sent.leaving[node]
 
     @property
     def message_bytes(self) -> int:
-        """Of a message from one rank to another, as it travels."""
+        """Bytes of one message between two ranks, after encoding. Only for activations."""
         assert isinstance(self.payload, Activation)
         item, codec, low_rank = item_bytes(self.dtype), self.wire.encoding, self.wire.low_rank
         if low_rank is not None:
@@ -287,14 +342,15 @@ class Transfer:
 
     @property
     def region_bytes(self) -> int:
+        """Bytes of one group's region before encoding."""
         return self.elements * item_bytes(self.dtype)
 
     @property
     def wire_needs(self) -> Needs:
-        """What one rank needs to receive in, beside the region."""
+        """Wire buffers that one rank needs for this transfer, in addition to the region."""
         if self.kind is Kind.USAGE:
             return {}
-        if isinstance(self.payload, Matrices):  # what is not encoded goes straight to where it belongs
+        if isinstance(self.payload, Matrices):  # pieces without a codec are received in their final memory
             return {"uint8": encoded_by_a_rank(self.payload.matrices, self.wire.encoding)}
         if self.move.op is Op.SEND:
             return {"uint8": self.message_bytes}
@@ -308,9 +364,10 @@ class Transfer:
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
-        """By hop: how many float32 of what the codec rounds away one rank keeps, to be added the next time.
+        """Number of float32 elements of codec state that one rank keeps between steps, for each hop.
 
-        Of a message in low rank, also what its sender starts from.
+        This is the error feedback: what the codec rounded away, to be added in the next step. For a low-rank message it
+        also includes the factor that the next step starts from.
         """
         if isinstance(self.payload, Activation):
             feedback = self.wire.feedback == "first"
@@ -325,6 +382,7 @@ class Transfer:
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
 
     def in_micro_step(self, number: int) -> Transfer:
+        """Return this transfer with micro-step `number`."""
         return self if self.micro_step == number else replace(self, micro_step=number)
 
     def __str__(self) -> str:
@@ -337,25 +395,27 @@ class Transfer:
 
 
 class SentBytes:
-    """What has `transfers`, and is asked for the bytes that they send, all ranks together."""
+    """A base class for objects with `transfers`. It sums the bytes that all ranks send."""
 
     __slots__ = ()
     transfers: tuple[Transfer, ...]
 
     @property
     def inter_bytes(self) -> int:
+        """Bytes sent between nodes, summed over all ranks and transfers."""
         return sum(t.inter_bytes for t in self.transfers)
 
     @property
     def intra_bytes(self) -> int:
+        """Bytes sent inside nodes, summed over all ranks and transfers."""
         return sum(t.intra_bytes for t in self.transfers)
 
     def cable_bytes(self, node: int) -> int:
-        """What `node` sends over its cable in one step."""
+        """Return how many bytes `node` sends to other nodes in one step."""
         return sum(t.cable_bytes(node) for t in self.transfers)
 
     def by_kind(self) -> str:
-        """One line per kind of transfer."""
+        """Return a text table with one line for each kind of transfer: calls, and bytes by class of link."""
         lines = [f"  {'kind':<20} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}"]
         for kind in Kind:
             mine = [t for t in self.transfers if t.kind is kind]
@@ -375,7 +435,7 @@ def _grid(move: GroupCollective, topology: Topology) -> Grid:
 def _sent_by_all(
     move: GroupCollective, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
 ) -> Sent:
-    """By all groups together: inside nodes, and out of each node of the topology."""
+    """Return the bytes that all groups send inside nodes, and out of each node of the topology."""
     members = move.members
     plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
     gathered = [encoded_slice(codec, elements, members)] * members if codec else plain
@@ -383,7 +443,8 @@ def _sent_by_all(
         [_encoded(codec, _length(elements, members, s, codec.grain), parts) for s in range(members)] if codec else plain
     )
     inside, leaving = 0, [0] * topology.nodes
-    # Most groups are alike: their members lie on nodes in the same way, and hold their slices in the same order.
+    # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
+    # once.
     alike: dict[tuple[object, ...], tuple[int, Sent]] = {}
     for group in move.groups:
         nodes = tuple(map(topology.node_of, group.ranks))
@@ -431,5 +492,5 @@ def _length(elements: int, pieces: int, index: int, grain: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _encoded(codec: Codec, length: int, parts: int) -> int:
-    """Bytes of a slice whose parts are encoded one by one."""
+    """Return the bytes of a slice of `length` elements whose parts are encoded separately."""
     return sum(codec.encoded_bytes(_length(length, parts, part, codec.grain)) for part in range(parts))

@@ -1,4 +1,8 @@
-"""How one kind of transfer travels: over which route, and in which codec."""
+"""Wires: the route and the codec of one kind of transfer.
+
+A codec of blocks (`Codec`) rounds each element to a few bits. The low-rank codec (`LowRank`) sends the factors of a
+matrix instead of the matrix.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,14 @@ from towpath.errors import StrategyError
 
 # --- low rank ---------------------------------------------------------------------------------------------------------
 #
-# Matrices that travel as products of two thin ones (PowerSGD, Optimus-CC), in elements.
+# A matrix is sent as the product of two thin matrices (PowerSGD, Optimus-CC). Sizes are in elements.
 #
-# Of a matrix X of `rows` × `columns` there are P (rows × rank, orthonormal) and Q (columns × rank), so that P Qᵀ is
-# near X. One starts from the last Q, and adds what P Qᵀ has missed to what is sent next: so the codec has to know the
-# matrix's shape, and keeps state. From one rank to another P and Q travel in one message. A sum over ranks takes two:
-# P, which all must have before they can make their parts of Q, and Q.
+# The factors of a matrix X of `rows` × `columns` are P (rows × rank, orthonormal) and Q (columns × rank). P Qᵀ
+# approximates X. Each step starts from the Q of the step before. With error feedback, the difference X - P Qᵀ is added
+# to the next step's X. The codec therefore needs the matrix's shape, and keeps state.
+#
+# Between two ranks, P and Q are sent in one message. A sum over ranks takes two messages: P, which every rank needs
+# before it can compute its part of Q, and then Q.
 
 
 LOW_RANK = "low-rank"
@@ -28,7 +34,12 @@ LOW_RANK = "low-rank"
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """`rank`: how many columns P and Q have. What they do not make `rate` times smaller travels as it is."""
+    """The low-rank codec, which sends two thin factors of each matrix.
+
+    Attributes:
+        rank: How many columns P and Q have.
+        rate: How many times smaller than the matrix the factors must be. Other tensors are sent unencoded.
+    """
 
     rank: int
     rate: float = 1.0
@@ -41,6 +52,7 @@ class LowRank:
 
     @staticmethod
     def parse(text: str) -> LowRank:
+        """Return the codec that text such as 'low-rank:16+rate:2' names. Raise StrategyError for other text."""
         match = re.fullmatch(rf"{LOW_RANK}:(\d+)(?:\+rate:(\d+(?:\.\d+)?))?", text)
         if match is None:
             raise StrategyError(
@@ -53,30 +65,30 @@ class LowRank:
         return f"{LOW_RANK}:{self.rank}" + (f"+rate:{self.rate:g}" if self.rate != 1 else "")
 
     def pays(self, shape: Sequence[int]) -> bool:
-        """Whether P and Q are smaller than what they stand for; else that travels as it is."""
+        """Return whether the factors are small enough to be sent in place of a tensor of `shape`."""
         rows, columns = matrix_of(shape)
         return self.rank * (rows + columns) * self.rate < rows * columns
 
     def encoded_elements(self, shape: Sequence[int]) -> int:
-        """Of one message."""
+        """Return how many elements a message with a tensor of `shape` has."""
         return self.rank * sum(matrix_of(shape)) if self.pays(shape) else prod(shape)
 
     def kept_elements(self, shape: Sequence[int], feedback: bool) -> int:
-        """What the sender keeps: Q, and with `feedback` what was missed."""
+        """Return how many elements the sender keeps between steps: Q, and the error feedback if there is any."""
         if not self.pays(shape):
             return 0
         return self.rank * matrix_of(shape)[1] + (prod(shape) if feedback else 0)
 
 
 def matrix_of(shape: Sequence[int]) -> tuple[int, int]:
-    """As which matrix a tensor is seen: all dimensions but the last are rows."""
+    """Return the rows and columns of a tensor as a matrix. All dimensions but the last form the rows."""
     *rows, columns = shape or (1,)
     return prod(rows), columns
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """`rows` × `columns` elements of a flat buffer, from `start` on."""
+    """A matrix of `rows` × `columns` elements that starts at element `start` of a flat buffer."""
 
     start: int
     rows: int
@@ -85,8 +97,15 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Factored:
-    """How the sum of a flat buffer over ranks travels: of `matrices` their factors, of the rest, which lies from start
-    to end of each of `plain`, what is there. The first message has P and the rest, the second Q."""
+    """The layout of a flat buffer whose sum over ranks is sent in low rank.
+
+    The first message contains P of each matrix, and the elements that are not factored. The second message contains Q.
+
+    Attributes:
+        codec: The low-rank codec.
+        matrices: The matrices that are sent as factors.
+        plain: Start and end of each range that is sent unencoded.
+    """
 
     codec: LowRank
     matrices: tuple[Matrix, ...]
@@ -94,7 +113,7 @@ class Factored:
 
     @staticmethod
     def of(codec: LowRank, bucket: BucketSpec) -> Factored | None:
-        """Nothing, where none of its parameters gets smaller."""
+        """Return the layout of `bucket`, or None if no parameter of it gets smaller."""
         matrices: list[Matrix] = []
         plain: list[tuple[int, int]] = []
         for start, numel, shape in zip(bucket.offsets, bucket.numels, bucket.matrices, strict=False):
@@ -106,18 +125,18 @@ class Factored:
 
     @property
     def messages(self) -> tuple[int, int]:
-        """Elements of each."""
+        """Number of elements of the first and of the second message."""
         rank = self.codec.rank
         first = rank * sum(m.rows for m in self.matrices) + sum(end - start for start, end in self.plain)
         return first, rank * sum(m.columns for m in self.matrices)
 
     @property
     def elements(self) -> int:
-        """Of the matrices."""
+        """Number of elements of all factored matrices."""
         return sum(m.rows * m.columns for m in self.matrices)
 
     def kept_elements(self, feedback: bool) -> int:
-        """What each rank keeps: Q, and with `feedback` what its messages have missed."""
+        """Return how many elements each rank keeps between steps: Q, and the error feedback if there is any."""
         return self.messages[1] + (self.elements if feedback else 0)
 
 
@@ -127,14 +146,20 @@ FEEDBACK: tuple[Feedback, ...] = get_args(Feedback)
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """`route`: 'flat' is the backend's own collective, the others are ours (`core/routes.py` lists them).
+    """The route and the codec of one kind of transfer.
 
-    `codec`: a `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none': as it is. A reduction is encoded by one-hop
-    or two-hop alone: a ring would round at every member. What one rank sends to another, and the sum of gradients that
-    are whole on every rank, may also be a `LowRank` ('low-rank:16'). `feedback`: at which hop of a reduction, or
-    ('first') by the sender, what was rounded away is kept, to be added the next time. The codec serves from optimizer
-    step `after` on, counted from 0, `until` step `until` (0: for ever); before and then all travels as it is. `served`:
-    it does not serve now; parameters stay where its blocks put them.
+    One-hop and two-hop are the only routes whose reductions can be encoded by blocks. On a ring, every member would
+    round.
+
+    Attributes:
+        route: 'flat' is the backend's own collective. The other routes are Towpath's (`core/routes.py` lists them).
+        codec: A `Codec` or its text ('int8', 'int4:64+hadamard'), or 'none'. Messages between two ranks may also use a
+            `LowRank` ('low-rank:16'). So may the sum of gradients that are unsharded on every rank.
+        feedback: The hops of a reduction at which rounding errors are kept and added in the next step. For messages and
+            low rank it is 'first', and the sender keeps them.
+        until: The codec is used until this optimizer step, counted from 0. With 0 it is used permanently.
+        after: The codec is used from this optimizer step on. Before `after` and from `until` on, nothing is encoded.
+        served: True if the codec is not in use in this step. Parameters stay aligned to its blocks.
     """
 
     route: Route = "flat"
@@ -173,29 +198,34 @@ class Wire:
             raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never serve.")
 
     def at(self, step: int) -> Wire:
-        """The wire of optimizer step `step`, counted from 0."""
+        """Return the wire of optimizer step `step`, counted from 0."""
         serves = self.after <= step and not 0 < self.until <= step
         return self if serves or self.codec == "none" else Wire(self.route, self.codec, served=True)
 
     @property
     def changes(self) -> set[int]:
-        """The steps from which on it is another."""
+        """The optimizer steps at which the wire changes."""
         return {self.until, self.after} - {0}
 
     def within(self, alignment: int) -> Wire:
-        """With a codec whose blocks do not span parameters which begin at multiples of `alignment` elements."""
+        """Return the wire with blocks no longer than `alignment`, so that no block spans two parameters."""
         return self if self.encoding is None else replace(self, codec=self.encoding.within(alignment))
 
     @property
     def encoding(self) -> Codec | None:
+        """The codec of blocks that is in use, or None."""
         return self.codec if isinstance(self.codec, Codec) and not self.served else None
 
     @property
     def low_rank(self) -> LowRank | None:
+        """The low-rank codec that is in use, or None."""
         return self.codec if isinstance(self.codec, LowRank) and not self.served else None
 
     def route_on(self, op: Op, grid: Grid) -> str:
-        """The route that is taken there."""
+        """Return the route that is used for `op` on `grid`.
+
+        On a plain grid, an encoded reduction uses 'one-hop', because 'flat' cannot encode it.
+        """
         if op in WITH_OWNERS:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
@@ -203,7 +233,15 @@ class Wire:
         return travelled(self.route, grid)
 
     def check(self, op: Op, what: str) -> None:
-        """Refuse what cannot be: a reduction over a route that would decode and encode at every member."""
+        """Check that the wire can execute `op`.
+
+        Args:
+            op: The operation of the transfer.
+            what: The strategy and kind of transfer, for the error message.
+
+        Raises:
+            StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
+        """
         if op is Op.SEND:
             self._check_send(what)
             return
