@@ -233,7 +233,7 @@ class Gathers:
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 #
-# The order in which units reduce their gradients, and the slots that hold these until then. At a boundary a sync follows.
+# The order in which units reduce gradients, and the slots for these. At a boundary, a sync follows each reduction.
 
 
 class Reductions:
