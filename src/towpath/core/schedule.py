@@ -371,7 +371,7 @@ def schedule(
         strategy: The placement, and the route and codec of each kind of transfer.
         units: The units of the model. At most one of them is the root (`kept`).
         micro_steps: How many forward and backward passes make one step.
-        precision: The dtypes for compute and reduction. By default, each parameter's own.
+        precision: The dtypes for compute, reduction and accumulation. None means `Precision()`.
         passes: For a pipeline stage, the passes that it computes, in order.
         whole: The parameters that the optimizer steps as whole matrices.
 
