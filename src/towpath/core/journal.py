@@ -1,22 +1,22 @@
-"""A rank's journal of what its peers must do identically between two boundaries, and how ranks find a difference.
+"""The journal in which a rank notes what its peers must do identically, and the comparison at each boundary.
 
-Collectives match by their order alone: where one rank gathers an expert and another rank another one of the same size,
-each computes with a mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate
-drifts away from its peers just as silently. So at every boundary the ranks compare, within each group whose members
-must agree, a digest of what they have noted here. It travels with the usage of parameters, which all ranks combine by
-maximum anyway: every group has a slot of its own, with the digest and its complement. Where all members agree, each
-byte and its complement are 255 together; where two differ, they are more.
+Collectives match by their order alone. If two ranks gather different experts of the same size, each computes with a
+mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate drifts away as silently.
+At every boundary, the ranks of each group that must agree therefore compare digests of their journals. The digests are
+sent with the usage of parameters, which all ranks combine by maximum. Each group has a slot there, with its digest and
+the complement of the digest. If all members agree, each byte and its complement add up to 255. If two differ, some add
+up to more.
 
-    the program          optimizer steps with their hyperparameters, micro-steps, zeroed gradients: every rank
-    copies of values     a checksum of the parameters, now and then: the ranks that hold the same optimizer slice
-    gathers              within a replica of the parameters (replicas may run different units), trainable and frozen
-                         ones together
-    reductions           within a replica of the gradients
-    syncs, publishes,    within a replica of the optimizer states; with them, what an optimizer needs that steps whole
-    shared calls         matrices, and norms and full tensors, which are collectives of these ranks
+* All ranks compare the program: optimizer steps with their hyperparameters, micro-steps, and zeroed gradients.
+* Ranks with the same optimizer slice compare checksums of their parameters, at chosen boundaries.
+* Ranks of one replica of the parameters compare gathers, trainable and frozen ones together. Replicas may run different
+  units.
+* Ranks of one replica of the gradients compare reductions.
+* Ranks of one replica of the optimizer states compare syncs, publishes, and the transfers of optimizers that need whole
+  matrices. They also compare shared calls: norms and full tensors, which are collectives of these ranks.
 
-A rank may run any number of forward passes between two boundaries, so only the last entries are kept; those before
-them are folded into a digest.
+A rank may run any number of forward passes between two boundaries. The journal keeps only the last entries, and folds
+earlier ones into a digest.
 """
 
 from __future__ import annotations
@@ -37,43 +37,45 @@ _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES
 _COMPLEMENT = bytes(255 - byte for byte in range(256))
 
-# How many entries of a scope are folded at a time. Fixed, so that ranks whose lists differ in length fold at the same
-# entries, and their digests can be compared. Between once and twice as many are kept: no rank is further ahead of its
-# peers, who take part in its transfers.
+# How many entries of a scope are folded at a time. The number is fixed, so that ranks with lists of different lengths
+# fold at the same entries, and can compare digests. Up to twice as many are kept. No rank gets further ahead of its
+# peers, because they take part in its transfers.
 FOLD = 512
 
 
 class Call(StrEnum):
     """The calls of the user's program that ranks must make identically, in addition to transfers."""
 
-    STEP = "step"  # of an optimizer
-    PROGRAM = "program"  # what a boundary closes, and calls that need every rank
+    STEP = "step"  # a step of an optimizer
+    PROGRAM = "program"  # the boundary, with the micro-steps and zeroed gradients before it; calls that need every rank
     VALUES = "values"  # a checksum of one bucket's parameters
-    SHARED = "shared call"  # a norm or a full tensor: a collective of one replica of the optimizer states
+    SHARED = "shared call"  # a norm or a full tensor, which is a collective of one replica of the optimizer states
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Entries that the ranks of one group make identically. `group_of[rank]`: the group's number."""
+    """The kinds of entry that the ranks of one group must make identically, and the groups that compare them."""
 
     kinds: frozenset[Kind | Call]
-    group_of: tuple[int, ...]
-    first_slot: int
-    number: int  # of this scope among the strategy's
+    group_of: tuple[int, ...]  # the number of each rank's group
+    first_slot: int  # the position of the first group's digest among all slots
+    number: int  # the position of this scope among those of the strategy
 
     @property
     def groups(self) -> int:
+        """The number of groups."""
         return max(self.group_of) + 1
 
     def members(self, group: int) -> list[int]:
+        """Return the ranks of a group."""
         return [rank for rank, theirs in enumerate(self.group_of) if theirs == group]
 
 
 @lru_cache(maxsize=256)
 def scopes(strategy: Strategy) -> tuple[Scope, ...]:
-    """Return what the ranks of `strategy` compare; nothing where a group would be one rank.
+    """Return what the ranks of `strategy` compare. Scopes whose groups would be single ranks are left out.
 
-    The program comes first: where ranks ran different programs, other differences follow from that.
+    The program comes first, because other differences follow from ranks that ran different programs.
     """
     placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
     optimizer = strategy.moves.optimizer
@@ -101,9 +103,10 @@ def journal_bytes(strategy: Strategy) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that was done. `what`: the unit of a transfer, of all its buckets together; or a call, in words.
+    """One entry of a journal: a transfer of one unit (all its buckets together), or a call.
 
-    `details`: named values that must be equal as well, in groups (an optimizer's parameter groups, say).
+    `what` is the name of the unit, or the call in words. `details` has named values that must be equal as well, in
+    groups such as an optimizer's parameter groups.
     """
 
     kind: Kind | Call
@@ -114,10 +117,12 @@ class Entry:
         return self.what if isinstance(self.kind, Call) else f"{self.kind.value} of unit {self.what or 'root'!r}"
 
     def to_json(self) -> list[Any]:
+        """Return the entry as values that JSON can hold."""
         return [self.kind.value, self.what, self.details]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> Entry:
+        """Return the entry that `to_json` has written."""
         kind, what, details = fields
         return Entry(_KINDS[kind], what, _tuples(details))
 
@@ -131,14 +136,14 @@ def _tuples(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """One scope's entries, in their order: the first `folded` as a digest, and the rest."""
+    """The entries of one scope in order: the first `folded` of them as a digest, and the rest."""
 
     folded: int = 0
     digest: str = ""
     entries: tuple[Entry, ...] = ()
 
     def folded_to(self, count: int) -> Lines | None:
-        """Return the same with the first `count` entries folded; None if there are not so many yet."""
+        """Return these lines with the first `count` entries folded, or None if there are fewer."""
         lines = self
         while lines.folded < count:
             if len(lines.entries) < FOLD:
@@ -150,18 +155,19 @@ class Lines:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first entry in which two ranks differ; None for a rank that has no more of them.
+    """The first entry in which two ranks differ. A rank that has no more entries has None there.
 
-    `folded`: they differ among the first `number` entries, which are not kept any more.
+    With `folded`, the ranks differ among their first `number` entries, which are not kept any more.
     """
 
-    number: int
+    number: int  # the position of the entry in the step
     ranks: tuple[int, int]
     entries: tuple[Entry | None, Entry | None]
     folded: bool = False
 
     @property
     def kinds(self) -> set[Kind | Call]:
+        """The kinds of the two entries."""
         return {entry.kind for entry in self.entries if entry is not None}
 
     def __str__(self) -> str:
@@ -177,7 +183,7 @@ class Difference:
 
 
 def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | None:
-    """Return the first detail in which two entries of the same call differ, as each of them has it."""
+    """Return the first detail in which two entries of the same call differ, as text for each of them."""
     if one is None or other is None or one.what != other.what:
         return None
     nothing: tuple[tuple[str, Any], ...] = ()
@@ -192,35 +198,34 @@ def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | N
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """What one rank has noted in the running step of a model, by scope. `ended`: it has come to the boundary.
+    """A page of the journal: what one rank has noted in the running step of a model. Ranks send it to each other."""
 
-    `inside`: the shared call that the rank is in, if any: until it returns nothing else follows.
-    """
-
-    model: int
+    model: int  # the number of the model, the same on all ranks
     step: int
-    ended: bool
-    lines: tuple[Lines, ...]
-    inside: str = ""
+    ended: bool  # the rank has reached the boundary
+    lines: tuple[Lines, ...]  # one for each scope
+    inside: str = ""  # the shared call that the rank is in, if any: no entry follows until it returns
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The entries of all scopes that are kept."""
+        """The entries of all scopes that are not folded."""
         return tuple(entry for lines in self.lines for entry in lines.entries)
 
     def to_json(self) -> list[Any]:
+        """Return the page as values that JSON can hold."""
         lines = [[each.folded, each.digest, [e.to_json() for e in each.entries]] for each in self.lines]
         return [self.model, self.step, self.ended, lines, self.inside]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> StepLog:
+        """Return the page that `to_json` has written."""
         model, step, ended, lines, inside = fields
         parsed = (Lines(folded, digest, tuple(map(Entry.from_json, entries))) for folded, digest, entries in lines)
         return StepLog(model, step, ended, tuple(parsed), inside)
 
 
 def has_not_made(page: StepLog, other: StepLog, scope: Scope) -> bool:
-    """Return whether the other rank has yet to make the call of this scope that `page`'s rank is in."""
+    """Return whether the rank of `page` is in a shared call of this scope that the rank of `other` has yet to make."""
     here, there = page.lines[scope.number], other.lines[scope.number]
     is_in_it = bool(page.inside and here.entries) and here.entries[-1].what == page.inside
     return is_in_it and there.folded + len(there.entries) < here.folded + len(here.entries)
@@ -228,7 +233,7 @@ def has_not_made(page: StepLog, other: StepLog, scope: Scope) -> bool:
 
 @dataclass(slots=True)
 class _Kept:
-    """One scope's lines while they are written."""
+    """The lines of one scope while they are written."""
 
     folded: int = 0
     digest: str = ""
@@ -251,7 +256,13 @@ def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
 
 
 class CollectiveLog:
-    """The journal of one model on one rank. `model`: its number, the same on all ranks."""
+    """The journal of one model on one rank. The engine notes transfers and calls, and compares pages at boundaries.
+
+    Args:
+        strategy: The strategy of the model, which says which ranks compare what.
+        rank: This rank.
+        model: The number of the model, the same on all ranks.
+    """
 
     def __init__(self, strategy: Strategy, rank: int, model: int = 0) -> None:
         self.rank, self.model = rank, model
@@ -259,28 +270,29 @@ class CollectiveLog:
         self._bytes = journal_bytes(strategy)
         self._scope_of = {kind: scope.number for scope in self.scopes for kind in scope.kinds}
         self._step, self._ended = 0, False
-        self._kept = [_Kept() for _ in self.scopes]  # since the last boundary
+        self._kept = [_Kept() for _ in self.scopes]  # what was noted since the last boundary
 
     def compares(self, kind: Kind | Call) -> bool:
-        """Return whether entries of this kind are compared with any other rank's."""
+        """Return whether entries of this kind are compared with those of any other rank."""
         return kind in self._scope_of
 
     def note(self, kind: Kind | Call, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()) -> None:
+        """Add an entry, if its kind is compared. `Kind.USAGE` instead marks that this rank reached the boundary."""
         if kind is Kind.USAGE:
             self._ended = True
         elif kind in self._scope_of:
             self._kept[self._scope_of[kind]].note(Entry(kind, what, details))
 
     def turn(self) -> None:
-        """Begin a new page."""
+        """Begin the page of the next step."""
         self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
 
     def page(self) -> StepLog:
-        """Return what was noted so far. Any thread may ask, at any time."""
+        """Return the page of the running step so far. Any thread may call this, at any time."""
         return StepLog(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
 
     def encoded(self) -> bytes:
-        """Return this rank's digests in the slots of its groups, and zeros, which a maximum ignores, in the others'."""
+        """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
         slots = bytearray(self._bytes)
         for scope, kept in zip(self.scopes, self._kept, strict=True):
             digest = _digest(kept.digest, kept.entries, _DIGEST_BYTES)
@@ -289,9 +301,14 @@ class CollectiveLog:
         return bytes(slots)
 
     def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
-        """Turn the page, or raise: on every rank, for `combined` is the same on all of them.
+        """Begin the page of the next step, and raise if ranks differ in this one.
 
-        `combined`: the maximum of what all ranks have encoded. `of_all_ranks`: of this rank's page, everyone's.
+        Args:
+            combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
+            of_all_ranks: A collective that takes this rank's page, and returns the pages of all ranks.
+
+        Raises:
+            StepError: If the digests of any group differ.
         """
         found = list(self._disagreeing(combined))
         page = self.page()
@@ -303,11 +320,11 @@ class CollectiveLog:
             first, *others = scope.members(group)
             differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
             texts.append(told_to(self.rank, next(d for d in differences if d is not None)))
-        # What follows from the first difference may be another one, which says more of the place.
+        # The first difference may cause a second one, which may show better where the ranks differ.
         raise StepError(" Besides, on ".join(texts))
 
     def _disagreeing(self, combined: bytes) -> Iterator[tuple[Scope, int]]:
-        """The groups whose members differ."""
+        """Yield the groups whose members differ."""
         for scope in self.scopes:
             for group in range(scope.groups):
                 start = _SLOT_BYTES * (scope.first_slot + group)
@@ -319,9 +336,13 @@ class CollectiveLog:
 def difference(
     scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
 ) -> Difference | None:
-    """Return the first difference between two ranks' pages, if there is one already: pages may still be written.
+    """Return the first difference between the pages of two ranks, or None if there is none yet.
 
-    `ended`: these are not.
+    Args:
+        scope: The kinds of entry to compare.
+        one: A rank and its page.
+        other: Another rank and its page.
+        ended: Treat both pages as complete. Otherwise a missing entry is a difference only if its page has ended.
     """
     (rank, page), (peer, theirs) = one, other
     if (page.model, page.step) != (theirs.model, theirs.step):
@@ -341,7 +362,7 @@ def difference(
 
 
 def told_to(rank: int, found: Difference) -> str:
-    """Return the error's text for a difference, as `rank` raises it."""
+    """Return the message of the error that `rank` raises for a difference."""
     if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (
             f"rank {rank}: the ranks ran different programs: {found}. Their parameters or optimizer states drift "

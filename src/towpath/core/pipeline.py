@@ -1,9 +1,9 @@
-"""A pipeline as data: in which order each rank computes which passes, and which messages go between stages.
+"""The order of passes and messages in a pipeline's step, as data, and the codecs of those messages.
 
-A pass is of one stage and one micro-batch: forward; backward, whole or in two halves. Between neighbouring stages on
-different ranks each forward pass sends its output on, and each backward pass its input's gradient back. Such a gradient
-is *exposed* if the rank that sends it has no forward pass left to compute meanwhile: the stages before it then wait for
-nothing else (Optimus-CC's epilogue, for any schedule). Both ends know the whole order, so no flag travels.
+A pass belongs to one stage and one micro-batch. It is a forward, a backward, or one half of a split backward. Between
+neighboring stages on different ranks, each forward sends its output on and each backward sends its input's gradient
+back. A sent gradient is *exposed* if its sender has no forward left to compute meanwhile: earlier stages then wait for
+it alone (the epilogue of Optimus-CC, for any schedule). Both ranks know the whole order, so messages need no header.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from towpath.core.strategy import GRADIENTS, Strategy
 from towpath.core.wire import LOW_RANK, LowRank, Wire
 from towpath.errors import StrategyError
 
-# By name, as torch.distributed.pipelining knows them: how many stages each rank has.
+# The schedules that `torch.distributed.pipelining` has, by name, and how many stages each rank holds in them.
 SCHEDULES = {
     "GPipe": 1,
     "1F1B": 1,
@@ -31,8 +31,8 @@ SCHEDULES = {
 }
 
 
-# What a schedule asks of the number of micro-batches, in words, and whether so many of ranks and of them have it. All
-# others take any.
+# What a schedule requires of the number of micro-batches, in words, and a check that takes the numbers of ranks and of
+# micro-batches. Other schedules accept any number.
 _ASKED: dict[str, tuple[str, Callable[[int, int], bool]]] = {
     "1F1B": ("at least as many micro-batches as ranks", lambda ranks, count: count >= ranks),
     **dict.fromkeys(
@@ -46,34 +46,39 @@ _ASKED: dict[str, tuple[str, Callable[[int, int], bool]]] = {
 
 
 def asked_of_micro_batches(schedule: str, ranks: int, micro_batches: int) -> str:
-    """What the schedule asks for, if so many micro-batches are not that."""
+    """Return what the schedule requires of the number of micro-batches, or "" if `micro_batches` satisfies it."""
     words, has_it = _ASKED.get(schedule, ("", lambda ranks, count: True))
     return "" if has_it(ranks, micro_batches) else words
 
 
 class PassKind(StrEnum):
-    """Written as torch.distributed.pipelining does."""
+    """The kinds of pass, with the letters of `torch.distributed.pipelining` as values."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    INPUT_GRADIENTS = "I"  # a backward pass without those of the weights
-    WEIGHT_GRADIENTS = "W"
+    INPUT_GRADIENTS = "I"  # the first half of a split backward, which the previous stage waits for
+    WEIGHT_GRADIENTS = "W"  # the second half, which nothing waits for until the end of the step
 
 
 @dataclass(frozen=True, slots=True)
 class StagePass:
+    """One pass of one stage over one micro-batch."""
+
     stage: int
     kind: PassKind
     micro_batch: int
 
 
-# By rank of the pipeline, in the order in which it computes them.
+# The passes of each rank of the pipeline, in the order in which it computes them.
 Order = Mapping[int, Sequence[StagePass]]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What the forward or backward pass of `source` hands to the stage `target`, on another rank."""
+    """The tensors that a forward or backward of stage `source` sends to stage `target`, which is on another rank.
+
+    `exposed` is set for a gradient whose sender has no forward left to compute while it is sent.
+    """
 
     source: int
     target: int
@@ -82,21 +87,22 @@ class Message:
 
     @property
     def backward(self) -> bool:
+        """True if the message carries gradients back to an earlier stage."""
         return self.target < self.source
 
     @property
     def output_of(self) -> int:
-        """The stage whose outputs it has, or their gradients, which are of the same shapes."""
+        """The stage whose outputs, or gradients of outputs, the message carries. Both have the same shapes."""
         return min(self.source, self.target)
 
 
 def owners(order: Order) -> dict[int, int]:
-    """By stage, the rank that has it."""
+    """Return the rank that holds each stage."""
     return {each.stage: rank for rank, passes in order.items() for each in passes}
 
 
 def messages(order: Order) -> Iterator[Message]:
-    """Rank by rank, in the order in which each sends them."""
+    """Yield all messages of a step, rank by rank, in the order in which each rank sends them."""
     homes = owners(order)
     for rank, passes in order.items():
         forwards_left = sum(each.kind is PassKind.FORWARD for each in passes)
@@ -119,9 +125,14 @@ def _target(each: StagePass) -> int | None:
 
 
 def as_computed(order: Order, halved: Set[int]) -> Order:
-    """Of a schedule that would compute the weights' gradients later: the stages in `halved` do. The others compute all
-    at once, where those of the inputs are wanted; the first stage, whose inputs want none, where those of the weights
-    are."""
+    """Return the order in which stages that cannot split their backward compute it in one pass.
+
+    Args:
+        order: The order of a schedule that splits each backward in two halves.
+        halved: The stages that can split theirs. Other stages compute all gradients where the order has those of the
+            inputs. The first stage, whose inputs need no gradients, computes all where the order has those of the
+            weights, if it is in `halved`.
+    """
     return {rank: list(_as_computed(passes, halved)) for rank, passes in order.items()}
 
 
@@ -141,7 +152,7 @@ def _as_computed(passes: Sequence[StagePass], halved: Set[int]) -> Iterator[Stag
 
 
 def gpipe(ranks: int, micro_batches: int) -> Order:
-    """All forward passes, then all backward passes."""
+    """Return the order of GPipe: all forwards, then all backwards."""
     return {
         rank: [
             StagePass(rank, part, each)
@@ -153,7 +164,7 @@ def gpipe(ranks: int, micro_batches: int) -> Order:
 
 
 def one_forward_one_backward(ranks: int, micro_batches: int) -> Order:
-    """1F1B: as many forward passes as stages follow, this one among them; then in turns."""
+    """Return the order of 1F1B. A rank first runs one forward for its own stage and each later one, then alternates."""
     return {rank: list(_one_forward_one_backward(rank, ranks, micro_batches)) for rank in range(ranks)}
 
 
@@ -168,7 +179,11 @@ def _one_forward_one_backward(rank: int, ranks: int, micro_batches: int) -> Iter
 
 
 def balanced(weights: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Where each of `count` rows of neighbours begins and ends, so that the heaviest is as light as can be."""
+    """Split `weights` into `count` consecutive parts, so that the heaviest part is as light as possible.
+
+    Returns:
+        The start and end index of each part.
+    """
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
@@ -186,7 +201,7 @@ def balanced(weights: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def most_in_flight(passes: Sequence[StagePass]) -> int:
-    """How many micro-batches a rank keeps activations of at the same time, over all its stages."""
+    """Return the largest number of micro-batches whose activations a rank keeps at a time, over all its stages."""
     most = now = 0
     for each in passes:
         now += each.kind is PassKind.FORWARD
@@ -197,21 +212,20 @@ def most_in_flight(passes: Sequence[StagePass]) -> int:
 
 # --- pipeline walk ----------------------------------------------------------------------------------------------------
 #
-# A rank's way through a pipeline's step: when it computes what, posts which message, and waits for which.
-#
-# As torch.distributed.pipelining does it. A message moves once both ends have posted it.
+# The operations of each rank in a pipeline's step: passes to compute, messages to post and messages to wait for. They
+# match what `torch.distributed.pipelining` does. A message is sent once both ranks have posted it.
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Compute a pass."""
+    """The operation that computes a pass."""
 
     stage_pass: StagePass
 
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Let a message be sent, or be received, as soon as the other end does."""
+    """The operation that posts a send (`sends`) or a receive. The message moves when the other rank posts it, too."""
 
     message: Message
     sends: bool
@@ -219,19 +233,19 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Until a message has been sent, or received."""
+    """The operation that waits until a message has been sent (`sends`) or received."""
 
     message: Message
     sends: bool
 
 
 Operation = Run | Post | Await
-# By rank of the pipeline, in the order in which it does them.
+# The operations of each rank of the pipeline, in order.
 Walk = Mapping[int, Sequence[Operation]]
 
 
 class Messages:
-    """Those of an order, by the pass that sends them, and by the pass that needs them."""
+    """The messages of an order, found by the pass that sends them or by the pass that needs them."""
 
     def __init__(self, order: Order) -> None:
         homes = owners(order)
@@ -243,19 +257,24 @@ class Messages:
             self._needed[each.target, each.backward, each.micro_batch] = each
 
     def sent_by(self, each: StagePass) -> Message | None:
+        """Return the message that a pass sends, if any."""
         if each.kind is PassKind.WEIGHT_GRADIENTS:
             return None
         return self._sent.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
 
     def needed_by(self, each: StagePass) -> Message | None:
+        """Return the message that a pass needs before it starts, if any."""
         if each.kind is PassKind.WEIGHT_GRADIENTS:
             return None
         return self._needed.get((each.stage, each.kind is not PassKind.FORWARD, each.micro_batch))
 
 
 def plain_walk(schedule: str, ranks: int, micro_batches: int, halved: bool = False) -> tuple[Order, Walk]:
-    """Of the two schedules that have one stage on each rank; neither halves its backward passes, even where stages
-    could. The others are PyTorch's to plan (`towpath.pipeline.schedules.walks`)."""
+    """Return the order and the operations of GPipe or 1F1B, which have one stage on each rank.
+
+    Neither splits a backward, so `halved` is ignored. PyTorch plans the other schedules
+    (`towpath.pipeline.schedules.walks`).
+    """
     if schedule == "GPipe":
         order = gpipe(ranks, micro_batches)
         return order, gpipe_walk(order)
@@ -265,7 +284,7 @@ def plain_walk(schedule: str, ranks: int, micro_batches: int, halved: bool = Fal
 
 
 def gpipe_walk(order: Order) -> Walk:
-    """What is sent is waited for when all passes of its kind are computed."""
+    """Return the operations of GPipe. A rank waits for its sends after all forwards, and again after all backwards."""
     return {rank: list(_gpipe(passes, Messages(order))) for rank, passes in order.items()}
 
 
@@ -283,8 +302,11 @@ def _gpipe(passes: Sequence[StagePass], found: Messages) -> Iterator[Operation]:
 
 
 def one_forward_one_backward_walk(order: Order) -> Walk:
-    """Before the first backward pass, a message is waited for when the next is to be sent. Then each is waited for with
-    what is needed next; and behind the last forward pass as before the first backward pass."""
+    """Return the operations of 1F1B.
+
+    Before the first backward and after the last forward, a rank waits for a send when it has computed the next pass. In
+    between it waits for each send at once, together with the message that it needs next.
+    """
     return {rank: list(_walk_1f1b(passes, Messages(order))) for rank, passes in order.items()}
 
 
@@ -324,19 +346,25 @@ def _sent(message: Message | None) -> Iterator[Operation]:
 
 # --- compression ------------------------------------------------------------------------------------------------------
 #
-# What of a pipeline travels compressed (Optimus-CC): between stages, of tied embeddings, and inside stages.
+# What a pipeline compresses (Optimus-CC): messages between stages, and gradients inside stages.
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Each of the first three is a codec's text, or a `Wire`; of 'low-rank:16' what a message misses is added to the
-    next one, unless the `Wire` says otherwise.
+    """The codecs of a pipeline: of messages between stages, and of gradients inside stages.
 
-    `activation_gradients`: what stages send back, where it is exposed (`core/pipeline.py`), or all of it
-    (`every_gradient`). `activations`: what they hand on. `gradients`: how the data-parallel ranks of a stage bring
-    theirs together, in the first stages of the pipeline, a `share_of_stages` of all; the others do it as their strategy
-    says. `fused_embeddings`: the gradients of tied embeddings come together in one sum over the ranks of both ends;
-    else first in each end, and then between the two.
+    A codec is given as text or as a `Wire`. A low-rank codec given as text, such as 'low-rank:16', uses error feedback:
+    what one message loses is added to the next. A `Wire` can turn that off.
+
+    Args:
+        activation_gradients: The codec of gradients that stages send back. Only exposed ones use it (`Message`).
+        activations: The codec of outputs that stages send on.
+        gradients: The low-rank codec of gradients that the data-parallel ranks of a stage reduce. Only the first stages
+            use it. The others reduce as their strategy says.
+        every_gradient: Encode all gradients that stages send back, not only the exposed ones.
+        share_of_stages: The share of all stages that use `gradients`.
+        fused_embeddings: Sum the gradients of tied embeddings once, over the ranks of the first and the last stage.
+            Otherwise they are summed in each of these stages, and then between the two.
     """
 
     activation_gradients: Any = "none"
@@ -368,7 +396,7 @@ class Compression:
 
     @property
     def changes(self) -> set[int]:
-        """The optimizer steps at which a codec begins or ceases to serve."""
+        """The optimizer steps at which a codec begins or stops being used."""
         return {step for wire in self._wires.values() for step in wire.changes}
 
     def at(self, step: int) -> Compression:
@@ -376,15 +404,22 @@ class Compression:
         return replace(self, **{name: wire.at(step) for name, wire in self._wires.items()}) if self.changes else self
 
     def encodes(self, message: Message) -> bool:
-        """Whether it takes a wire of these; else it travels as it is."""
+        """Return whether the message uses the codec of its direction. Otherwise it is sent as it is."""
         return not message.backward or message.exposed or self.every_gradient
 
     def of(self, message: Message) -> Wire:
+        """Return the wire of a message."""
         wire: Wire = self.activation_gradients if message.backward else self.activations
         return wire if self.encodes(message) else Wire()
 
     def strategy_of(self, strategy: Strategy, stage: int, stages: int) -> Strategy:
-        """That of a stage, of so many."""
+        """Return the strategy of one stage, with `gradients` as the codec of its reductions if the stage uses it.
+
+        Args:
+            strategy: The strategy of the stage without this compression.
+            stage: The index of the stage.
+            stages: The number of all stages.
+        """
         if self.gradients.codec == "none" or stage >= ceil(self.share_of_stages * stages):
             return strategy
         moving = [kind for kind in GRADIENTS if getattr(strategy.moves, kind.value)]
@@ -392,12 +427,12 @@ class Compression:
 
 
 def encoded_gradients(order: Order, compression: Compression) -> frozenset[tuple[int, int]]:
-    """Those that stages send back and that take its wire, by the stage that sends them and the micro-batch."""
+    """Return the gradient messages that use a codec, each as its sending stage and its micro-batch."""
     return frozenset((m.source, m.micro_batch) for m in messages(order) if m.backward and compression.encodes(m))
 
 
-# The three parts of Optimus-CC, with the ranks of its section 9: compressed backpropagation, fused embedding
-# synchronisation, selective stage compression.
+# The three parts of Optimus-CC, with the matrix ranks of its section 9: compressed backpropagation (cb), fused
+# embedding synchronization (fe), and selective stage compression (sc).
 _BACKPROPAGATION = Compression("low-rank:16", fused_embeddings=False)
 _FUSED = replace(_BACKPROPAGATION, fused_embeddings=True)
 COMPRESSIONS = {
@@ -409,8 +444,15 @@ COMPRESSIONS = {
 
 
 def compression(name: str, **options: Any) -> Compression:
-    """The preset `name`: 'none', 'optimus-cb', 'optimus-cb+fe' or 'optimus-cb+fe+sc'. Options: the fields of a
-    `Compression`, in the place of the preset's."""
+    """Return a preset of `Compression`.
+
+    Args:
+        name: 'none', 'optimus-cb', 'optimus-cb+fe' or 'optimus-cb+fe+sc'.
+        options: Fields of `Compression` that replace those of the preset.
+
+    Raises:
+        StrategyError: If there is no such preset or option.
+    """
     if name not in COMPRESSIONS:
         close = difflib.get_close_matches(str(name), COMPRESSIONS, n=1, cutoff=0.0)[0]
         known = ", ".join(COMPRESSIONS)

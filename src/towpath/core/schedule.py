@@ -1,6 +1,8 @@
-"""One optimizer step as a list of transfers: what moves, when, over which ranks, how, and how many bytes.
+"""The schedule of one optimizer step: every transfer with its ranks, route, codec and bytes, in order of submission.
 
-The step machine (`step.py`) says when they go; a schedule is the machine run over one steady step.
+A schedule is what the step machine (`core/step.py`) submits over one steady step. The engine runs the same machine, so
+bytes, order and memory of the schedule match the real run. This file also holds the queues of transfers, the steady
+step that the simulator replays, the choice of a placement for frozen parameters, and the schedule of a pipeline job.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from towpath.topology.cluster import Extent, Topology
 
 # --- queues -----------------------------------------------------------------------------------------------------------
 #
-# On which queue each kind of transfer goes.
+# Which queue each kind of transfer uses.
 
 
-# Kinds that share a queue run one after the other; different queues overlap, and have different wire buffers.
+# Transfers of one queue run one after the other. Different queues overlap, and have different wire buffers.
 QUEUES = {
     Kind.GATHER: "gather",
     Kind.BACKWARD_GATHER: "gather",
@@ -45,42 +47,46 @@ QUEUES = {
     Kind.ACTIVATION_GRADIENT: "activation gradient",
 }
 
-# How many of a queue's transfers may be under way at a time, each in wire buffers of its own: a gather begins to travel
-# while nodes still share out what the one before it brought.
+# How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
+# the previous one still distributes its data inside the nodes.
 WAYS = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
 
 
 # --- steady step ------------------------------------------------------------------------------------------------------
 #
-# The steady step: every unit runs once in each pass, in the order of the model, as it did the step before.
+# A steady step: every unit runs once in each pass, in the order of the model, as in the step before.
 
 
-# In the first step the machine learns which unit follows which, in the forward and then in the backward pass.
+# How many steps the machine runs before a steady one. In the first, it learns in which order units run in each pass.
 STEPS_BEFORE = 2
 
 
 class Part(StrEnum):
-    """The root holds the model's first and last layers, around all other units; these have one part in each pass."""
+    """The parts of a pass that a unit computes.
+
+    Other units compute one part in each pass. The root holds the model's first and last layers, so its pass has a
+    second part (`..._END`) after all other units.
+    """
 
     FORWARD = "forward"
     FORWARD_END = "forward end"
     BACKWARD = "backward"
     BACKWARD_END = "backward end"
-    # The two halves of a backward pass, of any unit.
+    # The two halves of a split backward pass, for any unit.
     INPUT_GRADIENTS = "input gradients"
     WEIGHT_GRADIENTS = "weight gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What the thread that trains computes at this point."""
+    """A computation of the training thread, placed among the actions of the step machine. The simulator times it."""
 
     unit: int
     part: Part
 
 
 def steady_tasks(facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Task]]:
-    """What a machine submits in one optimizer step after others like it, and in which micro-step."""
+    """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
     machine = settled(facts)
     for micro_step, action in steady_step(machine, facts, micro_steps):
         if isinstance(action, Submit):
@@ -88,7 +94,7 @@ def steady_tasks(facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple
 
 
 def settled(facts: Sequence[UnitFacts]) -> StepMachine:
-    """A machine at the beginning of a step, after others like it."""
+    """Return a machine at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     machine = StepMachine(facts)
     for _ in range(STEPS_BEFORE):
         for _ in steady_step(machine, facts, 1):
@@ -98,15 +104,17 @@ def settled(facts: Sequence[UnitFacts]) -> StepMachine:
 
 
 def write_all(machine: StepMachine, facts: Sequence[UnitFacts]) -> None:
-    """The optimizer's step."""
+    """Report an optimizer step to the machine: it writes to every unit that trains."""
     for index, unit in enumerate(facts):
         if unit.trains:
             machine.written(index)
 
 
 def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
-    """The same of a pipeline's stage that computes these passes in each step. Micro-steps are counted as backward
-    passes end."""
+    """Yield the tasks that a pipeline stage submits in one steady step, each with the number of its micro-step.
+
+    The stage computes `passes` in every step. The number of the micro-step rises when a backward pass ends.
+    """
     stage = settled_stage(facts, passes)
     for each in passes:
         for action in stage.walk(each):
@@ -118,7 +126,7 @@ def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Ite
 
 
 def settled_stage(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> SteadyStage:
-    """At the beginning of a step, after others like it."""
+    """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
     stage = SteadyStage(facts, passes)
     for _ in range(STEPS_BEFORE):
         for each in passes:
@@ -131,18 +139,18 @@ def settled_stage(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> St
 
 
 class SteadyStage:
-    """A stage of a pipeline, whose passes interleave."""
+    """The steady step of one pipeline stage, whose passes of different micro-batches interleave."""
 
     def __init__(self, facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> None:
         self.machine = StepMachine(facts)
         self.machine.staged = True
         self._facts = facts
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
-        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, those whose gradients are still to come
-        self.micro_step = 0  # backward passes that have ended
+        self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes without all their gradients yet
+        self.micro_step = 0  # how many backward passes of this step have ended
 
     def walk(self, each: StagePass) -> Iterator[Action | Compute]:
-        """What is computed in one of its passes, and what the machine answers."""
+        """Yield the computations of one pass of the stage, and the actions of the machine around them."""
         match each.kind:
             case PassKind.FORWARD:
                 passes = self._passes[each.micro_batch] = []
@@ -163,6 +171,7 @@ class SteadyStage:
             self.micro_step += 1
 
     def boundary_ends(self) -> Iterator[Action]:
+        """Yield the actions that end the step, after the last pass."""
         yield from self.machine.boundary_ends()
         self.machine.micro_step_ended()
         self.micro_step = 0
@@ -171,7 +180,7 @@ class SteadyStage:
 def steady_step(
     machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: int
 ) -> Iterator[tuple[int, Action | Compute]]:
-    """What is computed in each of its micro-steps, and what the machine answers."""
+    """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
         for action in _one_micro_step(machine, facts):
@@ -186,7 +195,7 @@ def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterato
 
 
 def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
-    """`passes` gets those of all units, the root's first."""
+    """Run the forward of all units, and append their forward passes to `passes`, the root's first."""
     root, *others = range(len(facts))
     for index in (root, *others):
         machine.entered(index)
@@ -202,7 +211,7 @@ def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[Forw
 def _backward(
     machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
-    """The end of the root's pass is that of the whole backward pass."""
+    """Run the backward of all units. It ends with the last part of the root."""
     first, *rest = passes
     yield from machine.backward_begins(first)
     yield Compute(first.unit, Part.BACKWARD)
@@ -247,8 +256,15 @@ def _gradients(machine: StepMachine, facts: Sequence[UnitFacts], index: int) -> 
 
 
 def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
-    """Combined at the boundary: one byte a parameter, whether any rank used it (an unused one keeps `.grad` None);
-    and digests of what each rank has submitted (`core/journal.py`)."""
+    """Return the all-reduce with which the ranks compare their step at the boundary.
+
+    It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
+    Then follow digests of what each rank has submitted (`core/journal.py`).
+
+    Args:
+        strategy: The strategy, whose topology names the ranks.
+        parameters: The number of trainable parameters. Without any, nothing is compared.
+    """
     moves = everyone(strategy.topology) if parameters else ()
     count = parameters + journal_bytes(strategy)
     payload = Range("", "", count, "uint8")
@@ -257,7 +273,10 @@ def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]
 
 @dataclass(frozen=True, slots=True)
 class Schedule(SentBytes):
-    """Every transfer of one optimizer step, in the order in which the engine submits them."""
+    """Every transfer of one optimizer step, in the order in which the engine submits them.
+
+    `plans` has one plan for each unit. `matrices` is the plan of an optimizer that needs whole matrices, if any.
+    """
 
     strategy: Strategy
     micro_steps: int
@@ -266,20 +285,20 @@ class Schedule(SentBytes):
     matrices: MatrixPlan | None = None
 
     def memory_bytes(self) -> dict[str, int]:
-        """What one rank keeps between steps on its device, by kind, before the optimizer's own states."""
+        """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
         return memory_bytes(self.plans)
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """And in the host's memory: nothing unless the strategy offloads."""
+        """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
         return host_memory_bytes(self.plans)
 
     def host_copy_bytes(self) -> dict[Kind, int]:
-        """What one rank copies between its device and the host's memory in this step, by kind of transfer."""
+        """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""
         found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WIRED}
         return {kind: copied for kind, copied in found.items() if copied}
 
     def buffer_bytes(self) -> dict[str, int]:
-        """What one rank holds beside that: slots that whole weights and gradients pass through, and wire buffers."""
+        """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers."""
         kinds = {t.kind for t in self.transfers}.intersection(WIRED)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
         return buffer_bytes(self.plans, kinds) | owners
@@ -290,6 +309,7 @@ class Schedule(SentBytes):
 
 
 def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+    """Return the bytes that one rank keeps between steps on its device, by kind, without optimizer states."""
     total: Counter[str] = Counter()
     for plan in plans:
         for bucket in plan.buckets:
@@ -298,6 +318,7 @@ def memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
 
 
 def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
+    """Return the bytes that one rank keeps between steps in host memory, by kind."""
     total: Counter[str] = Counter()
     for plan in plans:
         for bucket in plan.buckets:
@@ -306,13 +327,14 @@ def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
 
 
 def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> dict[str, int]:
+    """Return the bytes of one rank's slots, and of the wire buffers for transfers of these kinds."""
     root = [p for p in plans if p.spec.kept]
     others = [p for p in plans if not p.spec.kept]
     ways = min(UNITS_IN_FLIGHT, len(others))
     weights = ways * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
         _bytes(p.weight_needs) for p in root
     )
-    # Each queue has room for what the largest of its transfers needs.
+    # The wire buffers of a queue are as large as its largest transfer needs.
     wires: dict[tuple[str, str], int] = {}
     for kind in kinds:
         for dtype, numel in largest(plan.wire_needs(kind) for plan in _distinct(plans)).items():
@@ -327,7 +349,7 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> 
 
 
 def _distinct(plans: Iterable[UnitPlan]) -> Iterable[UnitPlan]:
-    """Each once: a planner has one object for all units that are alike."""
+    """Return each plan object once: the planner shares one object among identical units."""
     return {id(plan): plan for plan in plans}.values()
 
 
@@ -343,9 +365,18 @@ def schedule(
     passes: Sequence[StagePass] = (),
     whole: Collection[WholeParameter] = (),
 ) -> Schedule:
-    """The transfers of one optimizer step of `micro_steps` micro-steps, in steady state.
+    """Return the schedule of one optimizer step in steady state.
 
-    `passes`: of a pipeline's stage, in their order. `whole`: the parameters that the optimizer steps whole.
+    Args:
+        strategy: The placement, and the route and codec of each kind of transfer.
+        units: The units of the model. At most one of them is the root (`kept`).
+        micro_steps: How many forward and backward passes make one step.
+        precision: The dtypes for compute, reduction and accumulation. None means `Precision()`.
+        passes: For a pipeline stage, the passes that it computes, in order.
+        whole: The parameters that the optimizer steps as whole matrices.
+
+    Raises:
+        StrategyError: If `micro_steps` is not an integer of at least 1.
     """
     if type(micro_steps) is not int or micro_steps < 1:
         raise StrategyError(f"schedule: micro_steps must be a whole number of at least 1, got {micro_steps!r}.")
@@ -354,14 +385,14 @@ def schedule(
     if not whole:
         return Schedule(strategy, micro_steps, plans, laid_out)
     matrices = plan_matrices(strategy, plans, whole)
-    # A step is counted from one delivery of gradients to the next: the optimizer's part comes first.
+    # A step runs from one delivery of gradients to the next, so the transfers of the optimizer come first.
     return Schedule(strategy, micro_steps, plans, (*matrices.transfers(), *laid_out), matrices)
 
 
 def _laid_out(
     strategy: Strategy, plans: tuple[UnitPlan, ...], micro_steps: int, passes: Sequence[StagePass]
 ) -> Iterator[Transfer]:
-    """What the step machine submits, once it knows the order of the units."""
+    """Yield the transfers of the tasks that the step machine submits in a steady step."""
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     plans = (*root, *(p for p in plans if not p.spec.kept))
     facts = [plan.facts() for plan in plans]
@@ -375,40 +406,49 @@ def _laid_out(
 
 # --- frozen -----------------------------------------------------------------------------------------------------------
 #
-# Where one copy of the parameters that do not train lies, where the strategy leaves it open.
+# The placement of frozen parameters, if the strategy leaves it open.
 #
-# What does not train never changes: with one copy in each node, it crosses between nodes once, at the start, and no
-# more. That takes more memory than spreading one copy over all nodes. So it is done where P spans nodes and memory
-# allows; a model of which nothing trains, as in inference, keeps the strategy's own placement.
+# Frozen parameters never change. With one copy in each node they cross between nodes only once, at the start, but they
+# take more memory than one copy over all nodes. That placement is chosen if P spans nodes and memory allows. A model
+# without trainable parameters, as in inference, keeps the strategy's own placement.
 
 
-# Of what is free on the rank that has least, what the engine keeps may take so much, with two optimizer states of what
-# trains. The rest is left to activations, and to the libraries.
+# The share of free memory, on the rank that has least, that the engine may use. The two optimizer states of each
+# trainable parameter count as well. The rest is left to activations and libraries.
 SHARE_OF_MEMORY = 0.5
 _OPTIMIZER_STATES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`strategy`: with nothing left open. `why`: one line for people; empty where nothing was to be decided."""
+    """A strategy with nothing left open, and the reason in one line (empty if nothing had to be decided)."""
 
     strategy: Strategy
     why: str = ""
 
 
 def is_open(strategy: Strategy, units: Sequence[UnitSpec]) -> bool:
-    """Whether it depends on memory where frozen parameters lie."""
+    """Return whether the placement of frozen parameters depends on the available memory."""
     frozen, trains = _kinds(units)
     return frozen and trains and strategy.frozen is None and strategy.placement.params.nodes > 1
 
 
 def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision, memory: int | None) -> Decision:
-    """`strategy` for a model of these units, where a rank has `memory` bytes for the engine and all else. None: enough.
+    """Decide the placement of frozen parameters. Ranks with equal arguments decide the same.
 
-    The same on all ranks that are given the same.
+    Args:
+        strategy: The strategy, whose `frozen` may be None.
+        units: The units of the model.
+        precision: The dtypes for compute and reduction.
+        memory: The bytes that a rank has for the engine and everything else. None means enough.
+
+    Returns:
+        The strategy with `frozen` decided, and the reason. It stays None if the model has no frozen parameters, or if
+        the strategy keeps every copy of the parameters inside a node.
     """
     frozen, trains = _kinds(units)
-    if not frozen:  # ranks that gather frozen parameters together would be compared, and there are none
+    # The setting would widen the groups of ranks that compare their gathers. Without frozen parameters, it must not.
+    if not frozen:
         return Decision(replace(strategy, frozen=None, frozen_codec="none"))
     if not is_open(strategy, units):
         if strategy.frozen is None and strategy.placement.params.nodes > 1 and not trains:
@@ -429,7 +469,7 @@ def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision,
 
 
 def kept_bytes(plans: Sequence[UnitPlan]) -> int:
-    """What one rank keeps: states, slots and wire buffers, and an optimizer's usual states of what trains."""
+    """Return the bytes that one rank keeps: its shards, slots, wire buffers, and two optimizer states."""
     states = sum(
         _OPTIMIZER_STATES * b.numel // b.optimizer.count * item_bytes(b.own_dtype)
         for plan in plans
@@ -440,23 +480,26 @@ def kept_bytes(plans: Sequence[UnitPlan]) -> int:
 
 
 def _kinds(units: Sequence[UnitSpec]) -> tuple[bool, bool]:
-    """Whether anything is frozen, and whether anything trains."""
+    """Return whether any parameter is frozen, and whether any trains."""
     kinds = {bucket.trainable for unit in units for bucket in unit.buckets}
     return False in kinds, True in kinds
 
 
 # --- job --------------------------------------------------------------------------------------------------------------
 #
-# A pipeline's step as transfers: those of every stage's schedule, and the messages between stages.
+# The transfers of a pipeline's step: those of every stage's schedule, and the messages between stages.
 
 
-Shape = tuple[tuple[int, ...], str]  # and the dtype
+Shape = tuple[tuple[int, ...], str]  # the shape and dtype of a tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`ranks`: those that hold it, as the job counts them, in the order of its data-parallel group. `outputs`: what it
-    hands on, tensor by tensor; of the last stage nothing."""
+    """One stage of a pipeline job, with its ranks, its own schedule and its outputs.
+
+    `ranks` are numbered as in the job, in the order of the stage's data-parallel group. `outputs` has the shape and
+    dtype of each tensor that the stage sends to the next one. The last stage has none.
+    """
 
     ranks: tuple[int, ...]
     schedule: Schedule
@@ -465,7 +508,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class JobSchedule(SentBytes):
-    """Every transfer of one optimizer step, stage by stage, and then the messages between them, rank by rank."""
+    """Every transfer of one optimizer step of a pipeline job.
+
+    For each pipeline, the transfers of its stages come first, then the messages between them, rank by rank.
+    """
 
     topology: Topology
     transfers: tuple[Transfer, ...]
@@ -477,8 +523,15 @@ class JobSchedule(SentBytes):
 def job_schedule(
     topology: Topology, pipelines: Iterable[Sequence[Stage]], order: Order, compression: Compression
 ) -> JobSchedule:
-    """`pipelines`: of each its stages in order, and then what is sharded by itself over the ranks of several. There are
-    as many of them as tensor-parallel ranks."""
+    """Return the schedule of a job with pipeline stages.
+
+    Args:
+        topology: The nodes and ranks of the whole job.
+        pipelines: One entry for each tensor-parallel rank: the stages of its pipeline in order. Parts of the model that
+            are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
+        order: The passes that each rank of a pipeline computes.
+        compression: The codecs of messages between stages.
+    """
     found: list[Transfer] = []
     for stages in pipelines:
         for stage in stages:
@@ -503,7 +556,15 @@ def message_transfers(
     topology: Topology,
     compression: Compression,
 ) -> Iterator[Transfer]:
-    """Of one message, tensor by tensor, between all `pairs` of copies. `outputs`: of the stage `message.output_of`."""
+    """Yield the transfers of one message, one for each tensor.
+
+    Args:
+        message: The message between two stages.
+        pairs: The sending and the receiving rank of each copy of the pipeline. All of them send at once.
+        outputs: The outputs of the stage `message.output_of`.
+        topology: The nodes and ranks of the whole job.
+        compression: The codecs of messages between stages.
+    """
     move = send(pairs)
     kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
     for shape, dtype in outputs:
@@ -512,7 +573,11 @@ def message_transfers(
 
 
 def wire_for(dtype: str, wire: Wire) -> Wire:
-    """Of tensors that stages exchange: numbers that are no floats, such as tokens or masks, travel as they are."""
+    """Return the wire for a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
+
+    Raises:
+        StrategyError: If the codec of `wire` does not take the dtype.
+    """
     if dtype not in FLOATING:
         return Wire()
     if wire.encoding is not None and dtype not in ENCODED:

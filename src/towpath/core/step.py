@@ -1,11 +1,8 @@
-"""The step machine: what is done in a training step on one rank, in which memory, and after what. It moves no data.
+"""The step machine, which decides what one rank does in a training step. It moves no data and does not import torch.
 
-Its methods are events: what the engine's hooks see, and what the user does between. They answer with actions
-(`actions.py`), to be carried out in their order, by the engine; `steady_step.py` has those of a step like every other.
-
-A forward makes a unit's weights whole, in a slot that units take turns in, and prefetches the unit that came next the
-last time. A backward does the same from the backward copy; when the last of a unit's gradients is there they are
-reduced. At a boundary they are synchronised as well; what the optimizer then writes is published before a forward.
+The engine reports events, such as the start of a unit's forward, by calling methods of `StepMachine`. They return the
+actions (`core/step_state.py`) that the engine then executes in order. `Gathers` decides about weights, and `Reductions`
+about gradients. The schedule and the simulator use the same machine.
 """
 
 from __future__ import annotations
@@ -40,45 +37,50 @@ from towpath.errors import StepError
 
 # --- gathers ----------------------------------------------------------------------------------------------------------
 #
-# When a unit's weights are made whole, in which slot, and until when another unit may have it.
+# When a unit's weights are unsharded, in which slot, and when another unit may take that slot.
 
 
 class Gathers:
-    """`slots`: how many units beside the root may be whole at a time. What is to be done is added to `actions`."""
+    """The part of `StepMachine` that unshards and releases weights, and adds what it decides to `actions`.
+
+    All units but the root take turns in `slots` slots.
+    """
 
     def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
         self._published = writes.version
-        self._in_vain: list[Task] = []  # prefetches that nothing has waited for, and nothing will
+        self._in_vain: list[Task] = []  # gathers of prefetched units that were released before any use
         self.successors = Successors()
         root, *others = units
         gathered = [u.index for u in others if u.facts.gathers]
         self.slots = Slots(gathered, slots if gathered else 0)
         for number, unit in enumerate(others):
-            if unit.facts.gathers:  # neighbours in forward order never share one
+            if unit.facts.gathers:  # neighbors in forward order never share a slot
                 unit.slot = self.slots.neighbour(number)
         if root.facts.gathers:
             root.slot = self.slots.reserve(0)
 
     def publish(self) -> None:
+        """Submit a publish for each unit that was written since the last call."""
         if self._published == self._writes.version:
             return
         self._published = self._writes.version
         for unit in self._units:
             if unit.published != unit.version and unit.facts.publishes:
                 if unit.facts.steps_on_host and unit.publication is not None:
-                    # The host now writes to the memory that this one copied from.
+                    # The host is about to overwrite the memory that the previous publish copies from.
                     self._actions.append(Wait(unit.publication, on_host=True))
                 unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
             unit.published = unit.version
 
     def use(self, unit: UnitState, kind: Kind, keep_copy: bool = False) -> None:
-        """Whole for what computes next; meanwhile the unit that came next the last time is prefetched."""
+        """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
         if not unit.pinned:
             unit.weights_become(Weights.IN_USE)
         self.gather(unit, kind, keep_copy)
         if unit.facts.root and kind is Kind.BACKWARD_GATHER:
-            # First in any case: where it computes nothing after its last unit, that unit's gradient may come before.
+            # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
+            # the gradient of that unit may arrive before the root's.
             following = self.successors.of(kind, unit.index)
         else:
             following = self.successors.runs(kind, unit.index)
@@ -86,15 +88,17 @@ class Gathers:
             self.prefetch(self._units[following], kind, keep_copy)
         self.wait(unit)
         if keep_copy and unit.slot is not None and unit.facts.copies and unit.copied != unit.version:
-            unit.copied = unit.version  # it was prefetched by a unit that runs without a backward pass
+            unit.copied = unit.version  # a unit that runs without a backward pass prefetched it, without a copy
             self._actions.append(SaveBackwardCopy(unit.index))
 
     def wait(self, unit: UnitState) -> None:
+        """Wait until the unit's weights have arrived, and allow autograd to read them."""
         if unit.ready is not None:
             self._actions.append(Wait(unit.ready))
         self._seal(unit, False)
 
     def gather(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
+        """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
         self._take_slot(unit)
@@ -103,16 +107,16 @@ class Gathers:
             unit.ready = unit.publication
             return
         if kind is Kind.BACKWARD_GATHER and unit.facts.copies and unit.copied != unit.version:
-            kind = Kind.GATHER  # the copy is of older weights: this forward pass kept none
+            kind = Kind.GATHER  # the backward copy is older than the weights: this forward pass kept none
         if keep_copy:
             unit.copied = unit.version
-        # What was gathered in vain may still arrive: where this arrives, or in the copy that this one reads.
+        # An earlier gather that nothing used may still write to this slot, or to the copy that this gather reads.
         after = [t for t in (unit.publication, unit.ready, unit.slot.task) if t is not None]
         unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), keep_copy))
         unit.slot.task = unit.ready
 
     def prefetch(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
-        """If there is room."""
+        """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
         if unit.slot is None or unit.pinned or unit.holds == unit.version:
             return
         if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
@@ -122,7 +126,7 @@ class Gathers:
             unit.weights_become(Weights.PREFETCHED)
 
     def _take_slot(self, unit: UnitState) -> None:
-        """Another unit's, if nothing computes with that; else a new one of this unit's own."""
+        """Give the unit its slot. If another unit computes in it, add a slot; raise if this unit cannot be moved."""
         if unit.slot is None:
             return
         user = self._user(unit.slot)
@@ -151,13 +155,13 @@ class Gathers:
         return None if slot.user is None else self._units[slot.user]
 
     def leave_evictable(self, unit: UnitState) -> None:
-        """Nothing computes with its weights now; they stay as long as nobody wants the slot."""
+        """Make the unit evictable, because nothing computes with its weights. They stay until the slot is needed."""
         self.show(unit, unit.pinned)
-        if unit.weights is Weights.IN_USE:  # not where its forward failed before they were whole
+        if unit.weights is Weights.IN_USE:  # not if its forward failed before the weights were unsharded
             unit.weights_become(Weights.EVICTABLE)
 
     def release(self, unit: UnitState) -> None:
-        """Another unit may have the slot; but not while a call into it is under way (a training_step)."""
+        """Free the unit's slot, unless the user keeps it unsharded or a call such as training_step is running in it."""
         held = unit.pinned or unit.inside > 0
         self.show(unit, held)
         if held:
@@ -172,7 +176,7 @@ class Gathers:
             unit.holds = -1
 
     def end_prefetches(self) -> None:
-        """Before the user may write to the shards that they read."""
+        """Release prefetched units and wait for their gathers, before the user may write to the shards they read."""
         for unit in self._units:
             if unit.weights is Weights.PREFETCHED:
                 self.release(unit)
@@ -184,6 +188,7 @@ class Gathers:
         return task
 
     def show(self, unit: UnitState, whole: bool) -> None:
+        """Swap the modules' parameters for the unsharded weights if `whole`, or else for the shards."""
         if whole != unit.shown:
             unit.shown = whole
             self._actions.append(SwapParameters(unit.index, whole))
@@ -193,10 +198,8 @@ class Gathers:
             unit.sealed = sealed
             self._actions.append(InvalidateViews(unit.index, sealed))
 
-    # Until told otherwise -------------------------------------------------------------------------------------------
-
     def pin(self, unit: UnitState) -> None:
-        """In memory of its own."""
+        """Keep the unit unsharded until `unpin`, in a slot that no other unit uses."""
         if unit.slot is not None:
             if unit.inside:
                 raise StepError(
@@ -217,22 +220,24 @@ class Gathers:
         self.show(unit, True)
 
     def unpin(self, unit: UnitState) -> None:
+        """Release the unit, and return it to the slot that it had before `pin`."""
         unit.weights_become(Weights.SHARDED)
         self.release(unit)
         if unit.home is not None:
             assert unit.slot is not None
-            unit.slot.task = unit.ready = None  # it was waited for; and the memory goes with the last that names it
+            # This gather was waited for. Its task refers to the slot, whose memory is freed with the last reference.
+            unit.slot.task = unit.ready = None
             unit.slot, unit.home = unit.home, None
             self._actions.append(AssignSlot(unit.index, unit.slot))
 
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 #
-# In which order units reduce their gradients, the same on every rank, and where they collect them until then.
+# The order in which units reduce gradients, and the slots for these. At a boundary, a sync follows each reduction.
 
 
 class Reductions:
-    """`slots`: how many units beside the root may collect at a time; the root does all the while."""
+    """The part of `StepMachine` that reduces gradients. All units but the root take turns in `slots` slots."""
 
     def __init__(self, units: Sequence[UnitState], slots: int) -> None:
         root, *others = units
@@ -240,13 +245,13 @@ class Reductions:
         self.slots = Slots(travelling, slots if travelling else 0)
         if root.facts.trains and root.facts.reduces:
             self.slots.reserve(root.index)
-        # Whatever order the gradients arrive in: collectives must match.
+        # Collectives must match, so all ranks reduce in this order, whatever order gradients arrive in.
         self._order = [u for u in in_backward_order(units) if u.facts.trains]
-        self._next = 0  # of the order: the next to be reduced
-        self.syncs: list[Task] = []  # at a boundary
+        self._next = 0  # the position in `_order` of the next unit to reduce
+        self.syncs: list[Task] = []  # those submitted in the backward pass that ends at the boundary
 
     def collect(self, unit: UnitState) -> list[Action]:
-        """Its first gradient of this backward pass arrives."""
+        """Return the actions that open a place for the unit's gradients, before the first of this backward pass."""
         if unit.gradients is not Gradients.NONE:
             return []
         unit.gradients_become(Gradients.COLLECTING)
@@ -257,7 +262,7 @@ class Reductions:
         return [*([] if read is None else [Wait(read)]), OpenGradients(unit.index, slot)]
 
     def finish(self, unit: UnitState, boundary: bool) -> list[Action]:
-        """No more gradients of it will come: it is reduced as soon as those before it in the order are."""
+        """Note that the unit gets no more gradients, and reduce every unit whose turn in the order has come."""
         unit.finished = True
         actions: list[Action] = []
         while self._next < len(self._order) and self._order[self._next].finished:
@@ -266,7 +271,7 @@ class Reductions:
         return actions
 
     def _reduce(self, unit: UnitState, boundary: bool) -> list[Action]:
-        actions = self.collect(unit)  # where no gradient came, zeros take part in the sum
+        actions = self.collect(unit)  # a unit that got no gradient adds zeros to the sum
         unit.gradients_become(Gradients.REDUCED)
         after: tuple[Task, ...] = ()
         if unit.collects_in is not None:
@@ -280,7 +285,7 @@ class Reductions:
         return actions
 
     def abandon(self) -> list[Action]:
-        """What is under way is waited for; what was collected is nobody's."""
+        """Return waits for all reductions and syncs under way, and free the gradient slots."""
         waits: list[Action] = [*map(Wait, self.syncs), *(Wait(s.task) for s in self.slots.all if s.task is not None)]
         for unit in self._order:
             unit.collects_in = None
@@ -289,19 +294,22 @@ class Reductions:
         return waits
 
     def restart(self) -> None:
-        """For the next micro-step."""
+        """Reset all units for the next micro-step."""
         self._next, self.syncs = 0, []
         for unit in self._order:
             unit.gradients_become(Gradients.NONE)
             unit.finished = False
 
 
-# How many units may be whole at once, beside the root: the one that computes, and the one that is prefetched meanwhile.
+# How many units besides the root are unsharded at once: the one that computes, and the one that is prefetched.
 UNITS_IN_FLIGHT = 2
 
 
 class StepMachine:
-    """`marks`: what counts the writes to each unit's parameters; without them the machine is told (`written`)."""
+    """The decisions of a training step on one rank. The engine reports an event with each call, and gets back actions.
+
+    `marks` counts the writes to each unit's parameters. Without it, the caller reports them with `written`.
+    """
 
     def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[ParamVersion] | None = None) -> None:
         assert facts and facts[0].root and not any(f.root for f in facts[1:])
@@ -313,67 +321,71 @@ class StepMachine:
         slots = min(UNITS_IN_FLIGHT, len(others))
         self._gathers = Gathers(self._units, slots, writes, self._actions)
         self._reductions = Reductions(self._units, slots)
-        self.in_backward = False  # a backward pass of the model is under way
-        self.failed = False  # the last one did, and its gradients are still to be dropped
-        self._graphs = 0  # backward passes that may walk a graph of another: units then end with the whole pass
-        self.boundary = True  # this backward pass, or the next, is the last before the optimizer's step
-        # After it further ones come before anything is reduced: as where the gradients of the weights come later.
+        self.in_backward = False  # a backward pass of the model is running
+        self.failed = False  # the last backward pass failed, and its gradients are still to be dropped
+        self._graphs = 0  # passes left that may walk another's graph: their units finish at the end of the pass only
+        self.boundary = True  # the running backward pass, or else the next, is the last before the optimizer's step
+        # More backward passes follow before anything is reduced, such as those that compute the weights' gradients.
         self.more_passes = False
-        # As in a pipeline: a backward pass walks the graph of one forward pass, while others wait for theirs; and the
-        # mean gradients are delivered by `boundary_ends`, once those behind have got what they wait for.
+        # The model is a pipeline stage. A backward pass walks the graph of one forward pass, while others wait for
+        # theirs. The caller calls `boundary_ends` itself, after the other stages have received their messages.
         self.staged = False
-        self._forward_walk = self._walk = 0  # the number of what runs forward, and of what is walked backward
+        self._forward_walk = self._walk = 0  # `ForwardPass.walk` of the running forward, and of the running backward
 
-    # What the engine may ask -----------------------------------------------------------------------------------------
+    # Queries of the engine -------------------------------------------------------------------------------------------
 
     @property
     def weight_slots(self) -> Slots:
+        """The slots for unsharded weights."""
         return self._gathers.slots
 
     @property
     def gradient_slots(self) -> Slots:
+        """The slots for gradients that are still to be reduced."""
         return self._reductions.slots
 
     def slot_of(self, index: int) -> Slot | None:
-        """Where the unit's whole weights live; none where they always are whole."""
+        """Return the slot of the unit's unsharded weights, or None if every rank always holds all of them."""
         return self._units[index].slot
 
     def is_whole(self, index: int) -> bool:
-        """Whether its weights are whole and fresh, or on their way."""
+        """Return whether the unit's current weights are unsharded, or are being gathered."""
         return self._units[index].holds == self._units[index].version
 
     def is_pinned(self, index: int) -> bool:
+        """Return whether the user keeps the unit unsharded."""
         return self._units[index].pinned
 
     def is_collecting(self, index: int) -> bool:
-        """Whether gradients of it have arrived in this backward pass, and are not reduced yet."""
+        """Return whether gradients of the unit have arrived in this backward pass, and are not reduced yet."""
         return self._units[index].gradients in (Gradients.COLLECTING, Gradients.COMPLETE)
 
     def is_reduced(self, index: int) -> bool:
-        """Whether its gradients of this backward pass are."""
+        """Return whether the unit's gradients of this backward pass have been submitted for reduction."""
         return self._units[index].gradients is Gradients.REDUCED
 
     def runs_backward(self, index: int) -> bool:
+        """Return whether a backward pass through the unit is running."""
         return self._units[index].running
 
     def is_entered(self, index: int) -> bool:
-        """Whether a call into it is under way, or its backward pass: what is called now finds it whole."""
+        """Return whether a call into the unit or its backward pass is running: calls inside find it unsharded."""
         unit = self._units[index]
         return (unit.shown and not unit.pinned) or unit.inside > 0
 
     # Events: forward ------------------------------------------------------------------------------------------------
 
     def entered(self, index: int) -> None:
-        """A call into the unit: of one of its modules, or of a method. Before `forward_begins`."""
+        """Record a call into the unit, of one of its modules or of a method, before `forward_begins`."""
         self._units[index].inside += 1
 
     def publish(self) -> list[Action]:
-        """Before units are made whole: what was written is sent to every rank's shards."""
+        """Return the actions that send what was written to every rank's P shards, before units are unsharded."""
         self._gathers.publish()
         return self._answer()
 
     def forward_begins(self, index: int, *, comes_back: bool, recomputing: bool = False) -> list[Action]:
-        """`comes_back`: a backward pass may follow. `recomputing`: inside a backward pass."""
+        """Unshard the unit for a forward. `comes_back`: a backward pass may follow. `recomputing`: one is running."""
         unit = self._units[index]
         if not recomputing:
             self._gathers.publish()
@@ -387,21 +399,22 @@ class StepMachine:
         return self._answer()
 
     def graph_made(self, index: int) -> ForwardPass:
-        """The forward that began last makes a graph: what its backward pass is spoken of by."""
+        """Record that the forward that began last makes a graph, and return the pass that backward events name."""
         unit = self._units[index]
         made = ForwardPass(index, unit.version, self._forward_walk)
         unit.passes.add(made)
         return made
 
     def graph_dropped(self, passed: ForwardPass) -> None:
-        """It made none after all."""
+        """Forget a pass whose forward made no graph after all."""
         self._units[passed.unit].passes.discard(passed)
 
     def forward_ends(self, index: int, *, graph_follows: bool, recomputing: bool = False) -> list[Action]:
+        """Let other units take the slot after a forward. `graph_follows`: its outputs lead to a backward pass."""
         unit = self._units[index]
         unit.inside -= 1
         self._gathers.show(unit, unit.pinned or unit.running or unit.inside > 0)
-        # The root is needed again at once, when backward begins; a recomputed unit is in its backward pass already.
+        # The root stays unsharded, because backward begins with it. A recomputed unit already runs its backward pass.
         if not recomputing and not (unit.facts.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
             through = unit.forwards[self._forward_walk] % unit.facts.modules == 0
@@ -414,7 +427,7 @@ class StepMachine:
     # Events: backward -----------------------------------------------------------------------------------------------
 
     def backward_begins(self, passed: ForwardPass, *, graph: bool = False) -> list[Action]:
-        """The first gradient reaches an output of that pass. `graph`: the walk makes a graph in turn (create_graph)."""
+        """Unshard the unit when a gradient first reaches an output of the pass. `graph`: `create_graph=True` is set."""
         unit = self._units[passed.unit]
         if graph:
             self._check_graph(unit)
@@ -432,7 +445,7 @@ class StepMachine:
         return self._answer()
 
     def input_gradients_done(self, passed: ForwardPass) -> list[Action]:
-        """The gradients of its inputs are there: nothing reads the weights any more."""
+        """Make the unit evictable: the gradients of its inputs are computed, and nothing reads the weights now."""
         unit = self._units[passed.unit]
         unit.running_passes -= passed.running
         passed.running, passed.done = False, True
@@ -441,8 +454,8 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_begin(self, passes: Sequence[ForwardPass]) -> list[Action]:
-        """The second half of a backward pass begins, for all its units. Their weights have stayed whole, and stay so
-        until `weight_gradients_end`: inside any of them something may be recomputed."""
+        """Begin the second half of a backward pass, for all its units. Their weights are always unsharded. Modules show
+        them until `weight_gradients_end`, because parts of any unit may be recomputed."""
         for passed in passes:
             unit = self._units[passed.unit]
             assert unit.slot is None, f"{unit.facts}: its weights may have been another unit's meanwhile"
@@ -452,7 +465,7 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_end(self, passes: Sequence[ForwardPass]) -> list[Action]:
-        """After `weight_gradients_done` of each."""
+        """End the second half of a backward pass, after `weight_gradients_done` of each forward pass in it."""
         for passed in passes:
             unit = self._units[passed.unit]
             unit.inside -= 1
@@ -460,27 +473,27 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_done(self, passed: ForwardPass) -> list[Action]:
-        """The gradients of its weights are there, too: the last event of its backward pass, right after
-        `input_gradients_done` or later."""
+        """Finish the unit if this was its last pass: the gradients of its weights are computed. It is the last event of
+        a unit's backward pass, right after `input_gradients_done` or later."""
         unit = self._units[passed.unit]
         unit.backwards[passed.walk] += 1
-        # Counted, so that it is decided alike on every rank: what a rank happens to keep alive must not matter.
+        # Passes are counted, so that all ranks decide the same: which graphs a rank keeps alive must not matter.
         if unit.backwards[passed.walk] >= unit.forwards[passed.walk] and not self._graphs and not self.more_passes:
             self._finish(unit)
         return self._answer()
 
     def gradient_arrives(self, index: int) -> list[Action]:
-        """The first of the unit's parameters has one, in this backward pass."""
+        """Prepare for gradients of the unit, when its first parameter gets one in this backward pass."""
         self._backward_of_the_model_begins()
         self._actions += self._reductions.collect(self._units[index])
         return self._answer()
 
     def gradients_complete(self, index: int) -> None:
-        """Each of its parameters has one: its slot may be taken. Where its inputs want none, nothing else tells."""
+        """Let other units take the slot, as all parameters have gradients. Without input gradients no event follows."""
         self._units[index].gradients_become(Gradients.COMPLETE)
 
     def backward_pass_ended(self) -> list[Action]:
-        """autograd has walked a whole graph."""
+        """Finish all units after autograd has walked the whole graph, and end the boundary unless `staged`."""
         self._end_passes()
         if self.more_passes:
             self.in_backward = False
@@ -491,13 +504,13 @@ class StepMachine:
         return self._answer() if self.staged or not self.boundary else self.boundary_ends()
 
     def boundary_ends(self) -> list[Action]:
-        """What was synchronised is delivered: at the end of the backward pass, or of the whole pipeline."""
+        """Compare ranks, wait for the syncs and set `.grad`, after the backward pass or the whole pipeline step."""
         syncs = (Wait(sync, self._units[sync.unit].facts.steps_on_host) for sync in self._reductions.syncs)
         self._actions += [CheckRanks(), *syncs, SetGrads()]
         return self._answer()
 
     def micro_step_ended(self) -> None:
-        """What was asked for at the end of the backward pass is done."""
+        """Reset for the next micro-step, after the engine has executed the last actions of the backward pass."""
         self.in_backward = self.failed = False
         self._graphs = max(self._graphs - 1, 0)
         self._reductions.restart()
@@ -506,14 +519,14 @@ class StepMachine:
                 passes.pop(self._walk, None)
 
     def backward_pass_failed(self) -> list[Action]:
-        """Nothing of it is delivered, and what ranks that ran different units would prefetch is forgotten."""
+        """Deliver nothing of a failed pass. Forget the order of units, in case ranks differ in what they ran."""
         self.failed = True
         self._gathers.successors = Successors()
         self._end_passes()
         return self._answer()
 
     def abandoned(self) -> list[Action]:
-        """What was accumulated since the last boundary is dropped."""
+        """Drop the gradients that were accumulated since the last boundary."""
         self._actions += self._reductions.abandon()
         self.micro_step_ended()
         for unit in self._units:
@@ -523,30 +536,29 @@ class StepMachine:
         self._gathers.end_prefetches()
         return self._answer()
 
-    # Events: what the user does -------------------------------------------------------------------------------------
+    # Events: writes and units that the user keeps unsharded ---------------------------------------------------------
 
     def written(self, index: int) -> None:
-        """To parameters of the unit."""
+        """Count a write to the unit's parameters."""
         self._units[index].mark.written()
 
     def pin(self, index: int) -> list[Action]:
-        """Whole until `unpin`, in memory of its own. After `publish`."""
+        """Keep the unit unsharded until `unpin`, in memory that no other unit uses. Call `publish` first."""
         self._gathers.pin(self._units[index])
         return self._answer()
 
     def unpin(self, index: int) -> list[Action]:
+        """Release a unit that `pin` has kept unsharded."""
         self._gathers.unpin(self._units[index])
         return self._answer()
 
-    # Passes of the model --------------------------------------------------------------------------------------------
-
     def _finish(self, unit: UnitState) -> None:
-        """No more gradients of it will come: it is reduced as soon as those before it in the order are."""
+        """Release the unit's weights. In a backward pass, also reduce its gradients when its turn has come."""
         self._gathers.release(unit)
         self._actions += self._reductions.finish(unit, self.boundary) if self.in_backward else []
 
     def _expect_backward(self) -> None:
-        """The last unit is through: the first that backward needs is prefetched, while the root computes its end."""
+        """Prefetch the first unit of the backward pass, while the root still computes the model's last layers."""
         if (first := self._gathers.successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
             if unit.idle:
@@ -554,7 +566,7 @@ class StepMachine:
             self._gathers.prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
 
     def _pass_of_the_model_begins(self, first: int | None = None) -> None:
-        """What the one before used, or prefetched in vain, is let go."""
+        """Release the units that the previous pass of the model used, or prefetched without a use."""
         self._gathers.successors.pass_begins(first)
         for unit in self._units:
             prefetched = unit.weights is Weights.PREFETCHED and not self.in_backward
@@ -574,15 +586,13 @@ class StepMachine:
             self._gathers.release(unit)
 
     def _check_graph(self, unit: UnitState) -> None:
-        """Under create_graph=True, what a backward pass computes with is read again when its graph is walked."""
+        """Raise if the unit's slot may change before a graph made with `create_graph=True` reads its weights again."""
         if unit.slot is not None and not unit.pinned:
             raise StepError(
                 f"{unit.facts}: a graph made with create_graph=True reads the weights again after they are released. "
                 "Run forward, autograd.grad(...) and backward() inside `with towpath.full_parameters(model):`."
             )
-        self._graphs = 2  # this one and the next
-
-    # Answers --------------------------------------------------------------------------------------------------------
+        self._graphs = 2  # this backward pass and the next
 
     def _answer(self) -> list[Action]:
         actions = self._actions.copy()

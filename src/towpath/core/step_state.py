@@ -1,4 +1,8 @@
-"""What the step machine knows: of a unit by its strategy, and of its weights and gradients at a moment."""
+"""The data of the step machine (`core/step.py`): the actions that it returns, and the state of each unit.
+
+The engine and the simulator execute the actions. The unit's properties (`UnitFacts`) follow from its strategy and never
+change. The states of its weights and gradients change from event to event.
+"""
 
 from __future__ import annotations
 
@@ -14,34 +18,33 @@ from towpath.core.transfer import Transfer
 
 # --- actions ----------------------------------------------------------------------------------------------------------
 #
-# What the step machine answers: transfers to submit, and what to do around them, in the order given.
+# What the step machine returns: transfers to submit, and what to do around them, to be executed in order.
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:
-    """Memory for the whole weights, or the whole gradients, of one unit at a time. `fits`: which units."""
+    """Memory for the unsharded weights or gradients of one unit at a time. Units take turns in it."""
 
-    fits: tuple[int, ...]
-    user: int | None = None
-    task: Task | None = None  # the last that fills or reads it
+    fits: tuple[int, ...]  # the indices of all units that may use it
+    user: int | None = None  # the unit that uses it now
+    task: Task | None = None  # the last task that fills or reads it
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """A transfer of one unit. `after`: the tasks it waits for, besides what was computed before it was submitted, and
-    the tasks before it in its queue's way.
+    """One transfer of a unit, or of an optimizer's step on whole matrices.
 
-    `transfers`: of an optimizer's step, which are no unit's; `unit` is the number of its round then. `handle` is the
-    executor's own.
+    A task starts after everything that was computed before its submission, after the earlier tasks of its queue that
+    use the same wire buffers, and after the tasks in `after`.
     """
 
     kind: Kind
-    unit: int
-    slot: Slot | None = None
+    unit: int  # the unit's index; for an optimizer's step, the number of the round
+    slot: Slot | None = None  # the memory that it fills or reads
     after: tuple[Task, ...] = ()
-    keep_copy: bool = False  # of a gather: what it brings, cut for the backward pass, is kept
-    transfers: tuple[Transfer, ...] = ()
-    handle: object = None
+    keep_copy: bool = False  # a gather only: keep this rank's part of the result as the backward copy
+    transfers: tuple[Transfer, ...] = ()  # an optimizer's step only: a unit's transfers are in its plan
+    handle: object = None  # the engine's or simulator's handle of the submitted task
 
     def __str__(self) -> str:
         if self.transfers:
@@ -51,16 +54,16 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Queue the transfer."""
+    """The action that puts a task into its queue."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Before anything that follows is computed, the task's results must be there.
+    """The action that makes later computation wait for a task's results.
 
-    `on_host`: before the host itself goes on, too. It reads, or writes to, memory that the task copies.
+    With `on_host` the host waits as well, because it reads or overwrites memory that the task copies.
     """
 
     task: Task
@@ -69,7 +72,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class SwapParameters:
-    """Let the modules' parameters be the whole weights, or the shards again."""
+    """The action that replaces the modules' parameters with the unsharded weights (`whole`), or with the shards."""
 
     unit: int
     whole: bool
@@ -77,7 +80,10 @@ class SwapParameters:
 
 @dataclass(frozen=True, slots=True)
 class InvalidateViews:
-    """Let autograd refuse to read the whole weights (their memory may hold another unit's), or allow it again."""
+    """The action that makes autograd refuse to read a unit's unsharded weights (`sealed`), or allows it again.
+
+    Autograd must not read them while their memory may hold the weights of another unit.
+    """
 
     unit: int
     sealed: bool
@@ -85,7 +91,7 @@ class InvalidateViews:
 
 @dataclass(frozen=True, slots=True)
 class AssignSlot:
-    """From now on the unit's whole weights live in that slot."""
+    """The action that moves a unit's unsharded weights to another slot, for all later gathers."""
 
     unit: int
     slot: Slot
@@ -93,14 +99,17 @@ class AssignSlot:
 
 @dataclass(frozen=True, slots=True)
 class SaveBackwardCopy:
-    """Of the unit's whole weights, which are there, keep the copy that the backward pass gathers from."""
+    """The action that keeps this rank's part of a unit's unsharded weights, for the gather of the backward pass."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenGradients:
-    """The unit's gradients of this pass arrive in that slot; without one, in the gradient shard itself."""
+    """The action before a unit's first gradient of a backward pass: where its gradients are collected.
+
+    Without a slot, they are added to the G shard.
+    """
 
     unit: int
     slot: Slot | None
@@ -108,12 +117,12 @@ class OpenGradients:
 
 @dataclass(frozen=True, slots=True)
 class CheckRanks:
-    """Tell all ranks which parameters got a gradient here, and hear whether all ran the same units."""
+    """The action at the boundary in which ranks exchange which parameters got a gradient, and compare what they ran."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetGrads:
-    """The mean gradients are there: to every `.grad`."""
+    """The last action of the boundary, which sets every `.grad` to the mean gradient."""
 
 
 Action = (
@@ -133,13 +142,18 @@ Unit = TypeVar("Unit")
 
 
 def in_backward_order(units: Sequence[Unit]) -> Sequence[Unit]:
-    """What is of each unit, the root's first, in the order in which a backward pass comes to the units; the root is
-    through with the last of them."""
+    """Return one item per unit (the root's first) in the order in which a backward pass finishes the units.
+
+    The root comes last: its backward begins before all others, and ends after them.
+    """
     return (*reversed(units[1:]), units[0])
 
 
 class ParamVersion:
-    """Counts the writes to the parameters of one bucket, or of all of a unit or a model, whose mark `of` is."""
+    """A counter of writes to the parameters of one bucket, one unit or the model.
+
+    Each write also counts in the next larger one, `of`: a bucket's in its unit, a unit's in the model.
+    """
 
     __slots__ = ("of", "version")
 
@@ -148,41 +162,44 @@ class ParamVersion:
         self.of = of
 
     def written(self) -> None:
+        """Count a write."""
         self.version += 1
         if self.of is not None:
             self.of.written()
 
 
 class Weights(Enum):
-    """Where a unit's weights stand. What may follow on what: `WEIGHTS_CHANGE`.
+    """The state of a unit's weights. `WEIGHTS_CHANGE` has the allowed changes.
 
     SHARDED ──prefetch──▶ PREFETCHED ──a pass begins──▶ IN_USE ──it ends──▶ EVICTABLE ──a pass begins──▶ IN_USE
        │                                                   ▲
        └───────────────────── a pass begins ───────────────┘
-    From PREFETCHED, IN_USE and EVICTABLE back to SHARDED: another unit wants the slot, or the model's pass is over.
-    pin: from SHARDED, or where nothing has to be gathered, to PINNED; unpin: back to SHARDED.
+
+    PREFETCHED, IN_USE and EVICTABLE become SHARDED if another unit needs the slot, or when the model's pass ends.
+    `pin` leads from SHARDED to PINNED, and `unpin` back. Weights that are never gathered can also be pinned while
+    they are EVICTABLE.
     """
 
-    SHARDED = "sharded"
-    PREFETCHED = "prefetched"
-    IN_USE = "in use"
-    EVICTABLE = "evictable"
-    PINNED = "pinned"
+    SHARDED = "sharded"  # from the release of the slot until the next prefetch, pass or `pin`
+    PREFETCHED = "prefetched"  # from the submission of the prefetch until a pass of the unit begins
+    IN_USE = "in use"  # from the beginning of a forward or backward of the unit until its end
+    EVICTABLE = "evictable"  # from the end of a pass until the unit runs again, or its slot is needed
+    PINNED = "pinned"  # from `pin` until `unpin`
 
 
 class Gradients(Enum):
-    """Where a unit's gradients of one backward pass stand. What may follow on what: `GRADIENTS_CHANGE`.
+    """The state of a unit's gradients in one backward pass. `GRADIENTS_CHANGE` has the allowed changes.
 
     NONE ──the first arrives──▶ COLLECTING ──all have arrived──▶ COMPLETE ──reduced──▶ REDUCED ──the pass ends──▶ NONE
                                     └──────────── those that do not come count as zero ─────▲
 
-    A pass that fails: from each to NONE.
+    If the backward pass fails, every state becomes NONE.
     """
 
-    NONE = "none"
-    COLLECTING = "collecting"
-    COMPLETE = "complete"
-    REDUCED = "reduced"
+    NONE = "none"  # from the beginning of the micro-step until the unit's first gradient arrives
+    COLLECTING = "collecting"  # from the first gradient until all parameters have one, or the unit is reduced
+    COMPLETE = "complete"  # from the last gradient until the unit's turn to reduce
+    REDUCED = "reduced"  # from the submission of the reduction until the end of the micro-step
 
 
 WEIGHTS_CHANGE: Mapping[Weights, frozenset[Weights]] = {
@@ -202,26 +219,27 @@ GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
 
 @dataclass(frozen=True, slots=True)
 class UnitFacts:
-    """What the machine has to know of a unit, by its strategy."""
+    """The fixed properties of a unit that the step machine needs. They follow from the unit's plan."""
 
     name: str
     root: bool = False
-    gathers: bool = True  # whole while it computes only; else always
+    gathers: bool = True  # the weights are unsharded only for a pass; otherwise they always are
     copies: bool = False  # the forward pass keeps a copy that the backward pass gathers from
-    trains: bool = True
-    reduces: bool = True  # gradients travel in every backward pass; else they are summed where they lie
-    publishes: bool = True  # what was written has to travel, or to be cast
-    steps_on_host: bool = False  # mean gradients are copied to the host's memory, and what was written from there
-    modules: int = 1  # whose forwards are this unit's
+    trains: bool = True  # some of its parameters are trainable
+    reduces: bool = True  # each backward pass reduces the gradients; otherwise it adds them to the G shard in place
+    publishes: bool = True  # written parameters must be sent to other ranks, or cast, before they are used
+    steps_on_host: bool = False  # the optimizer steps in host memory: gradients are copied there, and parameters back
+    modules: int = 1  # how many modules have their forwards in this unit
 
     def __str__(self) -> str:
         return f"unit {self.name or 'root'!r}"
 
 
 class ForwardPass:
-    """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph.
+    """One forward pass of a unit for which a backward pass may follow. It lives as long as its autograd graph.
 
-    `walk`: the backward passes of the model are numbered, and this one's comes in that one.
+    `version` is the version of the weights that it used. `walk` is the number of the model's backward pass that its own
+    backward belongs to. `running` is set while that backward runs, and `done` once it no longer needs the weights.
     """
 
     __slots__ = ("__weakref__", "done", "running", "unit", "version", "walk")
@@ -233,31 +251,32 @@ class ForwardPass:
 
 @dataclass(slots=True)
 class UnitState:
-    """What the machine knows of a unit at a moment."""
+    """The state of one unit in the step machine. The methods of `Gathers`, `Reductions` and `StepMachine` change it."""
 
     index: int
     facts: UnitFacts
-    mark: ParamVersion
+    mark: ParamVersion  # counts the writes to its parameters
     weights: Weights = Weights.SHARDED
     gradients: Gradients = Gradients.NONE
-    slot: Slot | None = None
-    collects_in: Slot | None = None
-    holds: int = -1  # the version of the weights that are whole in its slot, or on their way there; -1: none are
-    copied: int = -1  # that of the backward copy
-    published: int = 0  # the version that every rank's shard has
-    sealed: bool = False
+    slot: Slot | None = None  # for its unsharded weights; None if they are never gathered
+    collects_in: Slot | None = None  # for its gradients, from the first one until the reduction
+    holds: int = -1  # the version of the weights that its slot holds, or is about to receive; -1 if none
+    copied: int = -1  # the version of the weights in the backward copy; -1 if there is none
+    published: int = 0  # the version of the weights that every rank's shard holds
+    sealed: bool = False  # autograd refuses to read the unsharded weights
     finished: bool = False  # no more gradients will come in this backward pass
     inside: int = 0  # calls into it that have not returned
-    forwards: Counter[int] = field(default_factory=Counter[int])  # passes through it, by the walk that they belong to
-    backwards: Counter[int] = field(default_factory=Counter[int])
-    running_passes: int = 0  # backward, now
-    shown: bool = False  # the modules' parameters are the whole weights
-    home: Slot | None = None  # the slot to return to, while it is pinned
-    ready: Task | None = None  # what makes its weights ready: the last gather, or publication
-    publication: Task | None = None
-    passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)
+    forwards: Counter[int] = field(default_factory=Counter[int])  # forward passes through it, counted by their `walk`
+    backwards: Counter[int] = field(default_factory=Counter[int])  # finished backward passes, counted by their `walk`
+    running_passes: int = 0  # backward passes through it that run now
+    shown: bool = False  # the modules' parameters are the unsharded weights
+    home: Slot | None = None  # the slot to return to after `unpin`
+    ready: Task | None = None  # the task that brings its weights: the last gather or publish
+    publication: Task | None = None  # the last publish
+    passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)  # those whose graphs are alive
 
     def weights_become(self, now: Weights) -> None:
+        """Change the state of the weights. An impossible change is an AssertionError."""
         if now is not self.weights and now not in WEIGHTS_CHANGE[self.weights]:
             raise AssertionError(
                 f"{self.facts}: its weights were {self.weights.value}, and cannot be {now.value} next."
@@ -265,6 +284,7 @@ class UnitState:
         self.weights = now
 
     def gradients_become(self, now: Gradients) -> None:
+        """Change the state of the gradients. An impossible change is an AssertionError."""
         was = self.gradients
         if now is not was and now not in GRADIENTS_CHANGE[was]:
             raise AssertionError(f"{self.facts}: its gradients were {was.value}, and cannot be {now.value} next.")
@@ -272,24 +292,27 @@ class UnitState:
 
     @property
     def version(self) -> int:
+        """The current version of the weights: how often they were written."""
         return self.mark.version
 
     @property
     def running(self) -> bool:
-        """Whether a backward pass through it is under way."""
+        """True while a backward pass through the unit runs."""
         return self.running_passes > 0
 
     @property
     def idle(self) -> bool:
+        """True if the weights are unsharded, and nothing computes with them now."""
         return self.weights in (Weights.PREFETCHED, Weights.EVICTABLE)
 
     @property
     def pinned(self) -> bool:
+        """True while the user keeps the unit unsharded."""
         return self.weights is Weights.PINNED
 
 
 class Slots:
-    """Slots that units take in turns, and those reserved for one unit."""
+    """The slots for weights, or for gradients: `count` that `units` take turns in, and those reserved for one unit."""
 
     def __init__(self, units: Sequence[int], count: int) -> None:
         self._units = tuple(units)
@@ -298,23 +321,25 @@ class Slots:
 
     @property
     def all(self) -> list[Slot]:
+        """All slots, the reserved ones last."""
         return [*self._turns, *self._reserved.values()]
 
     def add(self, unit: int | None = None) -> Slot:
-        """Another one, which fits that unit, or all."""
+        """Add a slot for one unit, or for all units that take turns, and return it."""
         self._turns.append(Slot(self._units if unit is None else (unit,)))
         return self._turns[-1]
 
     def reserve(self, unit: int) -> Slot:
-        """For one unit alone, which would hold one of the others for too long."""
+        """Add a slot for one unit alone, because it would occupy a shared slot for too long."""
         self._reserved[unit] = slot = Slot((unit,))
         return slot
 
     def neighbour(self, number: int) -> Slot:
+        """Return the shared slot for the unit at this position in forward order. Neighbors get different slots."""
         return self._turns[number % len(self._turns)]
 
     def next_free(self, unit: int) -> Slot:
-        """One that nobody uses: an idle one, else that whose last task is the oldest, else a new one."""
+        """Return a slot without a user: one without a task, else the one used longest ago, else a new one."""
         if unit in self._reserved:
             return self._reserved[unit]
         free = [slot for slot in self._turns if slot.user is None]
@@ -325,22 +350,23 @@ class Slots:
 
 
 class Successors:
-    """Which unit came after which, the last time, in the forward and in the backward pass: what to prefetch."""
+    """The order in which units ran the last time, in the forward and in the backward pass. It says what to prefetch."""
 
     def __init__(self) -> None:
         self._next: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
-        self._previous: int | None = None  # in this pass
+        self._previous: int | None = None  # the unit that ran last in this pass
 
     def pass_begins(self, first: int | None = None) -> None:
-        """`first`: the unit that runs before all others."""
+        """Begin a pass of the model. If `first` is given, that unit counts as the first to run."""
         self._previous = first
 
     def runs(self, kind: Kind, unit: int) -> int | None:
-        """`unit` is next in a pass whose weights come by `kind`. What came after it the last time, if anything."""
+        """Record that `unit` runs next in a pass that gathers by `kind`. Return what followed it the last time."""
         if self._previous is not None and self._previous != unit:
             self._next[kind][self._previous] = unit
         self._previous = unit
         return self.of(kind, unit)
 
     def of(self, kind: Kind, unit: int) -> int | None:
+        """Return the unit that followed `unit` the last time, or None if none did."""
         return self._next[kind].get(unit)

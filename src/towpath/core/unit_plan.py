@@ -1,4 +1,8 @@
-"""What moves of one unit: of each bucket the transfers of every kind, and what a rank keeps and needs for them."""
+"""The plan of one unit: for each of its buckets, the transfers of every kind and the memory that a rank needs.
+
+`plan_unit` derives it from the strategy, the unit's description and the precision. The engine, the schedule, the
+simulator and the planner all use the same plans.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +18,45 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Factored, Wire
 from towpath.errors import StrategyError
 
-# So small a gather takes longer to begin than to travel: those of one unit travel as one message (MiCS, section 4).
+# A gather up to this size takes longer to start than to run. Those of one unit are packed into one (MiCS, section 4).
 SMALL_GATHER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One flat buffer: its length, its cuts, its dtypes, and the transfers of each kind it takes part in.
+    """The plan of one bucket: the length, slices and dtypes of its flat buffer, and its transfers of each kind.
 
-    `factored`: how its gradients are synchronised in low rank, if they are. `rests_in`: the codec that its P shard
-    rests in, if in any: whole weights are then decoded before each use, also where nothing has to be gathered.
-    `optimizer_on_host`: the optimizer's slice and `.grad` lie in the host's memory: mean gradients are copied there,
-    and what was written is copied back.
+    If `rests_in` is a codec, the P shard is stored encoded in it. The weights are then decoded before each use, even if
+    nothing has to be gathered. With `optimizer_on_host`, the optimizer's slice and `.grad` are in host memory. Mean
+    gradients are copied there, and what the optimizer wrote is copied back.
     """
 
     spec: BucketSpec
-    numel: int
-    own_dtype: str
-    compute_dtype: str
-    reduce_dtype: str
-    accumulate_dtype: str
-    params: Partition
-    grads: Partition
-    optimizer: Partition
-    backward_copy: Partition | None
+    numel: int  # of the flat buffer, with padding
+    own_dtype: str  # of the user's parameters and `.grad`
+    compute_dtype: str  # of the unsharded weights
+    reduce_dtype: str  # of the gradients that are reduced
+    accumulate_dtype: str  # of the sum over micro-steps
+    params: Partition  # the P shards
+    grads: Partition  # the G shards
+    optimizer: Partition  # the OS slices
+    backward_copy: Partition | None  # the shards of the copy that backward gathers from, if any
     transfers: dict[Kind, tuple[Transfer, ...]]
-    factored: Factored | None = None
+    factored: Factored | None = None  # how the sync compresses gradients to low rank, if it does
     rests_in: Codec | None = None
     optimizer_on_host: bool = False
 
     @property
     def always_whole(self) -> bool:
-        """Whether every rank's shard is all of the weights, ready to compute with."""
+        """True if every rank's P shard has all weights, ready for compute."""
         return self.params.count == 1 and self.rests_in is None
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer works on a copy of its own; else on a slice of the P shard itself. The copy stays for
-        the whole run, also while a codec of what is published does not serve yet, or any more."""
+        """True if the optimizer works on a copy of its own. Otherwise it works on a slice of the P shard itself.
+
+        The copy stays for the whole run, even in steps in which the codec of the publish is not used.
+        """
         if self.rests_in is not None:
             return False
         encoded = any(isinstance(t.wire.codec, Codec) for t in self.transfers[Kind.PUBLISH])
@@ -59,25 +64,29 @@ class BucketPlan:
 
     @property
     def publishes(self) -> bool:
-        """Whether a write to the parameters has to travel, or to be cast, before the weights are whole again."""
+        """True if written parameters must be sent to other ranks, or cast, before the weights are unsharded again."""
         return self.has_master or bool(self.transfers[Kind.PUBLISH])
 
     @property
     def grad_is_view(self) -> bool:
-        """Whether `.grad` can be a view of the G shard."""
+        """True if `.grad` can be a view of the G shard."""
         return self.accumulate_dtype == self.own_dtype and not self.optimizer_on_host
 
     @property
     def gradients_stay(self) -> bool:
-        """Whether `.grad` can be what autograd makes: nothing of it travels, or is rounded or cut on the way."""
+        """True if `.grad` can be the tensor that autograd makes, because it is neither sent, rounded nor sharded."""
         travel = self.transfers[Kind.REDUCE] or self.transfers[Kind.SYNC]
         return not travel and self.optimizer.count == 1 and self.grad_is_view
 
     def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
-        """By what a sum is divided before and after `kind` (reduce, and then sync), so that it ends as the mean.
+        """Return what a gradient is divided by before and after a transfer, so that the last one leaves the mean.
 
-        Once, at the end; but a sum in float16 by about the root of its terms each time, so that it neither overflows
-        on its way nor loses what is small before.
+        The sum is divided once, at the end. In float16 it is divided by about the square root of its terms before and
+        after each transfer, so that it neither overflows nor loses small values.
+
+        Args:
+            kind: `Kind.REDUCE`, or `Kind.SYNC`, which follows it.
+            world: The number of terms of the mean, usually that of all ranks.
         """
         terms = self.grads.count if kind is Kind.REDUCE else world // self.grads.count
         if self.reduce_dtype == "float16":
@@ -87,13 +96,15 @@ class BucketPlan:
 
     @property
     def shard_bytes(self) -> int:
-        """Of one rank's P shard, as it rests."""
+        """The bytes of one rank's P shard as it is stored, encoded if it has a codec."""
         elements = self.numel // self.params.count
         return self.rests_in.encoded_bytes(elements) if self.rests_in else elements * item_bytes(self.compute_dtype)
 
     def memory_bytes(self) -> dict[str, int]:
-        """What one rank keeps between steps for this bucket on the device, by kind (the optimizer's own states are its
-        affair)."""
+        """Return the bytes that one rank keeps between steps on its device for this bucket, by kind.
+
+        The states of the optimizer are not included.
+        """
         compute, summed, own = (item_bytes(d) for d in (self.compute_dtype, self.accumulate_dtype, self.own_dtype))
         master = 0 if self.optimizer_on_host else self.numel // self.optimizer.count * own
         frozen = {} if self.spec.trainable else {"frozen": self.shard_bytes}
@@ -107,7 +118,10 @@ class BucketPlan:
         }
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """And in the host's memory. `outgoing`: what was written, in the dtype that computes, on its way back."""
+        """Return the bytes that one rank keeps between steps in host memory for this bucket, by kind.
+
+        `outgoing` is the copy of the written parameters in the compute dtype, from which the publish copies.
+        """
         if not self.optimizer_on_host:
             return {}
         elements, own = self.numel // self.optimizer.count, item_bytes(self.own_dtype)
@@ -115,12 +129,12 @@ class BucketPlan:
         return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
 
     def host_copy_bytes(self, kind: Kind) -> int:
-        """What a transfer of this kind copies between the device and the host: a sync to it, a publish from it."""
+        """Return the bytes that a transfer of this kind copies: a sync to the host, a publish from it."""
         held = self.host_memory_bytes()
         return held.get({Kind.SYNC: "grad", Kind.PUBLISH: "outgoing"}.get(kind, ""), 0)
 
     def _feedback_bytes(self) -> int:
-        """What codecs keep from one step to the next."""
+        """Return the bytes that codecs keep from one step to the next."""
         found = sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements)
         if self.factored is not None:
             feedback = self.transfers[Kind.SYNC][0].wire.feedback != "none"
@@ -130,22 +144,27 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
+    """The plans of all buckets of one unit, and what follows from them for the unit."""
+
     spec: UnitSpec
     buckets: tuple[BucketPlan, ...]
 
     def transfers(self, kind: Kind) -> Iterator[Transfer]:
+        """Yield the transfers of this kind, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
 
     def steady_transfers(self, kind: Kind) -> Iterator[Transfer]:
-        """Of a step like every other: what nobody writes is not published again."""
+        """Yield the transfers of this kind in a steady step. Frozen buckets are not published again."""
         for bucket in self.buckets:
             if kind is not Kind.PUBLISH or bucket.spec.trainable:
                 yield from bucket.transfers[kind]
 
     def together(self, kind: Kind) -> tuple[int, ...]:
-        """The buckets whose gathers travel as one message: none, or at least two. Of those that have the same members
-        and route; frozen ones may have others than those that train."""
+        """Return the indices of the buckets whose gathers are packed into one: none, or at least two.
+
+        They are small, and have the same ranks and route. Frozen buckets may have others than trainable ones.
+        """
         if kind not in (Kind.GATHER, Kind.BACKWARD_GATHER):
             return ()
         alike: dict[tuple[GroupCollective, str], list[int]] = {}
@@ -157,7 +176,7 @@ class UnitPlan:
         return tuple(most) if len(most) > 1 else ()
 
     def wire_needs(self, kind: Kind) -> Needs:
-        """What one rank needs to send and receive in, beside the regions."""
+        """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""
         packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
         factors = [
             sum(t.region_bytes for t in b.transfers[kind]) for b in self.buckets if b.factored and kind is Kind.SYNC
@@ -165,7 +184,7 @@ class UnitPlan:
         return largest([{"uint8": max([packed, *factors])}, *(t.wire_needs for t in self.transfers(kind))])
 
     def facts(self, modules: int = 1) -> UnitFacts:
-        """What the step machine has to know; `modules`: how many have their forwards in this unit."""
+        """Return what the step machine needs. `modules` is the number of modules with their forwards in this unit."""
         trainable = [b for b in self.buckets if b.spec.trainable]
         return UnitFacts(
             self.spec.name,
@@ -181,12 +200,12 @@ class UnitPlan:
 
     @property
     def weight_needs(self) -> Needs:
-        """What the unit's whole weights take up while they are gathered; nothing where they are always whole."""
+        """The elements by dtype of the unit's unsharded weights. Empty if every rank always holds all of them."""
         return _sum_by_dtype((b.compute_dtype, b.numel) for b in self.buckets if b.transfers[Kind.GATHER] or b.rests_in)
 
     @property
     def gradient_needs(self) -> Needs:
-        """What a micro-step's gradients take up until they are reduced; nothing where they are summed in place."""
+        """The elements by dtype of a micro-step's gradients until the reduction. Empty if they are summed in place."""
         return _sum_by_dtype((b.reduce_dtype, b.numel) for b in self.buckets if b.transfers[Kind.REDUCE])
 
 
@@ -198,7 +217,7 @@ def _sum_by_dtype(sizes: Iterable[tuple[str, int]]) -> Needs:
 
 
 def largest(needs: Iterable[Needs]) -> Needs:
-    """What is enough for each of them, one at a time."""
+    """Return the elements by dtype that suffice for each of `needs`, one at a time."""
     enough: Needs = {}
     for need in needs:
         for dtype, numel in need.items():
@@ -207,12 +226,25 @@ def largest(needs: Iterable[Needs]) -> Needs:
 
 
 def plan_unit(strategy: Strategy, unit: UnitSpec, precision: Precision) -> UnitPlan:
+    """Plan all buckets of a unit.
+
+    Args:
+        strategy: The placement, and the route and codec of each kind of transfer.
+        unit: The sizes and dtypes of the unit's parameters.
+        precision: The dtypes for compute, reduction and accumulation.
+
+    Returns:
+        The plan, the same on all ranks.
+
+    Raises:
+        StrategyError: If a codec does not take the dtype of a bucket.
+    """
     return UnitPlan(unit, tuple(_plan_bucket(strategy, unit, bucket, precision) for bucket in unit.buckets))
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One whose transfers are made: `spec` is laid out for the codecs of `strategy`. `encoded`: it rests so."""
+    """A bucket for which `_plan_bucket` makes the transfers. `encoded` means that its P shards are stored encoded."""
 
     strategy: Strategy
     unit: UnitSpec
@@ -234,7 +266,7 @@ class _Bucket:
         return tuple(self._transfer(kind, m, self.numel // m.regions, dtype, wire) for m in moves)
 
     def factors(self, factored: Factored, dtype: str, wire: Wire) -> tuple[Transfer, ...]:
-        """The two sums over all ranks that bring the mean of gradients in low rank."""
+        """Return the two all-reduces over all ranks that compute the mean gradient in low rank."""
         return tuple(
             self._transfer(Kind.SYNC, move, elements, dtype, wire, factored.elements)
             for elements in factored.messages
@@ -259,15 +291,15 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     codecs = strategy.codecs(spec.trainable) if rests_in is None else [rests_in]
     spec = spec.in_blocks(codecs, moves.optimizer.count)
     bucket = _Bucket(strategy, unit, spec, spec.padded(moves.optimizer.count), rests_in is not None)
-    # A kept unit is never gathered for its backward pass: it needs no copy to gather from.
+    # The root is never gathered for its backward pass, so it needs no copy to gather from.
     copies = moves.backward_params.count < moves.params.count
     worth = copies and not unit.kept
-    # Without a copy it is the forward pass's gather again, and must bring the same weights.
+    # Without a copy, the backward gather repeats the gather of the forward pass, and must bring the same weights.
     backward_moves = moves.backward_gather if worth else moves.gather
     backward_wire = strategy.backward_gather if worth or not copies else strategy.gather
     low_rank = strategy.sync.low_rank
     factored = Factored.of(low_rank, spec) if low_rank and moves.sync and spec.trainable else None
-    # A codec takes the sum as it is; else it is rounded to what travels, once.
+    # A codec encodes the accumulated sum as it is. Without one, the sum is rounded once, to the reduce dtype.
     synced = summed if strategy.sync.encoding is not None and summed in ENCODED else reduce
     transfers = {
         Kind.GATHER: bucket.transfers(Kind.GATHER, moves.gather, compute, strategy.gather),

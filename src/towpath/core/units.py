@@ -1,4 +1,8 @@
-"""What a model is to a schedule: units, and in each unit one flat buffer (bucket) per dtype and trainability."""
+"""The units and buckets of a model, as sizes and dtypes, without its tensors.
+
+A unit is a set of parameters that are gathered and released together. It has one flat buffer, a bucket, for each dtype,
+and separate ones for trainable and frozen parameters. The engine, the schedule and the planner all describe models so.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,46 @@ from itertools import accumulate
 
 from towpath.core.formats import SMALLEST_BLOCK, Codec, item_bytes
 
-# Each parameter starts on 16 elements (32 bytes or more), so that vector loads stay aligned in every dtype; where a
-# codec encodes them, on a block.
+# Each parameter starts at a multiple of 16 elements (32 bytes or more), so that vector loads stay aligned in every
+# dtype. If a codec encodes the parameters, each starts at a block of the codec.
 PARAMETER_ALIGNMENT = 16
-# Each slice of a cut is a multiple of this many elements, 64 bytes of bf16.
+# Each slice of a bucket has a multiple of this many elements (64 bytes in bf16).
 SLICE_ALIGNMENT = 32
 
 
-# Elements. In messages of smaller units, starting one takes about as long as the bytes it carries.
+# In elements. For smaller units, a message takes about as long to start as to send.
 SMALL_UNIT = 1 << 20
-# How many units small ones are made into at least: while one of them computes, others travel.
+# Small units are combined into at least this many, so that one can be gathered while another computes.
 FEWEST_UNITS = 3
 
 
 def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 
 def overlap(offset: int, numel: int, cut: int, slot: int) -> tuple[int, int]:
-    """Which elements [start, end) of a parameter that begins at `offset` lie in slice `slot` of length `cut`."""
+    """Return which elements [start, end) of a parameter are in one slice of its bucket.
+
+    Args:
+        offset: The position of the parameter's first element in the bucket.
+        numel: The number of elements of the parameter.
+        cut: The length of each slice.
+        slot: The number of the slice.
+    """
     low = slot * cut - offset
     return min(max(low, 0), numel), min(max(low + cut, 0), numel)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """The parameters of a unit that lie in one flat buffer: one dtype, all trainable or all frozen.
+    """The parameters of a unit that share one flat buffer: one dtype, all trainable or all frozen.
 
-    `exact`: they compute and travel in their own dtype, whatever the precision. `matrices`: by parameter, its rows and
-    columns, if its gradient may travel in low rank; or nothing, of none of them.
+    With `exact`, they are computed with and sent in their own dtype, whatever the precision. `matrices` has the rows
+    and columns of each parameter whose gradient may be sent in low rank, and None for the others. It may be empty.
     """
 
-    numels: tuple[int, ...]
+    numels: tuple[int, ...]  # the elements of each parameter
     dtype: str = "float32"
     trainable: bool = True
     exact: bool = False
@@ -47,28 +59,34 @@ class BucketSpec:
     matrices: tuple[tuple[int, int] | None, ...] = ()
 
     def __post_init__(self) -> None:
-        item_bytes(self.dtype)  # refuses a dtype that cannot travel
+        item_bytes(self.dtype)  # raises for a dtype that cannot be sent
         assert len(self.matrices) in (0, len(self.numels))
 
     @property
     def name(self) -> str:
+        """The dtype, with 'exact' and 'frozen' where these hold. It is unique in the unit."""
         return self.dtype + (" exact" if self.exact else "") + ("" if self.trainable else " frozen")
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Where each parameter starts; one more entry than parameters: the end of the last."""
+        """The position of each parameter in the flat buffer, and one more entry for the end of the last."""
         return (0, *accumulate(round_up(n, self.alignment) for n in self.numels))
 
     def padded(self, slices: int) -> int:
-        """The length of the flat buffer when its finest cut has `slices` slices."""
+        """Return the length of the flat buffer, padded so that it can be divided into `slices` equal slices."""
         return round_up(max(self.offsets[-1], 1), slices * max(SLICE_ALIGNMENT, self.alignment))
 
     def in_blocks(self, codecs: Sequence[Codec], slices: int) -> BucketSpec:
-        """So laid out that no block of `codecs` spans parameters or slices: a small parameter beside a large one would
-        else be rounded to nothing.
+        """Return the bucket with an alignment such that no block of `codecs` spans two parameters or two slices.
 
-        All begin at a multiple of the largest block. Where parameters are short, padding costs more than scales: of all
-        powers of two up to that block, it is the one with which what travels is shortest.
+        If a block held a small and a large value of two parameters, the small one would be rounded to zero. Parameters
+        therefore start at a multiple of the block. For short parameters, padding to a large block costs more bytes than
+        the additional scales of smaller blocks. Of all powers of two up to the largest block, the alignment is the one
+        that sends the fewest bytes.
+
+        Args:
+            codecs: The codecs that encode the parameters or their gradients.
+            slices: How many slices the finest partition of the bucket has.
         """
         largest = max((codec.grain for codec in codecs), default=1)
         if largest == 1:
@@ -83,7 +101,7 @@ class BucketSpec:
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
-    """Parameters that are gathered together. A `kept` unit (the root) stays gathered from forward to backward."""
+    """The buckets of one unit. A `kept` unit (the root) stays unsharded from the forward to the end of backward."""
 
     name: str
     buckets: tuple[BucketSpec, ...]
@@ -91,8 +109,16 @@ class UnitSpec:
 
 
 def together(elements: Sequence[int]) -> list[list[int]]:
-    """Which neighbouring units become one, so that their messages travel together: as many as stay small, and are no
-    more than the largest unit or a third of all.
+    """Combine neighboring small units, so that their messages are sent as one.
+
+    A combined unit has at most `SMALL_UNIT` elements, and is no larger than the largest unit or a third of all
+    elements, whichever is more.
+
+    Args:
+        elements: The number of elements of each unit, in forward order.
+
+    Returns:
+        The positions of the units in each combined unit.
     """
     room = min(max(*elements, sum(elements) // FEWEST_UNITS, 0), SMALL_UNIT)
     batches: list[list[int]] = []
@@ -108,7 +134,12 @@ def together(elements: Sequence[int]) -> list[list[int]]:
 
 
 def units_from_numels(numels: Sequence[int] | Mapping[str, int], dtype: str = "float32") -> tuple[UnitSpec, ...]:
-    """Units of the given sizes, in forward order; in a mapping the name "" is the root unit."""
+    """Return units with one bucket each, the root first.
+
+    Args:
+        numels: The number of elements of each unit, in forward order. In a mapping, the name "" is the root.
+        dtype: The dtype of all parameters.
+    """
     named = numels if isinstance(numels, Mapping) else {str(i): n for i, n in enumerate(numels)}
     units = [UnitSpec(name, (BucketSpec((n,), dtype),), kept=name == "") for name, n in named.items()]
     return tuple(sorted(units, key=lambda u: not u.kept))

@@ -1,15 +1,15 @@
 """The step of an optimizer that needs whole matrices (Muon, Shampoo, Adafactor), as data.
 
-Each rank holds a slice of the parameters, and such an optimizer computes with a parameter as a whole. So each parameter
-has an *owner* among the ranks that hold one copy of the optimizer states (in every copy the same slot). In *rounds*,
-each of which gives every owner about as much to do:
+Each rank holds a slice of the parameters, but such an optimizer computes with unsharded parameters. Each parameter
+therefore has an *owner* among the ranks that hold one copy of the optimizer states. In every copy, the owner has the
+same slot. The step is divided into *rounds*, each of which gives all owners about the same work:
 
     matrix_gradients   every rank's slices of the gradients  → their owners
     matrix_weights     every rank's slices of the parameters → their owners     (updates and decay read them)
-    matrix_updates     what the owners made of them          → back into every rank's slices
+    matrix_updates     the owners' updated parameters        → back into every rank's slices
 
-While owners work on one round, the slices of the next travel. `step_actions` says what is done in which order: the
-engine carries it out, the simulator replays it, and the schedule lists its transfers.
+While owners work on one round, the slices of the next are transferred. `step_actions` yields the actions in order. The
+engine executes them, the simulator replays them, and the schedule lists their transfers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from towpath.errors import StrategyError
 if TYPE_CHECKING:
     from towpath.core.unit_plan import BucketPlan, UnitPlan
 
-# Rounds in memory at a time: the one that owners work on, and the one whose slices travel meanwhile.
+# How many rounds are in memory at a time: the one that owners work on, and the one that is transferred meanwhile.
 ROUNDS_IN_FLIGHT = 2
-# Of each of them an owner holds the gradients and the weights.
+# For each of these rounds, an owner holds the gradients and the weights.
 _TENSORS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class WholeParameter:
-    """One that its optimizer steps whole, and where it lies: parameter `index` of a bucket of a unit."""
+    """A parameter that its optimizer steps unsharded, and its place: parameter `index` of a bucket of a unit."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,35 +52,39 @@ class WholeParameter:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Matrices of one dtype that travel together, and are stepped then, each by its owner."""
+    """Matrices of one dtype that are transferred together. Each owner then steps its own."""
 
     dtype: str
     matrices: tuple[Matrix, ...]
 
     def owned(self, slot: int) -> tuple[Matrix, ...]:
+        """Return the matrices of the owner at `slot`."""
         return tuple(matrix for matrix in self.matrices if matrix.owner == slot)
 
     def held(self, slot: int) -> int:
-        """Elements that the owner at `slot` brings together."""
+        """Return how many elements the owner at `slot` gathers. Matrices that it already holds do not count."""
         return sum(matrix.numel for matrix in self.owned(slot) if not matrix.stays)
 
     @property
     def flops(self) -> int:
-        """Of the owner with most to do, for each product in the iteration of an optimizer such as Muon."""
+        """The operations of the busiest owner, per matrix product in the iteration of an optimizer such as Muon."""
         by_owner: dict[int, int] = {}
         for matrix in self.matrices:
             by_owner[matrix.owner] = by_owner.get(matrix.owner, 0) + 2 * cost(matrix.shape)
         return max(by_owner.values(), default=0)
 
     def of(self, names: Collection[str]) -> Round:
-        """With these only: the others have no gradient in this step."""
+        """Return the round with only these matrices, because the others have no gradient in this step."""
         return replace(self, matrices=tuple(m for m in self.matrices if m.name in names))
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """`move`: among the ranks of each copy of the optimizer states; none where a copy is one rank, and nothing travels.
-    `gradients`: how they travel; all else travels as it is."""
+    """The rounds of one optimizer and their transfers, the same on all ranks.
+
+    If one rank holds a full copy of the optimizer states, nothing is transferred. `gradients` is the wire of the
+    gradients. Weights and updates use no codec.
+    """
 
     strategy: Strategy
     rounds: tuple[Round, ...]
@@ -90,16 +94,16 @@ class MatrixPlan:
     )
 
     def step(self, names: Collection[str] | None = None) -> tuple[Round, ...]:
-        """The rounds of one step, of the parameters that have a gradient (all, unless given)."""
+        """Return the rounds of one step. `names` are the parameters that have a gradient; by default, all have one."""
         rounds = self.rounds if names is None else [r.of(names) for r in self.rounds]
         return tuple(r for r in rounds if r.matrices)
 
     def gathers(self, each: Round) -> tuple[Transfer, ...]:
-        """What travels before the owners' work on a round."""
+        """Return the transfers before the owners' work on a round."""
         return self._all(each)[:2]
 
     def scatters(self, each: Round) -> tuple[Transfer, ...]:
-        """What travels after it."""
+        """Return the transfers after the owners' work on a round."""
         return self._all(each)[2:]
 
     def _all(self, each: Round) -> tuple[Transfer, ...]:
@@ -110,7 +114,8 @@ class MatrixPlan:
     def _transfers_of(self, each: Round) -> Iterator[Transfer]:
         if not self.strategy.moves.assemble:
             return
-        # Also of matrices that stay where they are: ranks compare what they submit, and so which of them they step.
+        # Matrices whose owner already holds all of them are included. Ranks compare the transfers that they submit, and
+        # so they also compare which matrices they step.
         payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
         groups = self.strategy.moves.assemble[0].groups
         to_owners, from_owners = (GroupCollective(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
@@ -119,15 +124,14 @@ class MatrixPlan:
         yield Transfer(Kind.MATRIX_UPDATES, payload, from_owners, Wire(), topology)
 
     def transfers(self, names: Collection[str] | None = None) -> Iterator[Transfer]:
-        """Those of one step, in the order in which the engine submits them."""
+        """Yield the transfers of one step, in the order in which the engine submits them."""
         for action in step_actions(self, self.step(names)):
             if isinstance(action, Submit):
                 yield from action.task.transfers
 
     @property
     def room(self) -> dict[str, int]:
-        """By dtype, the elements of all that one owner brings together for a round, at most: of the gradients, and of
-        the weights."""
+        """The most elements, by dtype, that one owner gathers in a round: so many of gradients, and of weights."""
         slots = range(self.strategy.moves.optimizer.count)
         room: dict[str, int] = {}
         for each in self.rounds:
@@ -136,13 +140,13 @@ class MatrixPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """What every rank keeps to bring matrices together in."""
+        """The bytes of the memory in which every rank gathers matrices."""
         return sum(ROUNDS_IN_FLIGHT * _TENSORS * n * item_bytes(dtype) for dtype, n in self.room.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Iterate:
-    """The owners' work on a round. Its slices are there, in the half of the memory that is number `way`."""
+    """The action in which owners step the matrices of a round, in the memory with the number `way`."""
 
     round: int
     way: int
@@ -151,7 +155,13 @@ class Iterate:
 def step_actions(
     plan: MatrixPlan, rounds: Sequence[Round], gradients: bool = True
 ) -> Iterator[Submit | Wait | Iterate]:
-    """Yield what is done in one step of the optimizer, or in one call without gradients, such as its `eval()`."""
+    """Yield the actions of one step of the optimizer, or of a call without gradients, such as its `eval()`.
+
+    Args:
+        plan: The plan of the optimizer.
+        rounds: The rounds to execute, from `plan.step()`.
+        gradients: Gather the gradients as well as the weights.
+    """
     travels = [[t for t in plan.gathers(each) if gradients or t.kind is Kind.MATRIX_WEIGHTS] for each in rounds]
     gathers = [_task(Kind.MATRIX_GRADIENTS, number, tuple(each)) for number, each in enumerate(travels)]
     scatters = [_task(Kind.MATRIX_UPDATES, number, plan.scatters(each)) for number, each in enumerate(rounds)]
@@ -159,7 +169,7 @@ def step_actions(
         for ahead in range(0 if number == 0 else number + 1, min(number + ROUNDS_IN_FLIGHT, len(rounds))):
             gather, before = gathers[ahead], scatters[ahead - ROUNDS_IN_FLIGHT] if ahead >= ROUNDS_IN_FLIGHT else None
             if gather is not None:
-                gather.after = () if before is None else (before,)  # they share memory
+                gather.after = () if before is None else (before,)  # both use the same memory
                 yield Submit(gather)
         arrived, leaving = gathers[number], scatters[number]
         if arrived is not None:
@@ -177,8 +187,10 @@ def _task(kind: Kind, number: int, transfers: tuple[Transfer, ...]) -> Task | No
 
 
 def cost(shape: Sequence[int]) -> int:
-    """Of a step that multiplies a matrix with its own transpose, as Newton and Schulz's iteration does: rows × columns
-    × the smaller of the two. Further dimensions count as columns."""
+    """Return the cost of stepping a matrix: rows × columns × the smaller of the two.
+
+    It is that of a product with the transpose, as in Newton-Schulz iterations. Further dimensions count as columns.
+    """
     rows, columns = (*shape, 1, 1)[:2] if len(shape) < 2 else (shape[0], prod(shape[1:]))
     return rows * columns * min(rows, columns)
 
@@ -186,8 +198,17 @@ def cost(shape: Sequence[int]) -> int:
 def plan_matrices(
     strategy: Strategy, plans: Sequence[UnitPlan], chosen: Collection[WholeParameter], gradients: Wire | None = None
 ) -> MatrixPlan:
-    """Who owns which of the `chosen` parameters, and when they travel: the same on all ranks, in whatever order they
-    are listed."""
+    """Assign an owner and a round to each parameter. The result is the same on all ranks.
+
+    Args:
+        strategy: The strategy of the model.
+        plans: The plans of all units of the model.
+        chosen: The parameters that the optimizer steps, in any order.
+        gradients: The wire of the gradients. By default they are sent as they are.
+
+    Raises:
+        StrategyError: If the codec of the gradients does not take the dtype of a parameter.
+    """
     gradients = gradients or Wire()
     order = sorted(chosen, key=lambda p: (p.unit, p.bucket, p.index))
     buckets = [plans[p.unit].buckets[p.bucket] for p in order]
@@ -219,7 +240,7 @@ def _matrix(parameter: WholeParameter, bucket: BucketPlan) -> Matrix:
 
 
 def _with_owners(matrices: Sequence[Matrix]) -> list[Matrix]:
-    """The costliest first, each to the slot with least to do so far; among equals, to the one that holds most of it."""
+    """Assign each matrix, the costliest first, to the slot with the least work, or among equals the largest piece."""
     owners: dict[str, int] = {}
     work = [0] * (len(matrices[0].pieces) if matrices else 0)
     for matrix in sorted(matrices, key=lambda m: -cost(m.shape)):
@@ -230,7 +251,10 @@ def _with_owners(matrices: Sequence[Matrix]) -> list[Matrix]:
 
 
 def _batches(matrices: Sequence[Matrix]) -> Iterator[tuple[Matrix, ...]]:
-    """Of each owner the costliest first; small ones together, as many as take no more room than the largest."""
+    """Yield the matrices of each round. Owners take the costliest first, and several small ones in one round.
+
+    The matrices of one owner in one round have no more elements than the largest matrix.
+    """
     room = max(matrix.numel for matrix in matrices)
     by_owner: dict[int, list[list[Matrix]]] = {}
     for matrix in sorted(matrices, key=lambda m: -cost(m.shape)):
