@@ -294,7 +294,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """An interval in which these transfers ran or, if `exposed`, were waited for. A GPU may not have reached its end."""
+    """An interval in which these transfers ran or, if `exposed`, were waited for. A GPU may not be at its end yet."""
 
     transfers: Sequence[Transfer]
     began: Mark
