@@ -171,6 +171,7 @@ class Engine:
     def _execute(self, action: Action) -> None:
         match action:
             case Submit(task):
+                # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
                 task.handle, task.after = self._submit(task), ()
             case Wait(task, on_host):
                 if task.handle is not None:

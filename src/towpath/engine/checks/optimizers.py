@@ -151,7 +151,7 @@ class _CommunicatesError(Exception):
 
 
 class _Alone(TorchDispatchMode):
-    """A dispatch mode that raises if an optimizer communicates. The other ranks step other matrices, and would not join."""
+    """A dispatch mode that raises if an optimizer communicates. Other ranks step other matrices, and would not join."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:

@@ -255,6 +255,9 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
 
 
 def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+    """Run one job on a thread of its stream. `before`: the progress of the preceding job. `mine`: that of this job."""
+    # A collective opens `links_free` once it has posted its last messages between nodes. The next job may then `begin`
+    # on its own thread, while this one still works inside the node. The rest of the next job waits for `ended`.
     try:
         with torch.no_grad():
             for handle in after:
