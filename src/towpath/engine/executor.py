@@ -156,7 +156,7 @@ class Engine:
     # Actions of the step machine ------------------------------------------------------------------------------------
 
     def execute(self, actions: Iterable[Action]) -> None:
-        """Execute actions in order. If one raises, still execute those that change only this rank's memory."""
+        """Execute actions in order. If one raises, still execute later ones that change only this rank's memory."""
         # The step machine has already counted them as done.
         left = iter(actions)
         try:
