@@ -1,6 +1,6 @@
-"""What runs a training step: flat units, their buffers, the order of transfers, and the hooks that drive it.
+"""The engine, which runs the training step of one model on one rank.
 
-Read it in this order: layout (a model as units) → shard_tensor (what the user's parameters become) → bucket (a unit's
-flat memory) → unit (its transfers) → executor (the order of a step) → hooks (where PyTorch calls in).
-May import: collectives, core, topology, errors.
+Read it in this order: layout (a model as units) → parameters/shard_tensor (the user's parameters) → parameters/bucket
+(a unit's flat memory) → parameters/unit (its transfers) → executor (the order of a step) → hooks (PyTorch's calls).
+It may import collectives and the packages below it.
 """

@@ -1,4 +1,8 @@
-"""From a model and a strategy to an engine: the parameters exchanged, and everything made that a step needs."""
+"""Construction of the engine for a model and a strategy.
+
+`agree` compares the ranks. `check_exchangeable` refuses models that cannot be sharded, before anything is changed.
+`build` turns the parameters into ShardTensors, and makes everything that a training step needs.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +42,11 @@ from towpath.topology.groups import Groups
 
 # --- agreement --------------------------------------------------------------------------------------------------------
 #
-# Do all ranks hold the same? Else all of them raise, and say what differs.
+# All ranks must have the same model and strategy. If not, all of them raise, with the difference.
 
 
 class Gathering(Protocol):
-    """Ranks that tell one another, such as `Groups`."""
+    """Interface of ranks that exchange objects, such as `Groups`."""
 
     @property
     def members(self) -> list[int]: ...
@@ -57,7 +61,18 @@ def agree(
     call: str = "shard()",
     advice: str = "Build the same model and pass the same strategy on every rank.",
 ) -> None:
-    """Go on only if every rank holds the same lines; else raise, on every rank, what differs or who failed."""
+    """Return if all ranks have the same lines and none has failed; otherwise raise on every rank.
+
+    Args:
+        groups: The ranks to compare. Every one of them must call this.
+        mine: This rank's lines, which describe what it was given.
+        failure: The error that this rank has met, if any. It is raised here.
+        call: The user's call, for the message.
+        advice: What to do about a difference, for the message.
+
+    Raises:
+        MismatchError: Another rank has failed, or the ranks' lines differ.
+    """
     mine_failed = str(failure) if failure is not None else None
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     answers = groups.gather_objects((digest, mine_failed))
@@ -85,7 +100,7 @@ def _difference(lines: list[list[str]], ranks: list[int]) -> str:
 
 
 def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
-    """Refuse, before anything is touched, what could not be exchanged in place."""
+    """Raise ShardError if a model cannot be sharded in place, before any parameter is changed."""
     places = _places(layouts)
     _check_mesh(places, groups)
     (model,) = layouts[0].modules
@@ -104,7 +119,7 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
     for place in places:
         for module, _ in place.owners:
             if isinstance(module, nn.RNNBase):
-                # Weak references, by which it would notice new weights; `Unit.show` tells it of them.
+                # The module would notice new weights by these weak references. `Unit.show` sets its weights instead.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
             _drop_computed(module)
         reason = _in_use(place.parameter)
@@ -113,7 +128,7 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
 
 
 def _check_bounded(model: nn.Module) -> None:
-    """Refuse embeddings that write to their weight in each forward: to other rows on every rank."""
+    """Raise ShardError for embeddings that write to their weight in each forward, to different rows on each rank."""
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ShardError(
@@ -125,7 +140,7 @@ def _check_bounded(model: nn.Module) -> None:
 
 
 def _check_buffers(model: nn.Module) -> None:
-    """Refuse buffers that cannot become those of rank 0: their elements do not each have memory of their own."""
+    """Raise ShardError for buffers that rank 0 cannot broadcast: sparse, quantized or expanded ones."""
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
             what, remedy = f"has the layout {buffer.layout}", "to_dense()"
@@ -139,7 +154,7 @@ def _check_buffers(model: nn.Module) -> None:
 
 
 def check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
-    """Refuse a rank at which all gradients would travel as they are."""
+    """Raise ShardError if a low-rank codec would make no gradient of the model smaller."""
     codec = strategy.sync.codec
     if not isinstance(codec, LowRank):
         return
@@ -166,7 +181,7 @@ def _check_mesh(places: list[ParameterPlace], groups: Groups) -> None:
 
 
 def _drop_computed(module: nn.Module) -> None:
-    """The weight that torch.nn.utils.weight_norm keeps beside its parameters is computed anew in every forward."""
+    """Detach the weight that torch.nn.utils.weight_norm has computed. Every forward computes it anew."""
     for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
         if isinstance(hook, WeightNorm):
             setattr(module, hook.name, getattr(module, hook.name).detach())
@@ -185,12 +200,12 @@ def _in_use(parameter: nn.Parameter) -> str | None:
 
 
 def optimizers_of(parameters: Iterable[nn.Parameter]) -> Iterator[Optimizer]:
-    """The optimizers alive that hold one of `parameters`."""
+    """Yield the living optimizers that hold one of `parameters`."""
     wanted = {id(p) for p in parameters}
     kinds = _with_subclasses(Optimizer)
-    for thing in gc.get_objects():  # nobody keeps a list of them; a tenth of a second in a large process
+    for thing in gc.get_objects():  # PyTorch has no list of them. It takes 0.1 s in a large process
         if type(thing) in kinds:
-            groups = getattr(thing, "param_groups", ())  # one whose constructor raised has none
+            groups = getattr(thing, "param_groups", ())  # an optimizer whose constructor raised has none
             if any(id(p) in wanted for group in groups for p in group["params"]):
                 yield thing
 
@@ -201,7 +216,7 @@ def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
 
 @dataclass(frozen=True, slots=True)
 class BuildOptions:
-    """What is to be built."""
+    """The arguments of `shard()` that `build` needs, after all defaults are resolved."""
 
     strategy: Strategy
     precision: Precision
@@ -209,6 +224,20 @@ class BuildOptions:
 
 
 def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], groups: Groups) -> Engine:
+    """Turn the model's parameters into ShardTensors, and return the engine that trains it.
+
+    Every rank must call it with the same arguments. It installs no hooks: `attach` does.
+
+    Args:
+        model: The model, whose parameters are replaced in place.
+        options: The strategy, the precision, and the source of the values.
+        layouts: The units of the model, as `lay_out` returns them.
+        groups: The data-parallel ranks.
+
+    Raises:
+        ShardError: The strategy has codecs or offloads the optimizer, and the model is on a tensor-parallel mesh.
+        MismatchError: Another rank could not read the values.
+    """
     strategy, precision = options.strategy, options.precision
     number: int = next(groups.shared("models made", count))
     wiring = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
@@ -235,7 +264,7 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
         units = [
             _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
         ]
-    _fill_buffers(model, source, groups)  # after the parameters: a module may draw both anew
+    _fill_buffers(model, source, groups)  # after the parameters, because a module may initialize both together
     if options.values is not None:
         agree(groups, [], source.failure())
     return Engine(strategy, precision, units, wiring, shared.writes)
@@ -248,7 +277,7 @@ def _source(values: Values | None, wiring: CommContext, mesh: Mesh) -> Source:
 
 
 def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
-    """Every rank's become rank 0's: they are small, and may be drawn at random."""
+    """Copy the buffers of rank 0 to all ranks. They may be random, and are small enough for a broadcast."""
     for name, buffer in model.named_buffers():
         path, _, attribute = name.rpartition(".")
         passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
@@ -259,7 +288,8 @@ def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
 
 @contextmanager
 def _optimizers_told(layouts: list[UnitLayout]) -> Generator[None]:
-    """Optimizers that hold a DTensor get the ShardTensor that takes its place inside; all else keeps its identity."""
+    """Replace DTensors in the user's optimizers by the ShardTensors that are made meanwhile."""
+    # All other parameters keep their identity, so that optimizers need no change.
     before = [(p.parameter, p) for p in _places(layouts) if p.parallel is not None]
     optimizers = list(optimizers_of(parameter for parameter, _ in before)) if before else []
     yield
@@ -275,11 +305,11 @@ def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all buckets of a model have in common."""
+    """The objects that all buckets of a model share."""
 
     wiring: CommContext
     trainable: Replica
-    on_host: Replica  # the same ranks, for what lies in the host's memory
+    on_host: Replica  # the ranks of `trainable`, for tensors in the host's memory
     frozen: Replica
     mesh: Mesh
     writes: ParamVersion
@@ -300,10 +330,10 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
 
 
 def _replica(strategy: Strategy, trains: bool, wiring: CommContext, mesh: Mesh) -> Replica:
-    """The ranks among which one copy of the parameters is spread, to which the user has access."""
+    """Return the ranks among which one copy of the user's ShardTensors is sharded."""
     groups, moves = wiring.groups, strategy.of(trains).moves.assemble
     program = wiring.program if groups.parent is not None else None
-    # Calls are compared among the ranks that share the optimizer states; what is frozen may be spread over fewer.
+    # Calls are compared among the ranks that share the optimizer states. Frozen parameters may use other groups.
     call = Call.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
     if not moves:
         return Replica(None, (0,), groups.rank, mesh.groups, groups.parent, program=program, call=call)
@@ -314,7 +344,7 @@ def _replica(strategy: Strategy, trains: bool, wiring: CommContext, mesh: Mesh) 
 
 
 def _host_replica(strategy: Strategy, groups: Groups, replica: Replica) -> Replica:
-    """The same ranks, which combine over gloo what lies in the host's memory, if anything does."""
+    """Return `replica`, with gloo groups that combine tensors in the host's memory if the optimizer works there."""
     if not strategy.optimizer_on_host or groups.parent is None:
         return replica
     moves = strategy.moves.assemble

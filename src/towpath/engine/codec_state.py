@@ -1,6 +1,7 @@
-"""What codecs carry from one step to the next on one rank: what they rounded away, and the seeds they draw from.
+"""The codec state of one rank: the error feedback and random seeds that codecs keep between steps.
 
-It is of use to a run of the same strategy on the same cluster only: another run's slices are others.
+Checkpoints save it. Only a run of the same strategy on the same cluster can load it, because other runs have other
+slices.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ _SEEDS = "seeds"
 
 
 def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
-    """By transfer. The tensors are those in use, but for the seeds."""
+    """Return the codec state of a model on this rank, by transfer.
+
+    The tensors are those in use, not copies. Only the seeds are copied.
+    """
     found = {f"{name}/{i}": kept for name, keeper in _keepers(engine) for i, kept in enumerate(keeper.state)}
     seeds = [draws.seed for draws in _draws(engine)]
     return {**found, _SEEDS: torch.tensor(seeds, dtype=torch.int64)} if seeds else found
 
 
 def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
-    """As if this engine had carried `values` itself. The engine must be at their step."""
+    """Continue with codec state that `codec_state` returned earlier. The engine must be at the same step."""
     mine = codec_state(engine)
     assert mine.keys() == values.keys(), (mine.keys(), values.keys())
     for name, value in values.items():
@@ -38,13 +42,13 @@ def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None
 
 
 def reset_codec_state(engine: Engine) -> None:
-    """Begin without what was rounded away before."""
+    """Discard the codec state, so that the next step starts without error feedback."""
     for _, keeper in _keepers(engine):
         keeper.restart()
 
 
 def fingerprint(engine: Engine) -> str:
-    """Alike for two runs whose ranks carry the same."""
+    """Return a digest that is equal for runs that can load each other's codec state."""
     lines = [engine.strategy.to_toml(), str(engine.precision), str(engine.wiring.device.type)]
     for unit in engine.units:
         for bucket in unit.buckets:

@@ -1,7 +1,7 @@
-"""What the step machine asks for, done: transfers submitted, weights shown, gradients taken in and delivered.
+"""The engine of one sharded model on one rank: it executes what the step machine decides.
 
-`hooks.py` tells the engine when a unit's forward or backward begins or ends; the engine tells the step machine
-(`core/step.py`), which decides, and carries out what it answers.
+`hooks.py` reports events, such as the end of a unit's forward. The engine passes each to the step machine
+(`core/step.py`), and executes the actions that it answers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from towpath.errors import ShardError, StepError
 
 
 class HasMemory(Protocol):
-    """Something that keeps memory for this model beside the engine, such as an optimizer that steps whole matrices."""
+    """Interface of objects that hold memory for a model outside its engine, such as `MatrixSteps`."""
 
     @property
     def nbytes(self) -> int: ...
@@ -63,16 +63,19 @@ class HasMemory(Protocol):
 
 # --- registrations ----------------------------------------------------------------------------------------------------
 #
-# How often a module got a parameter or a module: what has changed since is looked for only when this number has.
+# PyTorch calls a hook whenever a module registers a parameter or a submodule. Engines count these calls. They search
+# their models for parameters that are not sharded only if the count has changed.
 
 
 class _Registrations:
+    """The number of parameters and submodules that modules have registered in this process."""
+
     def __init__(self) -> None:
         self.made = 0
         self._counting = False
 
     def count(self) -> None:
-        """From now on, in this process."""
+        """Start counting in this process. Later calls do nothing."""
         if not self._counting:
             self._counting = True
             register_module_module_registration_hook(self._add)
@@ -85,11 +88,16 @@ class _Registrations:
 registrations = _Registrations()
 
 
-# So that an optimizer, which knows parameters only, finds out whose they are.
+# All engines that are alive. An optimizer holds parameters only, and finds their engine here.
 _ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
 class Engine:
+    """The training step of one sharded model on one rank: its units, their slots, and the step machine.
+
+    `build` makes it. `hooks.py` calls it around each unit's forward and backward, other callers between passes.
+    """
+
     def __init__(
         self, strategy: Strategy, precision: Precision, units: list[Unit], wiring: CommContext, writes: ParamVersion
     ) -> None:
@@ -97,7 +105,7 @@ class Engine:
         self.host = wiring.record.host
         self._writes = writes
         self.root = units[0]
-        self._terms = strategy.topology.world  # what a mean gradient is the mean of
+        self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan.facts(len(u.modules)) for u in units], [u.mark for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], wiring.device)
         self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], wiring.device)
@@ -105,50 +113,51 @@ class Engine:
             slot = self.machine.slot_of(unit.index)
             if slot is not None:
                 unit.live_in(self.weights.of(slot))
-        # What the rank with least had left, where that has decided where frozen parameters lie (`core/schedule.py`).
+        # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
-        self.step = 0  # boundaries so far
-        self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps with other wires
-        self.muted = False  # gradients of this rank count as zero
-        # Of a backward pass in two halves: units' passes whose weights' gradients are still to be computed, and whether
-        # these are being computed now.
+        self.step = 0  # number of boundaries so far
+        self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps that change a wire
+        self.muted = False  # whether this rank's gradients count as zero (see `joined`)
+        # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
+        # gradients are still to be computed. In the second half `_only_weight_gradients` is true.
         self._held_back: list[ForwardPass] | None = None
         self._only_weight_gradients = False
-        # Of calls into units under way: how many, and how many transfers the step had when the first began.
+        # How many calls into units have not returned, and how many transfers the step had before the outermost one.
         self._calls = self._before_call = 0
-        # Of a backward pass with `inputs=`: the units whose inputs get gradients in it.
+        # The units whose inputs get gradients in the running backward pass with `inputs=`. None outside such a pass.
         self._goes_on_behind: set[int] | None = None
         self._trained = [u for u in in_backward_order(units) if u.trainable]
-        self._used: list[bool] = []  # by parameter of these: whether any rank has a gradient of it
+        self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._usage = Usage(strategy, self._trained, wiring)
         wiring.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
-        # Who reads the parameters elsewhere, and is told before `reshard` writes to them.
+        # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # as far as stats has looked for them
-        self.matrix_steps: weakref.WeakSet[HasMemory] = weakref.WeakSet()  # of optimizers that need whole matrices
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that `towpath.stats` has found
+        self.matrix_steps: weakref.WeakSet[HasMemory] = weakref.WeakSet()  # of optimizers that need unsharded matrices
         registrations.count()
-        self._registrations = registrations.made  # when the model was last seen to have no others than these
+        self._registrations = registrations.made  # the count at the last search of the model
         _ALIVE.add(self)
 
     def check_values_every(self, boundaries: int) -> None:
-        """Compare what ranks hold in common that often; with 0 never."""
+        """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
         self._usage.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
 
     @property
     def writes(self) -> int:
-        """To parameters, so far."""
+        """Number of writes to the model's parameters so far."""
         return self._writes.version
 
     @property
     def pinned(self) -> list[Unit]:
-        """The units that are held whole."""
+        """Units that are kept unsharded until they are unpinned."""
         return [unit for unit in self.units if self.machine.is_pinned(unit.index)]
 
-    # What the machine asks for --------------------------------------------------------------------------------------
+    # Actions of the step machine ------------------------------------------------------------------------------------
 
     def execute(self, actions: Iterable[Action]) -> None:
-        """Where a transfer fails, what is left to do on this rank is done all the same: for the machine it is done."""
+        """Execute actions in order. If one raises, still execute later ones that change only this rank's memory."""
+        # The step machine has already counted them as done.
         left = iter(actions)
         try:
             for action in left:
@@ -162,6 +171,7 @@ class Engine:
     def _execute(self, action: Action) -> None:
         match action:
             case Submit(task):
+                # The tasks before it are dropped, because each would otherwise keep all earlier ones alive.
                 task.handle, task.after = self._submit(task), ()
             case Wait(task, on_host):
                 if task.handle is not None:
@@ -198,20 +208,22 @@ class Engine:
     # Forward --------------------------------------------------------------------------------------------------------
 
     def call_begins(self) -> None:
-        """A call into the model, or into a unit of it; perhaps inside another one."""
+        """Note that a call into the model or one of its units begins. Calls may be nested."""
         if not self._calls:
             self._before_call = self.wiring.record.so_far()
         self._calls += 1
 
     def call_ends(self, graph_follows: bool) -> None:
-        """Calls that no backward pass follows, as in inference, are no part of a step. There may be any number."""
+        """Note that a call into the model has returned. Forget its gathers if no backward pass follows."""
+        # Such calls, as in inference, belong to no step. There may be any number of them.
         self._calls -= 1
         if not (self._calls or graph_follows or in_backward()):
             self.wiring.record.forget_gathers(self._before_call)
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
-        recomputing = in_backward()  # a checkpointed part
+        """Unshard `unit` before its forward. `comes_back`: whether a backward pass may follow."""
+        recomputing = in_backward()  # activation checkpointing runs forwards inside a backward pass
         unit.check_parameters()
         self._check_registrations()
         if not recomputing:
@@ -221,15 +233,15 @@ class Engine:
         self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
-        """After a forward, while the whole parameters are still shown."""
+        """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
         if not self.machine.is_pinned(unit.index):
             unit.check_unwritten()
-            if unit is not self.root:  # which stays whole until its backward pass is through
+            if unit is not self.root:  # the root stays unsharded until the end of the backward pass
                 unit.check_returned(outputs)
         self._check_registrations()
 
     def _check_registrations(self) -> None:
-        """Refuse parameters that the model did not have at shard()."""
+        """Raise if the model has a parameter that it did not have at `shard()`."""
         if self._registrations == registrations.made:
             return
         made = registrations.made
@@ -252,12 +264,13 @@ class Engine:
 
     @on_host
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
+        """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
         recomputing = in_backward()
         self.wiring.record.ends("recompute" if recomputing else "forward", unit.name)
         self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
-        """Inside a backward pass, which then fails as a whole, it is a recomputation."""
+        """Note that a forward raised `error`. The failure of a recomputation is noted with its backward pass."""
         if not in_backward():
             what = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
             self._failures.forward_failed(f"its forward of unit {unit.name or 'root'!r} failed ({what})")
@@ -267,7 +280,7 @@ class Engine:
     @eager
     @on_host
     def output_gradient_arrives(self, use: Use, inputs: Sequence[Node], _: torch.Tensor) -> None:
-        """A gradient reaches an output of the unit: before the first of them, its weights must be whole."""
+        """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
         if use.passed.running or self._only_weight_gradients:
             return
         use.inputs_done, use.inputs_awaited = 0, use.inputs
@@ -281,7 +294,7 @@ class Engine:
     @eager
     @on_host
     def input_gradient_done(self, use: Use, _: torch.Tensor) -> None:
-        """The gradient of an input of the unit is there: with the last of them nothing is left to compute."""
+        """Count the input gradients of a unit. After the last one, nothing is left to compute in its backward."""
         use.inputs_done += 1
         if use.inputs_done < use.inputs_awaited or self._only_weight_gradients:
             return
@@ -293,10 +306,10 @@ class Engine:
             self.execute(self.machine.weight_gradients_done(use.passed))
 
     def _expect_some(self, use: Use, inputs: Sequence[Node], goes_on_behind: set[int]) -> None:
-        """In a pass with `inputs=`: autograd computes what leads to them, and no hook tells of the rest.
+        """Count the gradients of the unit that a backward pass with `inputs=` will compute.
 
-        A unit that the pass ends in is through when the parameters that are named have their gradients. One that it
-        goes on behind is not: its weights may be read once more, for the gradients of its inputs.
+        No hook reports what autograd leaves out. If the pass ends in this unit, the unit has finished once the named
+        parameters have gradients. If not, the weights may be read again afterwards, for the gradients of its inputs.
         """
         unit = use.unit
         use.inputs_awaited = sum(map(_will_run, inputs))
@@ -309,7 +322,7 @@ class Engine:
 
     @contextmanager
     def passing_to_inputs(self) -> Generator[None]:
-        """Inside, a backward pass computes the gradients of some tensors only."""
+        """Mark a backward pass that computes the gradients of some tensors only (`inputs=`)."""
         before, self._goes_on_behind = self._goes_on_behind, set()
         try:
             yield
@@ -319,7 +332,8 @@ class Engine:
                 bucket.gradients.expected = len(bucket.views)
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
-        """Autograd has accumulated the whole gradient of one parameter: there are many of these in a step."""
+        """Accept the unsharded gradient that autograd has accumulated for parameter `index` of `bucket`."""
+        # It runs often, and takes its own times. The copy in `arrive` is the computation's work, not the engine's.
         machine, gradients = self.machine, bucket.gradients
         if not machine.is_collecting(unit.index):
             self._first_gradient(unit, bucket, index, grad)
@@ -327,7 +341,7 @@ class Engine:
         if grad.requires_grad or not (bucket.always_whole or machine.is_whole(unit.index)):
             self._check_gradient(unit, bucket, index, grad)
         arrives = perf_counter()
-        # A muted rank counts what arrives, too: what follows from it must be the same on every rank.
+        # A muted rank counts arrivals, too: the transfers that follow must be the same on every rank.
         gradients.arrive(index, None if self.muted else grad)
         has_arrived = perf_counter()
         if gradients.arrived and all(b.gradients.arrived for b in unit.trainable):
@@ -347,13 +361,13 @@ class Engine:
 
     @contextmanager
     def _maybe_first_of_a_backward_pass(self) -> Generator[None]:
-        """Around an event that may be the first of a backward pass: its end is then waited for."""
+        """Run an event that may begin a backward pass. If it does, register a callback for the end of the pass."""
         before = self.machine.in_backward
         try:
             yield
         finally:
             if self.machine.in_backward and not before:
-                # Called when this backward pass is through, before backward() returns.
+                # Autograd calls this at the end of the backward pass, before backward() returns.
                 end = EndOfBackward(weakref.WeakMethod(self._end_backward), weakref.WeakMethod(self._backward_failed))
                 torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore[reportPrivateUsage]
 
@@ -367,7 +381,7 @@ class Engine:
             except BaseException:
                 self._backward_failed()
                 raise
-            if self.machine.more_passes:  # `weight_gradients` ends it
+            if self.machine.more_passes:  # `weight_gradients` will end the micro-step
                 return
             if not self.machine.boundary:
                 self._micro_step_ended(self.wiring.queues.micro_step + 1)
@@ -377,8 +391,7 @@ class Engine:
     # Stages of a pipeline -------------------------------------------------------------------------------------------
 
     def be_a_stage(self, terms: int) -> None:
-        """Of a pipeline: its forward and backward passes interleave, and a gradient is the mean of so many. What the
-        last backward pass has synchronised waits for `end_boundary`."""
+        """Make the model a pipeline stage: its passes interleave, and each mean gradient averages `terms` gradients."""
         self.machine.staged = True
         self._terms = terms
         for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
@@ -387,8 +400,7 @@ class Engine:
 
     @contextmanager
     def input_gradients_only(self) -> Generator[list[ForwardPass]]:
-        """Inside, a backward pass leaves out the gradients of the weights. Yields what `weight_gradients` is then to be
-        called with."""
+        """Run a backward pass without gradients of weights. Yield the passes to give to `weight_gradients` later."""
         held_back: list[ForwardPass] = []
         self._held_back, self.machine.more_passes = held_back, True
         try:
@@ -397,7 +409,8 @@ class Engine:
             self._held_back, self.machine.more_passes = None, False
 
     def weight_gradients(self, passes: Sequence[ForwardPass], compute: Callable[[Unit], None]) -> None:
-        """Those that such a pass has left out. `compute`: of one unit, of which it tells every `gradient`."""
+        """Compute the weight gradients of the `passes` that `input_gradients_only` yielded, and end the backward pass.
+        `compute` computes those of one unit, and calls `gradient` with each."""
         self._only_weight_gradients = True
         try:
             self.execute(self.machine.weight_gradients_begin(passes))
@@ -415,13 +428,13 @@ class Engine:
         self._end_backward()
 
     def publish(self) -> None:
-        """What the optimizer wrote, before the first forward pass asks for it."""
+        """Send what the optimizer wrote to the P shards of all ranks, before a forward pass needs it."""
         self.begin()
         self.execute(self.machine.publish())
 
     @on_host
     def end_boundary(self) -> None:
-        """Deliver the mean gradients: when all stages have sent on what others wait for."""
+        """Wait for the syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
             try:
                 self.execute(self.machine.boundary_ends())
@@ -431,7 +444,7 @@ class Engine:
             self._micro_step_ended(0)
 
     def _backward_failed(self) -> None:
-        """Nothing of the pass is delivered. What is under way is waited for later: this may be no place for it."""
+        """Note that a backward pass failed. Wait for its transfers later: this may run in a destructor."""
         self._failures.failed("its backward pass failed")
         self.execute(self.machine.backward_pass_failed())
 
@@ -452,17 +465,17 @@ class Engine:
         if self.step in self._changes:
             self._take_wires()
 
-    # Wires that change ----------------------------------------------------------------------------------------------
+    # Routes and codecs that change with the step --------------------------------------------------------------------
 
     def go_to(self, step: int) -> None:
-        """Go on as after `step` boundaries, over the wires that serve then. Every rank must do so, between steps."""
+        """Continue as after `step` boundaries, with the routes and codecs of that step. Every rank must call it."""
         self.discard()
         self.step = step
         if self._changes:
             self._take_wires()
 
     def _take_wires(self) -> None:
-        self.wiring.queues.finish()  # what was prefetched in vain may still travel over the wires of before
+        self.wiring.queues.finish()  # a discarded prefetch may still use the transfers of before
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
@@ -473,6 +486,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
+        """Run micro-steps that are not the last of their step: their gradients are summed, and not synced."""
         before, self.machine.boundary = self.machine.boundary, False
         try:
             yield
@@ -480,7 +494,7 @@ class Engine:
             self.machine.boundary = before
 
     def begin(self) -> None:
-        """Before what makes units whole: what failed before is agreed on, and dropped."""
+        """Prepare for a call that unshards units: agree with all ranks on failed passes, and drop their gradients."""
         self._failures.agree()
         if self.machine.failed or self.machine.in_backward:
             self._abandon()
@@ -491,7 +505,7 @@ class Engine:
             self._abandon()
 
     def _abandon(self) -> None:
-        """A backward pass ended in an exception: its gradients, and those of the micro-steps before it, are dropped."""
+        """Drop the gradients of all micro-steps since the last boundary, also of a backward pass that raised."""
         self.wiring.record.ends("backward", None)
         self.execute(self.machine.abandoned())
         self._micro_step_ended(0)
@@ -500,6 +514,7 @@ class Engine:
                 bucket.gradients.restart()
 
     def tell_before_rewrite(self) -> None:
+        """Call every method in `before_rewrite`, before the caller overwrites the parameters."""
         for reference in self.before_rewrite:
             listener = reference()
             if listener is not None:
@@ -507,22 +522,21 @@ class Engine:
 
 
 def engine_with(parameter: torch.Tensor) -> Engine | None:
-    """The engine of the sharded model that `parameter` belongs to."""
+    """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
     return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
 
 
 def _will_run(node: Node) -> bool:
-    """Whether the backward pass under way computes what this node of the graph gives."""
+    """Return whether the running backward pass will execute this node of the graph."""
     try:
         return torch._C._will_engine_execute_node(node)  # pyright: ignore
-    except RuntimeError:  # a leaf in torch.autograd.grad(), of which PyTorch does not tell
+    except RuntimeError:  # PyTorch has no answer for a leaf in torch.autograd.grad()
         return True
 
 
 @contextmanager
 def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
-    """Around a backward pass with `inputs=`. Yields the views that the modules have computed with in place of those
-    inputs that are parameters of sharded models."""
+    """Run a backward pass with `inputs=`. Yield the unsharded views for those inputs that are ShardTensors."""
     wanted = {id(each) for each in inputs if isinstance(each, ShardTensor)}
     views: list[nn.Parameter] = []
     with ExitStack() as stack:
@@ -538,6 +552,7 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
 
 
 def engine_of(model: nn.Module) -> Engine:
+    """Return the engine of a model that `shard()` returned; raise ShardError for any other model."""
     engine = getattr(model, "towpath_engine", None)
     if not isinstance(engine, Engine):
         raise ShardError(
@@ -549,7 +564,7 @@ def engine_of(model: nn.Module) -> Engine:
 
 # --- uneven data ------------------------------------------------------------------------------------------------------
 #
-# Ranks whose data ends at different times: those that are through repeat their last batch, and count for nothing.
+# Data may end earlier on some ranks. Such a rank repeats its last batch, with gradients that count as zero.
 
 
 Batch = TypeVar("Batch")
@@ -558,10 +573,10 @@ _HAS_NONE, _REPEATS, _HAS_ONE = 0, 1, 2
 
 
 def joined(engine: Engine, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """As many batches on every rank as the rank with the most has.
+    """Yield as many batches on every rank as the rank with the most batches has.
 
-    A rank that is through must still take part in the transfers of the others: it computes with its last batch again,
-    and the gradients of that count as zero.
+    A rank without further batches must still take part in the transfers of the others. It gets its last batch again.
+    Raise StepError if a rank has no batch at all.
     """
     groups, program, source = engine.wiring.groups, engine.wiring.program, iter(batches)
     last: list[Batch] = []

@@ -1,4 +1,8 @@
-"""Where PyTorch calls the engine: around a unit's forward, and from autograd around its backward."""
+"""The hooks by which PyTorch calls the engine: around a unit's forward, and from autograd around its backward.
+
+`attach` installs them. It changes the classes of the modules, and registers a hook on every unsharded view of a
+parameter. The file also names Towpath's counterparts of FSDP2's methods and arguments.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +28,30 @@ from towpath.errors import NoMethodError, ShardError, ShardTensorError, StepErro
 
 # --- module classes ---------------------------------------------------------------------------------------------------
 #
-# What is added to a module's class.
+# Behavior is added to a module by a subclass of its class.
 
 
 def add_mixin(module: nn.Module, role: type[Any]) -> None:
-    """Add `role` to the module's class, which keeps its name: libraries look at it."""
+    """Add `role` to the module's class. The class keeps its name, because libraries look at it."""
     module.__class__ = _with_role(type(module), role)
 
 
 @cache
 def _with_role(cls: type[nn.Module], role: type[Any]) -> type[Any]:
-    """One class for all blocks of a model: torch.compile makes a graph for each class, and gives up after eight."""
+    """Return the subclass of `role` and `cls`, which is made once."""
+    # torch.compile makes a graph for each class, and gives up after eight. So all blocks of a model share one class.
     return type(cls.__name__, (role, cls), {"__module__": cls.__module__})
 
 
 def keep_dtype(module: nn.Module) -> None:
-    """Let a module compute in its own dtype, whatever the dtype of its inputs; its outputs are of theirs."""
+    """Let a module compute in its own dtype. Inputs are cast to it, and outputs are cast back."""
     own = next((t.dtype for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()), torch.float32)
     add_mixin(module, ExactModule)
     object.__setattr__(module, "towpath_dtype", own)
 
 
 class ExactModule(nn.Module):
-    """What a module becomes that Precision(keep=) names."""
+    """A module that `Precision(keep=)` names. It computes in `towpath_dtype`."""
 
     towpath_dtype: torch.dtype
 
@@ -63,7 +68,7 @@ class ExactModule(nn.Module):
 
 
 def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """`value`, a tensor or tuples, lists and dicts of them, with its floating tensors changed."""
+    """Return `value`, which may be nested tuples, lists and dicts, with `change` applied to its floating tensors."""
     if isinstance(value, torch.Tensor):
         return change(value) if value.is_floating_point() else value
     if type(value) in (tuple, list):
@@ -75,7 +80,7 @@ def _of_floating(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> 
 
 # --- fsdp methods -----------------------------------------------------------------------------------------------------
 #
-# Methods of FSDP2's modules and arguments of FSDP that Towpath does not have, and what to use instead.
+# FSDP2's methods and FSDP's arguments that Towpath does not have, with the text that says what to use instead.
 
 
 _ACCUMULATE = (
@@ -154,7 +159,16 @@ ARGUMENTS = {
 
 
 def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse arguments that `shard()` does not take, with the counterpart of FSDP's, or with the nearest name."""
+    """Raise if `shard()` got an argument that it does not take.
+
+    Args:
+        names: The unexpected arguments.
+        known: The arguments that `shard()` takes.
+
+    Raises:
+        ShardError: The argument is one of FSDP's. The message names its counterpart.
+        TypeError: The argument is unknown. The message names a similar one.
+    """
     for name in names:
         if name in ARGUMENTS:
             raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/from-fsdp2.md.")
@@ -165,16 +179,16 @@ def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
 
 # --- backward inputs --------------------------------------------------------------------------------------------------
 #
-# `loss.backward(inputs=parameters)`: autograd is told of the tensors that the modules computed with.
+# Support for `loss.backward(inputs=parameters)`.
 #
-# The leaves of the graph are the whole views of a unit's parameters. The user names ShardTensors, which autograd does
-# not find in the graph. No hook of a tensor is asked when `inputs` are read, so the one engine that PyTorch's Python
-# code calls is replaced by a subclass, which adds the views to the inputs.
+# The leaves of the graph are the unsharded views of a unit's parameters. The user names ShardTensors, which autograd
+# does not find in the graph. PyTorch calls no hook when it reads `inputs`. So the one autograd engine that PyTorch's
+# Python code calls is replaced by a subclass, which adds the views to the inputs.
 
 
 @final
 class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
-    """PyTorch's engine, which knows the views of sharded parameters."""
+    """PyTorch's autograd engine, which also accepts sharded parameters as `inputs`."""
 
     def run_backward(
         self,
@@ -191,7 +205,7 @@ class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
         if not inputs:
             return run(tensors, gradients, *others, inputs, allow_unreachable, accumulate_grad)
         with backward_to(inputs) as views:
-            # The ShardTensors stay: a loss may also be computed from them directly, as a penalty is.
+            # The ShardTensors remain inputs, because a penalty term may be computed from them directly.
             named = (*inputs, *views)
             if accumulate_grad or not views:
                 return run(tensors, gradients, *others, named, allow_unreachable, accumulate_grad)
@@ -200,7 +214,10 @@ class _BackwardInputs(torch._C._ImperativeEngine):  # pyright: ignore
 
 
 def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) -> tuple[Any, ...]:
-    """What `torch.autograd.grad` returns, where none of its inputs is a parameter that modules have computed with."""
+    """Return the gradients of `inputs`, as `torch.autograd.grad` does; raise if a sharded parameter has one.
+
+    The gradient of a parameter that modules have computed with would be this rank's own. Other inputs are fine.
+    """
     wanted, of_views = tuple(found[: len(inputs)]), found[len(inputs) :]
     if any(gradient is not None for gradient in of_views):
         raise ShardTensorError(
@@ -213,13 +230,13 @@ def _of_tensors(inputs: Sequence[Any], found: Sequence[Any], may_be_none: bool) 
 
 
 def let_backward_take_parameters() -> None:
-    """From now on `backward(inputs=...)` may name sharded parameters, in this process."""
+    """Let `backward(inputs=...)` name sharded parameters, everywhere in this process."""
     if not isinstance(Variable._execution_engine, _BackwardInputs):  # pyright: ignore
         Variable._execution_engine = _BackwardInputs()  # pyright: ignore
 
 
 def attach(model: nn.Module, engine: Engine) -> None:
-    """Let `engine` run with the model."""
+    """Install the hooks by which `model` calls `engine`."""
     let_backward_take_parameters()
     kept = kept_modules(model, engine.precision)
     exact = {id(m) for outermost in kept for m in outermost.modules()}
@@ -243,7 +260,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
 
 
 def _parts(engine: Engine) -> list[nn.Module]:
-    """The modules of the root, less itself, that compute with parameters of the root when they are called."""
+    """Return the modules inside the root unit that compute with its parameters and can be called by themselves."""
     (model,) = engine.root.modules
     units = {id(m) for unit in engine.units for m in unit.modules}
     owners = {id(m) for m in engine.root.owners}
@@ -263,7 +280,10 @@ def _parts(engine: Engine) -> list[nn.Module]:
 
 
 class Entry(nn.Module):
-    """Its call is wrapped from outside, not hooked: `module.compile()` traces hooks."""
+    """A module whose call runs the engine before and after the forward.
+
+    The subclasses override `__call__` instead of registering forward hooks, because `module.compile()` traces hooks.
+    """
 
     towpath_forward: _Forward
 
@@ -284,25 +304,31 @@ class Entry(nn.Module):
 
 
 class UnitModule(Entry):
-    """What a unit's module becomes."""
+    """A module of a unit. Its call unshards the unit."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.towpath_forward.run(super().__call__, args, kwargs)
 
 
 class RootSubmodule(Entry):
-    """What a module of the root becomes: called beside the root's forward, it does as the root does."""
+    """A module inside the root unit. A call from outside the root's forward unshards the root, as the model's does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.towpath_forward.run_unless_inside(super().__call__, args, kwargs)
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:
-    """Let `module.method(...)` find parameters whole, as `module(...)` does: an entry beside the forward.
+    """Let `module.method(...)` compute with unsharded parameters, as `module(...)` does.
 
-    `module`: a model that `shard` returned, a module of its root, or a unit's. Like the forward,
-    the method gathers: every rank must call it alike. What it gathers stays whole until it returns. To register a
-    method twice is to register it once.
+    Like a forward, the method gathers parameters, so every rank must call it identically. The parameters stay
+    unsharded until it returns. Registering a method again has no effect.
+
+    Args:
+        module: A model that `shard()` returned, a module inside its root unit, or a unit's module.
+        method: The name of the method.
+
+    Raises:
+        ShardError: `module` is none of these, or the method does not exist, or it is a generator or a coroutine.
     """
     kind = type(module).__name__
     if not isinstance(module, Entry):
@@ -326,7 +352,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         object.__setattr__(module, method, _Method(module, found))
 
 
-# Entry points that libraries know: of Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
+# Methods that libraries call: Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
 KNOWN_METHODS = (
     "generate",
     "encode",
@@ -342,7 +368,7 @@ KNOWN_METHODS = (
 
 
 def register_known_methods(model: nn.Module) -> None:
-    """Those that a sharded model has, but for what cannot be one: a generator, or a module of that name."""
+    """Register those of `KNOWN_METHODS` that the model has. Skip generators, and modules of such a name."""
     for method in KNOWN_METHODS:
         found = getattr(model, method, None)
         if inspect.ismethod(found) and not _goes_on(found):
@@ -350,17 +376,17 @@ def register_known_methods(model: nn.Module) -> None:
 
 
 def _goes_on(method: Callable[..., Any]) -> bool:
-    """After its call has returned."""
+    """Return whether `method` continues after its call has returned: it is a generator or a coroutine."""
     plain = inspect.unwrap(method)
     return inspect.isgeneratorfunction(plain) or inspect.iscoroutinefunction(plain)
 
 
 @final
 class _Method:
-    """A method that is an entry."""
+    """A registered method of a module. Its call unshards the module's unit."""
 
     def __init__(self, module: nn.Module, found: Callable[..., Any]) -> None:
-        # Weakly: a module that held itself would wait for the collector, with all its buffers.
+        # A weak reference: a module that referred to itself would keep its buffers until the garbage collector runs.
         self._module = weakref.ref(module)
         self._bound = getattr(found, "__self__", None) is module
         self._function: Callable[..., Any] = getattr(found, "__func__", found) if self._bound else found
@@ -375,21 +401,23 @@ class _Method:
 
 @final
 class _Forward:
-    """Around the forward of one module of a unit."""
+    """The engine's work around the forward of one module. The module holds it as `towpath_forward`."""
 
     def __init__(self, engine: Engine, unit: Unit, module: nn.Module, compute_dtype: torch.dtype | None) -> None:
-        # `compute_dtype`: what floating inputs are cast to.
+        # Floating inputs are cast to `compute_dtype`.
         self._engine, self.unit, self._compute_dtype = engine, unit, compute_dtype
         self._module = weakref.ref(module)
 
     def run_unless_inside(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Only `call`, where it is part of a run under way."""
+        """Run `call`, with the engine's work around it unless an outer call into the unit does that work."""
         entered = self._engine.machine.is_entered(self.unit.index)
         return call(*args, **kwargs) if entered else self.run(call, args, kwargs)
 
     @eager(recursive=False)
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Where all is compiled, the graph ends here; what `call` computes is another."""
+        """Run `call` with the unit unsharded, and watch its inputs and outputs for gradients."""
+        # torch.compile skips this method, and still compiles `call`. In a compiled model the graph around it ends here,
+        # and `call` gets a graph of its own.
         graph_follows = False
         self._engine.call_begins()
         self._engine.machine.entered(self.unit.index)
@@ -401,14 +429,14 @@ class _Forward:
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
             raise
-        finally:  # the modules must get their ShardTensors back, also after an exception
+        finally:  # after an exception, too, the modules must get their ShardTensors back
             self._after(graph_follows)
             self._engine.call_ends(graph_follows)
 
     @eager
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, list[Node], Any, Any]:
         self._engine.before_forward(self.unit, self._comes_back())
-        # A recomputation of a use whose backward pass is under way is part of that use.
+        # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
         machine, index = self._engine.machine, self.unit.index
         makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
         use = Use(self.unit, machine.graph_made(index)) if makes_graph else None
@@ -426,16 +454,17 @@ class _Forward:
         self._engine.after_forward(self.unit, graph_follows)
 
     def _comes_back(self) -> bool:
-        """Whether a backward pass may follow. A reentrant checkpoint runs its forward without a graph, yet it does."""
+        """Return whether a backward pass may follow. A reentrant checkpoint runs its forward without a graph."""
         module = self._module()
         return torch.is_grad_enabled() or (module is not None and module.training)
 
     def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
-        """The inputs in the dtype that computes; and where a graph follows, watched for their gradients.
+        """Cast the inputs to the compute dtype, and register hooks for their gradients if the forward makes a graph.
 
-        First comes where these will be computed. `use` does not keep that: hooks of these very nodes hold it, and such
-        a circle would never be freed.
+        Returns:
+            The graph nodes that compute these gradients, the positional arguments and the keyword arguments.
         """
+        # `use` must not keep the nodes. Hooks of these nodes hold `use`, and such a cycle would never be freed.
         watched: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
 
@@ -450,12 +479,12 @@ class _Forward:
         return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
 
     def _entered(self, value: Any, use: Use | None, watched: list[torch.Tensor], inside: list[torch.Tensor]) -> Any:
-        """Return an input as the unit gets it, and note it in `watched` or `inside`."""
-        # No closure of `_enter`: one that calls itself would hold the inputs until Python's garbage collector runs.
+        """Return an input as the unit gets it, and add it to `watched` or `inside` if it needs a gradient."""
+        # Not a closure in `_enter`: a closure that calls itself would keep the inputs until the garbage collector runs.
         if type(value) is tuple:
             return tuple(self._entered(v, use, watched, inside) for v in value)
         if not isinstance(value, torch.Tensor):
-            # Lists, dicts and the like are the caller's, and may be there to be changed: they stay as they are.
+            # The forward may change the caller's lists, dicts and other containers, so they are passed on unchanged.
             inside.extend(t for t in _tensors(value) if t.requires_grad)
             return value
         tensor = value
@@ -470,17 +499,17 @@ class _Forward:
                 "must be whole. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
                 "without shard()."
             )
-        # A view of its own, so that this unit is known to be done before the one that made the tensor begins.
+        # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.
         watched.append(tensor.view_as(tensor))
         return watched[-1]
 
     def _watch(self, use: Use, entries: Sequence[Node], output: Any) -> bool:
-        """Watch the outputs for the first gradient that reaches them; whether one can."""
-        # A leaf, such as a parameter that is returned, would keep the hook for all passes to come.
+        """Register hooks for the gradients of the outputs, and return whether any output can get one."""
+        # A leaf, such as a parameter that is returned, would keep the hook for all later passes.
         made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
         outputs = [t for t in made if id(t) not in use.entered]
         use.entered.clear()
-        # Tensor hooks of our own: those of register_multi_grad_hook keep a graph alive that is never walked.
+        # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
         for tensor in outputs:
             tensor.register_hook(partial(self._engine.output_gradient_arrives, use, entries))
         if not outputs:
@@ -489,14 +518,16 @@ class _Forward:
 
 
 def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable[[torch.Tensor], None]:
-    # Weakly: the collector does not see through the tensor that keeps this hook, and the model would live for ever.
+    """Return the hook that gives the engine the accumulated gradient of one parameter."""
+    # Weak references: the garbage collector does not look inside the tensor that keeps this hook. A strong reference
+    # would keep the model alive permanently.
     its_engine, its_unit, its_bucket = weakref.ref(engine), weakref.ref(unit), weakref.ref(bucket)
 
     @eager
     def arrived(view: torch.Tensor) -> None:
         engine, unit, bucket = its_engine(), its_unit(), its_bucket()
         if engine is None or unit is None or bucket is None:
-            return  # the model is gone, and only its graph was kept
+            return  # the model was freed, and only its graph is left
         grad, view.grad = view.grad, None
         assert grad is not None
         engine.gradient(unit, bucket, index, grad)
@@ -505,7 +536,7 @@ def _arrival(engine: Engine, unit: Unit, bucket: Bucket, index: int) -> Callable
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in nested tuples, lists, dicts (also ModelOutputs) and dataclasses."""
+    """Yield every tensor in nested tuples, lists, dicts (ModelOutputs included) and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

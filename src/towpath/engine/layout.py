@@ -1,4 +1,8 @@
-"""A model as units: which parameters are gathered together, and where each lies in its unit's flat buffers."""
+"""The division of a model into units and buckets, before it is sharded.
+
+`lay_out` decides which parameters are gathered together, and describes each of them. The rest of the file finds other
+references that modules hold to their parameters, and measures the free memory of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,11 @@ from towpath.topology.groups import Groups
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
 #
-# PyTorch's dtypes by the names that strategies and plans have for them.
+# Strategies and plans name dtypes by strings.
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """Return PyTorch's dtype of this name, such as "float32"."""
     return getattr(torch, name)
 
 
@@ -34,38 +39,46 @@ Holder = dict[Any, Any]  # or a list, by index
 
 @dataclass(slots=True)
 class ParameterPlace:
-    """A parameter: its names (more than one when tied), the modules that own it, and where it lies."""
+    """One parameter of the model, the modules that own it, and its position in its bucket.
+
+    A tied parameter has several names and owners. `Unit` and `Bucket` use it to swap the parameter and to find its
+    elements.
+    """
 
     names: list[str]
     owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
-    shape: torch.Size  # of this rank's part of it, which is all of it unless it is split over a tensor-parallel mesh
+    shape: torch.Size  # the shape of this rank's part, which differs from the parameter's on a tensor-parallel mesh
     parallel: Parallel | None
-    exact: bool = False  # of a module that the precision keeps in its own dtype
-    replicated: bool = False  # on a tensor-parallel mesh
-    offset: int = 0  # as soon as the plan has laid out the bucket
-    # Lists, dicts and attributes of modules that hold it besides, alone or in a tuple, and under which key.
+    exact: bool = False  # whether the precision keeps its module in its own dtype
+    replicated: bool = False  # whether the ranks of a tensor-parallel mesh hold copies of it
+    offset: int = 0  # its first element in the flat buffer; set by `BucketLayout.follow`
+    # The lists, dicts and module attributes that hold the parameter too, alone or in a tuple, each with its key.
     kept: list[tuple[Holder, Any]] = field(default_factory=list[tuple[Holder, Any]])
 
     @property
     def key(self) -> tuple[str, bool, bool]:
-        """What the parameters of one bucket have in common."""
+        """Properties that all parameters of one bucket share: dtype, trainability, and whether the dtype is kept."""
         return dtype_name(self.parameter.dtype), self.parameter.requires_grad, self.exact
 
     @property
     def numel(self) -> int:
+        """Number of elements of this rank's part."""
         return self.shape.numel()
 
     @property
     def matrix(self) -> tuple[int, int] | None:
-        """Its rows and columns, if its gradient may travel in low rank. What a mesh replicates may not: each of its
-        ranks would round for itself, and the copies drift apart."""
+        """Rows and columns, if the gradient may be sent in low rank; else None.
+
+        A parameter that a tensor-parallel mesh replicates has none. Each rank of the mesh would round its own copy, and
+        the copies would drift apart.
+        """
         if len(self.shape) < 2 or self.replicated:
             return None
         return self.shape[0], self.shape[1:].numel()
 
     def ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """The elements [start, end) of this rank's part, flattened, as ranges of the whole parameter's elements."""
+        """Yield the elements [start, end) of this rank's flattened part as ranges of the full parameter's elements."""
         if self.parallel is None:
             yield start, end
             return
@@ -73,32 +86,48 @@ class ParameterPlace:
             yield from ranges_of(box, self.parallel.shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Where this parameter lies in the whole flat buffer."""
+        """Return the view of this parameter in `flat`, the bucket's full flat buffer."""
         return flat[self.offset : self.offset + self.numel].view(self.shape)
 
 
 @dataclass(slots=True)
 class BucketLayout:
+    """The parameters of one bucket, in the order of its flat buffer. `build` makes a `Bucket` of it."""
+
     unit: str
     spec: BucketSpec
     places: list[ParameterPlace]
 
     def follow(self, planned: BucketSpec) -> None:
-        """Parameters lie where the plan has them: it knows in what blocks they are encoded."""
+        """Take the parameters' offsets from the plan, which aligns them to the blocks of its codecs."""
         for place, offset in zip(self.places, planned.offsets, strict=False):
             place.offset = offset
 
 
 @dataclass(slots=True)
 class UnitLayout:
+    """The modules and buckets of one unit. `build` makes a `Unit` of it."""
+
     name: str
-    modules: list[nn.Module]  # more than one where small neighbours travel together
+    modules: list[nn.Module]  # several where small neighbors were merged into one unit
     spec: UnitSpec
     buckets: list[BucketLayout]
 
 
 def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precision | None = None) -> list[UnitLayout]:
-    """The root unit first, then the others in the order of registration."""
+    """Divide a model into units and buckets, without changing it.
+
+    Args:
+        model: The model that is to be sharded.
+        units: Module classes or modules that become units. By default, the blocks that `_default_units` finds.
+        precision: The precision whose `keep=` names modules that stay in their own dtype.
+
+    Returns:
+        The root unit, then the other units in the order of registration.
+
+    Raises:
+        ShardError: A parameter cannot be sharded, or `units` or `precision` name a module that the model does not have.
+    """
     inner = _together(_default_units(model)) if units is None else _alone(_chosen_units(model, units))
     chosen = {"": [model], **inner}
     places = _places(model)
@@ -110,14 +139,14 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
     inside = _unit_of_modules(model, homes)
     for place in places:
-        # A parameter that several units use belongs to the root, which is whole while any of them runs.
+        # A parameter that several units use belongs to the root, which is unsharded while any of them runs.
         owners = {inside[id(module)] for module, _ in place.owners}
         mine[owners.pop() if len(owners) == 1 else ""].append(place)
     return [_unit(name, modules, mine[name]) for name, modules in chosen.items() if mine[name] or name == ""]
 
 
 def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> UnitLayout:
-    """One bucket for each dtype and trainability, so that a LoRA run reduces only what trains."""
+    """Return a unit with one bucket per dtype and trainability, so that a LoRA run reduces only what trains."""
     buckets: list[BucketLayout] = []
     for key in dict.fromkeys(p.key for p in places):
         inside = [p for p in places if p.key == key]
@@ -128,12 +157,12 @@ def _unit(name: str, modules: list[nn.Module], places: list[ParameterPlace]) -> 
 
 
 def _default_units(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of every ModuleList or Sequential of like blocks. Nothing inside a unit is a unit again.
+    """Return the children of every ModuleList or Sequential whose children have one class. Units do not nest.
 
-    A child that never runs, such as a ModuleList of its own, is no unit: those of its modules that run are.
+    A child without a forward, such as an inner ModuleList, is no unit. Its modules that have a forward are units.
     """
     found: dict[str, nn.Module] = {}
-    taken: set[nn.Module] = set()  # one that several lists share is the first one's
+    taken: set[nn.Module] = set()  # a module that several lists share belongs to the first of them
 
     def visit(module: nn.Module, prefix: str) -> None:
         children = list(module.named_children())
@@ -170,7 +199,7 @@ def _alone(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
 
 
 def _together(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
-    """Small neighbours in one container become one unit."""
+    """Merge small neighbors in one container into one unit."""
     merged: dict[str, list[nn.Module]] = {}
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in units.items()}
     for _, names in groupby(units, lambda name: name.rpartition(".")[0]):
@@ -208,7 +237,7 @@ def _chosen_units(model: nn.Module, units: UnitChoice) -> dict[str, nn.Module]:
 
 
 def kept_modules(model: nn.Module, precision: Precision) -> list[nn.Module]:
-    """The modules that `precision` keeps in their own dtype, with all that is inside them; the outermost of them."""
+    """Return the outermost modules that `precision` keeps in their own dtype, with everything inside them."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if precision.keeps(name, type(module)) and not any(name.startswith(f"{outer}.") for outer in found):
@@ -239,7 +268,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _unit_of_modules(model: nn.Module, homes: dict[int, str]) -> dict[int, str]:
-    """The innermost unit around every module; the root for one that is reached from several units."""
+    """Return the innermost unit around every module, and the root for a module that several units contain."""
     inside: dict[int, str] = {}
 
     def visit(module: nn.Module, unit: str) -> None:
@@ -256,7 +285,7 @@ def _unit_of_modules(model: nn.Module, homes: dict[int, str]) -> dict[int, str]:
 
 def _places(model: nn.Module) -> list[ParameterPlace]:
     found: dict[int, ParameterPlace] = {}
-    # A part that is sharded by itself, as tied embeddings of a pipeline are, has an engine of its own.
+    # A submodule that is sharded already has its own engine. The tied embeddings of a pipeline are an example.
     apart = tuple(f"{name}." for name, module in model.named_modules() if name and hasattr(module, "towpath_engine"))
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.startswith(apart):
@@ -312,7 +341,7 @@ def _check_meshes(places: list[ParameterPlace]) -> None:
 
 
 def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
-    """One line for every parameter and buffer, the same on every rank that was given the same model."""
+    """Yield one line for every parameter and buffer. Ranks with the same model get the same lines."""
     for unit in layouts:
         for bucket in unit.buckets:
             for place in bucket.places:
@@ -321,7 +350,7 @@ def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
                 state = ("trains" if bucket.spec.trainable else "frozen") + (" exactly" if bucket.spec.exact else "")
                 yield f"{place.names[0]}: {shape} {bucket.spec.dtype} {state}, in unit {unit.name or 'root'!r}"
     for name, buffer in model.named_buffers():
-        # A buffer on the meta device is made where the parameters lie: one rank may have values, and others none.
+        # A meta buffer will be made on the parameters' device. So a rank with meta buffers matches one with real ones.
         device = buffer.device if buffer.device.type != "meta" else device_of(layouts)
         path, _, attribute = name.rpartition(".")
         passing = attribute in model.get_submodule(path)._non_persistent_buffers_set  # pyright: ignore
@@ -334,7 +363,7 @@ def _shape(shape: torch.Size) -> str:
 
 
 def device_of(layouts: list[UnitLayout], groups: Groups | None = None) -> torch.device:
-    """Return the device of the parameters. Those on the meta device go where the others are, or to the ranks' own."""
+    """Return the device of the parameters. If all are on the meta device, return the device of this rank."""
     parameters = [p.parameter for unit in layouts for bucket in unit.buckets for p in bucket.places]
     if not parameters:
         raise ShardError("the model has no parameters; there is nothing to shard.")
@@ -348,21 +377,20 @@ def device_of_parameters(parameters: Iterable[nn.Parameter], groups: Groups) -> 
 
 # --- kept tensors -----------------------------------------------------------------------------------------------------
 #
-# What modules hold of their parameters beside registering them: found, or refused, before the model is sharded.
-#
-# In one process all tensors on a parameter's memory change with it, and a list may hold a parameter like any other
-# object. `shard()` gives parameters other memory, and lets the modules compute with whole views. So a list or dict
-# that holds a parameter is one more place in which the view is shown. Other tensors on its memory are refused.
+# A module may hold a parameter in a list, dict or attribute, or hold another tensor on the parameter's memory. Without
+# sharding such tensors follow the parameter. `shard()` gives parameters new memory, and lets modules compute with
+# unsharded views. So the engine swaps the parameter in these lists and dicts, too. It refuses other tensors on its
+# memory, because they would keep old values.
 
 
-# What nn.Module itself keeps in a module's __dict__.
+# The attributes that nn.Module itself keeps in a module's __dict__.
 _OF_THE_CLASS = frozenset(vars(nn.Module()))
-# Lists of a recurrent module, which `Unit.show` renews.
+# The weight lists of a recurrent module, which `Unit.show` sets anew.
 _OF_RECURRENT = frozenset({"_flat_weights", "_flat_weight_refs"})
 
 
 def check_memory(places: Sequence[ParameterPlace]) -> None:
-    """Refuse parameters that lie in one another's memory. Neighbours in one memory are fine."""
+    """Raise ShardError if two parameters overlap in memory. They may be neighbors in one storage."""
     for sharing in _by_storage(places).values():
         sharing.sort(key=lambda pair: _bounds(pair[1])[0])
         for number, (place, values) in enumerate(sharing):
@@ -378,7 +406,11 @@ def check_memory(places: Sequence[ParameterPlace]) -> None:
 
 
 def find_kept(model: nn.Module, places: Sequence[ParameterPlace]) -> None:
-    """Write down in each place which lists, dicts and attributes hold its parameter, too."""
+    """Note in each place which lists, dicts and attributes of modules hold its parameter, too.
+
+    Raises:
+        ShardError: A module holds another tensor on the memory of a parameter.
+    """
     known = {id(place.parameter): place for place in places}
     memory = _by_storage(places)
     seen: set[int] = set()
@@ -394,7 +426,7 @@ def find_kept(model: nn.Module, places: Sequence[ParameterPlace]) -> None:
 
 
 def exchanged(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
-    """What a holder holds in place of `value`, which is `old` or a tuple with it."""
+    """Return `value` with `new` in place of `old`. `value` is `old` itself or a tuple that contains it."""
     if not isinstance(value, tuple):
         return new
     items: list[Any] = [new if item is old else item for item in cast(tuple[Any, ...], value)]
@@ -403,9 +435,9 @@ def exchanged(value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
 
 
 def _attributes(module: nn.Module, path: str) -> Iterator[tuple[Holder, Any, str]]:
-    """Where a module holds something that it has not registered as a parameter or a module; and its name."""
+    """Yield the attributes and buffers of a module, except its parameters and submodules: holder, key and name."""
     hooks = module._forward_pre_hooks.values()  # pyright: ignore[reportPrivateUsage]
-    # torch.nn.utils.spectral_norm and its like keep under this name what they compute anew in every forward.
+    # torch.nn.utils.spectral_norm and similar hooks compute the attribute of this name anew in every forward.
     computed = {name for hook in hooks if isinstance(name := getattr(hook, "name", None), str)}
     skipped = _OF_THE_CLASS | computed | (_OF_RECURRENT if isinstance(module, nn.RNNBase) else set())
     prefix = f"{path}." if path else ""
@@ -416,7 +448,7 @@ def _attributes(module: nn.Module, path: str) -> Iterator[tuple[Holder, Any, str
 
 
 def _items(holder: Holder, key: Any, value: Any, name: str, seen: set[int]) -> Iterator[tuple[Holder, Any, Any, str]]:
-    """The tensors, and tuples with tensors, in a value that may be a list or dict of such."""
+    """Yield the tensors and tuples in a value, which may be a nested list or dict: holder, key, item and name."""
     if isinstance(value, (list, dict)):
         if id(value) in seen:
             return
@@ -451,7 +483,7 @@ def _by_storage(places: Sequence[ParameterPlace]) -> dict[int, list[tuple[Parame
 
 
 def _has_memory(value: object) -> bool:
-    """Whether it is a plain tensor with elements. Subclasses may have none."""
+    """Return whether `value` is a plain tensor with elements in memory. Subclasses may have no memory."""
     if type(value) not in (torch.Tensor, nn.Parameter):
         return False
     tensor = cast(torch.Tensor, value)
@@ -459,19 +491,19 @@ def _has_memory(value: object) -> bool:
 
 
 def _bounds(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where its memory begins and ends, in bytes."""
+    """Return the addresses of the tensor's first byte and of the byte after its last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage have a byte in common."""
+    """Return whether two tensors of one storage have a byte in common."""
     (start, end), (begin, stop) = _bounds(one), _bounds(other)
     if start >= stop or begin >= end:
         return False
     if one.is_contiguous() and other.is_contiguous():
         return True
-    # Columns of one matrix, say, lie between one another: look at each byte.
+    # Strided tensors may interleave without sharing a byte, as columns of a matrix do. So each byte is checked.
     taken = torch.zeros(max(end, stop) - min(start, begin), dtype=torch.bool)
 
     def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -484,16 +516,19 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 # --- free memory ------------------------------------------------------------------------------------------------------
 #
-# How much memory this rank may still take: of its GPU, or its share of what its host has left.
+# The memory that a rank may still take: on its GPU, or its share of the host's.
 
 
 _MEMINFO, _BOOT = Path("/proc/meminfo"), Path("/proc/sys/kernel/random/boot_id")
 
 
 def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
-    """On the rank that has least, with what the model's own parameters there will give back. Every rank must ask.
+    """Return the free bytes of the rank with the least memory. Every rank must call it.
 
-    None where no rank can tell, as on a host that is no Linux.
+    The memory of the model's own parameters counts as free, because sharding releases it.
+
+    Returns:
+        The bytes, or None if no rank knows them. Only CUDA devices and Linux hosts report free memory.
     """
     device = device_of(layouts, groups)
     places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
@@ -515,7 +550,7 @@ def _free(device: torch.device) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """What processes on this host can still take; None where it does not tell, as one that is no Linux."""
+    """Return the memory in bytes that processes on this host can still take; None on hosts other than Linux."""
     if not _MEMINFO.exists():
         return None
     lines = (line.split() for line in _MEMINFO.read_text().splitlines())
@@ -523,5 +558,5 @@ def available_bytes() -> int | None:
 
 
 def _host() -> str:
-    """The machine, whatever names its containers have."""
+    """Return an identifier of the machine that all of its containers share."""
     return _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()

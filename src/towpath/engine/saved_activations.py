@@ -1,4 +1,4 @@
-"""Activations in the host's memory from the forward pass until the backward pass wants them."""
+"""Offload of activations to the host's memory, from the forward pass until the backward pass needs them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from torch import nn
 from towpath.engine.executor import Engine, engine_of
 from towpath.errors import StepError
 
-# What is smaller is left where it is: to copy it would take longer than its memory is worth.
+# Smaller tensors stay on the device, because copying them costs more time than their memory is worth.
 SMALLEST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class _InPlace:
-    """Left where it is. Hooks take autograd's place in seeing whether it was written to since: `version`."""
+    """A saved tensor that stays where it is.
+
+    With saved-tensor hooks, autograd no longer checks whether a tensor was written to since. `version` replaces that
+    check.
+    """
 
     tensor: torch.Tensor
     version: int
 
     def unpacked(self) -> torch.Tensor:
+        """Return the tensor; raise StepError if it was modified since."""
         if self.tensor._version != self.version:
             raise StepError(
                 f"a tensor of shape {tuple(self.tensor.shape)} that the backward pass needs was modified since its "
@@ -36,21 +41,27 @@ class _InPlace:
 
 @dataclass(frozen=True, slots=True)
 class _OnHost:
+    """A copy of a saved tensor in the host's memory."""
+
     kept: torch.Tensor
     device: torch.device
 
     def unpacked(self) -> torch.Tensor:
+        """Return a copy on the tensor's device."""
         return self.kept.to(self.device, non_blocking=self.kept.is_pinned())
 
 
 @contextmanager
 def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTES) -> Generator[None]:
-    """Around a forward pass of a sharded model: what autograd keeps of it for the backward pass lies in the host's
-    memory (page-locked, where the model is on a GPU) until that wants it.
+    """Run a forward pass whose activations are kept in the host's memory until the backward pass needs them.
 
-    Whole weights and the model's buffers stay where they are: they are no activations, and the engine relies on
-    autograd to read the weights in their slots. So does what takes less than `smallest_bytes`. With activation
-    checkpointing the inputs that it keeps are offloaded, and what is recomputed is not.
+    The memory is page-locked if the model is on a GPU. Unsharded weights and the model's buffers stay on the device.
+    They are no activations, and the engine relies on autograd to read the weights in their slots. With activation
+    checkpointing, the inputs that it keeps are offloaded, and recomputed activations are not.
+
+    Args:
+        model: A model that `shard()` returned.
+        smallest_bytes: Tensors with fewer bytes stay on the device.
     """
     stays = _Staying(engine_of(model), model)
 
@@ -59,7 +70,7 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
         if not plain or tensor.nbytes < smallest_bytes or tensor in stays:
             return _InPlace(tensor, tensor._version)
         pinned = tensor.device.type == "cuda"
-        # In dense memory of the same order: a view of a few elements of much memory does not bring the rest along.
+        # A dense copy with the same order of dimensions. A small view of a large tensor is copied alone.
         kept = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         kept.copy_(tensor, non_blocking=pinned)
         return _OnHost(kept, tensor.device)
@@ -72,7 +83,7 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
 
 
 class _Staying:
-    """The memory of whole weights, wherever they are now, and of buffers. `tensor in staying`: lies in it."""
+    """The memory of unsharded weights and of buffers. `tensor in staying` tests whether a tensor is stored there."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
@@ -81,7 +92,7 @@ class _Staying:
         self._weights: set[int] = set()
 
     def __contains__(self, tensor: Any) -> bool:
-        if self._made != self._engine.weights.made:  # slots are made in the first steps, and for pinned units
+        if self._made != self._engine.weights.made:  # slots are made in the first steps and for pinned units
             self._made = self._engine.weights.made
             self._weights = {_memory_of(b.full) for unit in self._engine.units for b in unit.buckets}
         return _memory_of(tensor) in self._weights or _memory_of(tensor) in self._always

@@ -1,1 +1,1 @@
-"""What keeps ranks from waiting forever or diverging: peers that stall, programs that differ, optimizers that mix."""
+"""Checks that keep ranks from waiting forever or diverging: stalled peers, different programs, coupled optimizers."""

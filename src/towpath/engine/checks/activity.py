@@ -1,11 +1,11 @@
-"""A rank's account of what it is doing, and how ranks that stand still find out that their transfers will never end.
+"""Detection of stalls: ranks report what they are doing, and notice when their transfers can never end.
 
-A rank that stands still, waiting for a transfer or in the user's own code, posts on the noticeboard what it is doing. A
-transfer that fails reads there what its peers were doing meanwhile; one that takes long is logged with it.
+A rank without progress posts its status in the `StatusStore`. Errors and warnings about a transfer quote the status of
+its peers. Ranks also compare their collective logs there, to find out that they wait for different things.
 
-On a GPU the host runs ahead, and a transfer that never ends holds up the device alone. So transfers that the device has
-not finished count as waiting, too. Where they never will be, the process groups of the device are aborted: the thread
-that trains, if it waits for the device, then goes on and meets the error at its next transfer.
+On a GPU the host runs ahead, and a transfer that never ends blocks the device alone. So transfers that the device has
+not finished count as waiting, too. If they can never end, the device's process groups are aborted. The training thread
+then continues, and gets the error at its next transfer.
 """
 
 from __future__ import annotations
@@ -35,29 +35,32 @@ from towpath.topology.noticeboard import StatusStore
 
 # --- presence ---------------------------------------------------------------------------------------------------------
 #
-# Whether the next rank's process is still there, for ranks whose devices do the waiting.
+# On GPUs, each rank watches whether the next rank's process has ended.
 #
 # On a CPU a transfer fails as soon as a peer's connection closes. On a GPU the host has gone on, and the device waits
-# for as long as NCCL's watchdog lets it. So each rank holds a connection to the next one, over which nothing is ever
-# sent: the kernel closes it when that process ends, and its keepalive notices when that machine or the link to it is
-# gone. A rank that stands still looks at its own connection, and tells the others (`activity.py`).
+# until NCCL's watchdog stops it. So each rank holds a connection to the next one, over which nothing is ever sent. The
+# kernel closes it when that process ends, and its keepalive notices when that machine or the link to it fails. A rank
+# without progress checks its own connection, and posts what it finds.
 
 
 _LOG = logger("engine")
 
 _PATIENCE_SECONDS = 5.0
-# Keepalive: after how many seconds of silence the other side is asked, how often again, and how often in all.
+# Keepalive: seconds of silence before the first probe, seconds between probes, and the number of probes.
 _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 
 
 @final
 class Neighbour:
-    """The next rank of a process group; the first follows on the last. Every rank must make one."""
+    """A connection to the next rank, which shows when its process ends. Every rank must make one.
+
+    After the last rank comes the first. `StallMonitor` uses it on GPUs.
+    """
 
     def __init__(self, groups: Groups) -> None:
         self.rank = (groups.rank + 1) % groups.world
         self._connection: socket.socket | None = None
-        self._from_previous: socket.socket | None = None  # held, so that the previous rank sees this process end
+        self._from_previous: socket.socket | None = None  # kept open, so that it closes with this process
         with socket.create_server(("", 0), backlog=1) as listener:
             host, _, _ = meeting_point().rpartition(":")
             addresses = groups.gather_objects((_own_address(host), listener.getsockname()[1]))
@@ -71,7 +74,7 @@ class Neighbour:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the connection was closed. Where there never was one, nobody knows."""
+        """Whether the connection to the next rank was closed. False if there never was one."""
         if self._connection is None:
             return False
         try:
@@ -83,7 +86,7 @@ class Neighbour:
 
 
 def _own_address(other: str) -> str:
-    """The address by which this machine reaches `other`."""
+    """Return the address of this machine on the route to `other`."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, 9))  # sends nothing
         return probe.getsockname()[0]
@@ -99,59 +102,66 @@ def _watched(connection: socket.socket) -> socket.socket:
     return connection
 
 
-# How long a rank makes no progress before it says so to its peers, and before it logs what it waits for; or earlier
-# where the process group's own patience is short.
+# Seconds without progress before a rank posts its status, and before it logs what it waits for. Both are shorter if
+# the process group's timeout is short.
 _SILENT_SECONDS = 2.0
 _WARN_SECONDS = 60.0
 
-# With how many peers a rank compares itself, and how many it tells of.
+# The largest number of peers that a rank compares itself with, and that a message describes.
 _FEW = 16
 
-# How many of the transfers that a device was given last are looked at.
+# The number of transfers, submitted to a device last, that are remembered.
 _ENQUEUED = 256
 
 
 class Event(Protocol):
-    """The end of what a device was given to do."""
+    """Interface of a CUDA event at the end of a transfer."""
 
     def query(self) -> bool:
-        """Return whether it has come. Any thread may ask."""
+        """Return whether the device has reached the event. Any thread may call it."""
         ...
 
 
 @final
 class RankStatus:
-    """Of all models over one process group. `progress` rises with everything that begins or ends."""
+    """The current activity of this rank, over all models of one process group.
+
+    `Record` and `FailedPasses` update it. `StallMonitor` reads it, and posts it to the other ranks. `progress` is a
+    counter that rises whenever something begins or ends.
+    """
 
     def __init__(self) -> None:
         self.progress = 0
         self.step = 0
-        self._since = time.monotonic()  # of the last progress
+        self._since = time.monotonic()  # the time of the last progress
         self._seen = 0
         self._computing = "outside the model"
-        self._under_way: dict[int, str] = {}  # by thread: a queue runs one transfer after the other
+        self._under_way: dict[int, str] = {}  # by thread: each thread of a queue runs one transfer at a time
         self._last = ""
         self._failure = ""
-        self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # by the host; of a device, in order
-        self.inside = ""  # a collective that the program has started, over ranks that share parameters
-        self.meeting: tuple[int, str] | None = None  # a call that waits for every rank, and how many came before it
-        self.meetings = 0  # so far, with that one
+        self._enqueued: deque[tuple[Event, str]] = deque(maxlen=_ENQUEUED)  # on the device, in order
+        self.inside = ""  # the collective that the program is in, among ranks that share parameters
+        # The call in which this rank waits for all ranks, and how many such calls came before it.
+        self.meeting: tuple[int, str] | None = None
+        self.meetings = 0  # the number of such calls so far, including the current one
 
     def computes(self, work: str, unit: str | None) -> None:
+        """Note what the training thread computes now. `unit`: its unit, if it is work of a unit."""
         self.progress += 1
         self._computing = work if unit is None else f"{work} of unit {unit or 'root'!r}"
 
     def begins(self, transfers: Sequence[Transfer]) -> None:
+        """Note that the calling thread begins these transfers, which are one message."""
         self.progress += 1
         self._under_way[threading.get_ident()] = _named(transfers)
 
     def ends(self) -> None:
-        """The transfer that this thread has begun."""
+        """Note that the transfers that the calling thread has begun are over, successful or not."""
         self.progress += 1
         self._last = self._under_way.pop(threading.get_ident(), self._last)
 
     def enqueued(self, end: Event, transfers: Sequence[Transfer]) -> None:
-        """The device was given these transfers, and the host goes on."""
+        """Note that the host has enqueued these transfers on the device. The event `end` follows them."""
         self._drop_finished()
         self._enqueued.append((end, _named(transfers)))
 
@@ -161,13 +171,13 @@ class RankStatus:
             self.progress += 1
 
     def on_device(self) -> str:
-        """Return the first transfer that a device was given and has not finished; '' if there is none."""
+        """Return the first enqueued transfer that the device has not finished; '' if there is none."""
         self._drop_finished()
         return self._enqueued[0][1] if self._enqueued else ""
 
     @contextmanager
     def shared(self, call: str) -> Generator[None]:
-        """Around a collective that the program has started, on the thread that trains."""
+        """Run a collective of the user's program, such as a norm, and note `call` meanwhile."""
         self.progress += 1
         before, self._computing, self.inside = self._computing, f"in {call}", call
         try:
@@ -177,32 +187,35 @@ class RankStatus:
             self._computing, self.inside = before, ""
 
     def failed(self, what: str) -> None:
-        """A forward or backward pass; '' once all ranks have agreed that it failed alike."""
+        """Note that a forward or backward pass failed, or that all ranks have agreed on it (with '')."""
         self.progress += 1
         self._failure = what
 
     def meets(self, what: str) -> None:
+        """Note that this rank begins to wait for all ranks to make the call `what`."""
         self.progress += 1
         self.meeting = (self.meetings, what)
         self.meetings += 1
 
     def met(self) -> None:
+        """Note that this rank no longer waits for all ranks to make a call."""
         self.progress += 1
         self.meeting = None
 
     @property
     def waits(self) -> bool:
-        """Whether a transfer is under way, here or on the device, or a call that other ranks must make, too."""
+        """Whether this rank or its device is in a transfer, or in a call that other ranks must make, too."""
         return bool(self._under_way or self.inside or self.on_device()) or self.meeting is not None
 
     def silent_seconds(self) -> float:
-        """Since when nothing has begun or ended. To be asked now and then, by one thread."""
+        """Return for how long nothing has begun or ended. Only one thread may call it, at regular intervals."""
         now = time.monotonic()
         if self.progress != self._seen:
             self._seen, self._since = self.progress, now
         return now - self._since
 
     def describe(self) -> str:
+        """Return one line of text about what this rank is doing."""
         parts = [f"step {self.step}"]
         parts += [self._failure] if self._failure else [self._computing]
         under_way = sorted(self._under_way.copy().values())
@@ -223,16 +236,20 @@ def _named(transfers: Sequence[Transfer]) -> str:
 
 @final
 class StallMonitor:
-    """What the ranks of one process group know of each other when they are stuck."""
+    """The exchange of status among the ranks of one process group, on one rank.
+
+    All models over the process group share it. A background thread posts this rank's status when it makes no progress,
+    and looks for the cause. If transfers can never end, `diverged` holds the error message.
+    """
 
     def __init__(self, groups: Groups) -> None:
         self.rank, self.world, self._groups = groups.rank, groups.world, groups
         self.activity = RankStatus()
-        self.journal: CollectiveLog | None = None  # of the model that was last at work
-        self.diverged = ""  # why the ranks will never come to an end, once that is known
-        self._neighbour: Neighbour | None = None  # see `watch_processes`
+        self.journal: CollectiveLog | None = None  # of the model that made the last transfer or call
+        self.diverged = ""  # the reason why transfers can never end, once it is known
+        self._neighbour: Neighbour | None = None  # made by `watch_processes`
         self.patience_seconds = groups.timeout_seconds
-        # A launcher may keep its store over restarts: what ranks that are gone have left there is not for these.
+        # A launcher may keep its store over restarts. A new name hides what the ranks of an earlier start left there.
         new_name: str = groups.gather_objects(uuid.uuid4().hex)[0]
         self.noticeboard = StatusStore(f"{groups.name}/{new_name}", groups.rank, groups.world)
         if self.world > 1:
@@ -245,10 +262,11 @@ class StallMonitor:
 
     @staticmethod
     def of(groups: Groups) -> StallMonitor:
+        """Return the monitor of a process group, which is made at the first call."""
         return groups.shared("peers", lambda: StallMonitor(groups))
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """What `ranks` have last said of themselves, a line each."""
+        """Return the last status that each of `ranks` has posted, one line per rank."""
         others = [rank for rank in ranks if rank != self.rank]
         lines = [
             f"\n  rank {rank}: {note.doing if note else 'has said nothing: it makes progress, or it is gone'}"
@@ -257,11 +275,12 @@ class StallMonitor:
         return "".join(lines) + ("\n  …" if len(others) > _FEW else "")
 
     def watch_processes(self) -> None:
-        """From now on notice when a peer's process ends while only the device waits. Every rank must call it."""
+        """Start to watch whether the next rank's process ends. Every rank of a GPU job must call it."""
         if self._neighbour is None and self.world > 1:
             self._neighbour = Neighbour(self._groups)
 
     def raise_if_diverged(self) -> None:
+        """Raise StepError if the ranks are known to wait for transfers that can never end."""
         if self.diverged:
             raise StepError(
                 f"{self.diverged} Transfers of this job are stuck, those of its other models, too: end it, and restart "
@@ -270,14 +289,16 @@ class StallMonitor:
 
     @property
     def pause_seconds(self) -> float:
+        """Seconds between two looks of the background thread."""
         return min(_SILENT_SECONDS, self.patience_seconds / 4) / 2
 
     @property
     def warn_seconds(self) -> float:
+        """Seconds without progress before a warning is logged."""
         return min(_WARN_SECONDS, self.patience_seconds / 2)
 
     def post(self, silent: bool) -> None:
-        """What this rank is doing, now that it makes no progress; an old note is taken back when it does."""
+        """Post this rank's status if it is `silent`, which means without progress. Else clear the posted status."""
         page = self._page()
         page_said = None if page is None else page.to_json()
         note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_neighbour()]
@@ -287,12 +308,16 @@ class StallMonitor:
         return None if self.journal is None else replace(self.journal.page(), inside=self.activity.inside)
 
     def describe_all(self) -> str:
-        """What this rank is doing, and what its peers last said of themselves."""
+        """Return this rank's status, and the last status that its peers have posted."""
         said = self.describe(range(self.world))
         return f"This rank: {self.activity.describe()}. What its peers last said of themselves:{said}"
 
     def come_together(self, call: str) -> None:
-        """Return when every rank has made this call; raise where one does not, or waits for a transfer meanwhile."""
+        """Return once every rank has made this call.
+
+        Raises:
+            StepError: A rank makes another call, does not come within the timeout, or waits for a transfer instead.
+        """
         if self.world == 1:
             return
         self.activity.meets(call)
@@ -315,7 +340,7 @@ class StallMonitor:
             )
 
     def look_for_divergence(self) -> None:
-        """Set `diverged` if peers that stand still, too, have done other things than this rank."""
+        """Set `diverged` if a peer without progress has noted other transfers or calls than this rank."""
         journal, mine, meeting = self.journal, self._page(), self.activity.meeting
         if journal is None or mine is None:
             return
@@ -327,7 +352,7 @@ class StallMonitor:
                 if note is None or note.page is None:
                     continue
                 both = [each for each in calls if each.group_of[self.rank] == each.group_of[rank]]
-                # A rank that waits for others in a call submits nothing before they have come there.
+                # A rank that waits for all ranks in a call submits nothing before they come. Its log counts as ended.
                 their = note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
                 here = meeting[1] if meeting is not None else _alone_in(mine, note.page, both)
                 there = their[1] if their is not None else _alone_in(note.page, mine, both)
@@ -335,7 +360,7 @@ class StallMonitor:
                 first, second = sorted(pages, key=itemgetter(0))
                 found = difference(scope, first, second)
                 if found is not None and (self._page(), self.activity.meeting) == (mine, meeting):
-                    # Where one rank has stepped an optimizer and the other has not, their transfers differ by that.
+                    # If only one rank has stepped an optimizer, that explains why their transfers differ.
                     cause = difference(journal.scopes[0], first, second, ended=True)
                     is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
                     self.diverged = told_to(self.rank, cause if cause is not None and is_a_step else found)
@@ -349,7 +374,7 @@ class StallMonitor:
                     return
 
     def look_for_lost_peers(self) -> None:
-        """Set `diverged` if a peer's process has ended, as this rank or another one that stands still has noticed."""
+        """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
         lost = self._ended_neighbour()
         if lost is None and self._neighbour is not None:
             everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
@@ -362,11 +387,11 @@ class StallMonitor:
             )
 
     def _ended_neighbour(self) -> int | None:
-        """Return the next rank if its process has ended."""
+        """Return the number of the next rank if its process has ended, else None."""
         return self._neighbour.rank if self._neighbour is not None and self._neighbour.is_gone else None
 
     def release_device(self) -> None:
-        """Let the thread that trains go on, where it waits for a device whose transfers will never end."""
+        """Abort the device's process groups if it is in a transfer, so that the training thread can continue."""
         if self.activity.on_device():
             _LOG.error(self.diverged)
             self._groups.abort()
@@ -378,6 +403,8 @@ class StallMonitor:
 
 @dataclass(frozen=True, slots=True)
 class _Note:
+    """The status that a rank has posted: its activity, its log, the call it waits in, and a rank that it found dead."""
+
     doing: str
     page: StepLog | None
     meeting: tuple[int, str] | None
@@ -400,20 +427,20 @@ def _ended(page: StepLog, call: str) -> StepLog:
 
 
 def _end(reporter: threading.Thread, stop: threading.Event) -> None:
-    """Before the interpreter ends: a thread that waits for the store in C++ then would abort the process."""
+    """Stop the reporter before the interpreter ends: a thread that waits in C++ then would abort the process."""
     stop.set()
     reporter.join(timeout=2 * _SILENT_SECONDS)
 
 
 def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None:
-    """Tell the others when this rank stands still, and find out whether it ever will go on."""
-    posted = warned = -1  # at which progress
+    """Run the background thread: post the status of a rank without progress, and look for the cause."""
+    posted = warned = -1  # the progress counter at the last post and at the last warning
     peers = reference()
     while peers is not None:
         pause, activity = peers.pause_seconds, peers.activity
         silent, progress = activity.silent_seconds(), activity.progress
         if peers.diverged:
-            pass  # what this rank has posted stays there: by it the others find out, too, however late they look
+            pass  # the posted status stays, so that the others can find the difference, too
         elif silent >= 2 * pause:
             if posted != progress:
                 peers.post(silent=True)
@@ -441,15 +468,18 @@ def _report(reference: weakref.ref[StallMonitor], stop: threading.Event) -> None
 
 # --- failed passes ----------------------------------------------------------------------------------------------------
 #
-# Forward and backward passes that end in an exception: noticed, and agreed on by all ranks before the next one.
+# Before the next pass, all ranks agree on a forward or backward pass that ended in an exception.
 #
-# A rank that catches the exception and goes on, while its peers do not, would send the transfers of its next pass
-# into those that they still wait for. So after a failed pass a rank first waits until all others have failed alike.
+# Suppose that one rank catches the exception and goes on, and its peers do not. The transfers of its next pass would
+# meet those that the peers still wait for. So after a failed pass a rank first waits until all others have failed, too.
 
 
 @final
 class EndOfBackward:
-    """What autograd calls at the end of a backward pass. One that fails drops it without a call: that tells, too."""
+    """A callback that autograd calls at the end of a backward pass.
+
+    If the pass fails, autograd drops the callback without a call. Its destructor then reports the failure.
+    """
 
     def __init__(self, through: weakref.WeakMethod[Callable[[], Any]], failed: weakref.WeakMethod[Callable[[], Any]]):
         self._through, self._failed = through, failed
@@ -469,7 +499,10 @@ class EndOfBackward:
 
 @final
 class FailedPasses:
-    """Of one model on one rank. Every rank must make its models in the same order."""
+    """The failed passes of one model on one rank. Every rank must make its models in the same order.
+
+    The engine notes failures here, and calls `agree` before the next pass.
+    """
 
     def __init__(self, groups: Groups, peers: StallMonitor, strategy: Strategy, journal: CollectiveLog) -> None:
         self._groups, self._peers, self._journal = groups, peers, journal
@@ -478,16 +511,22 @@ class FailedPasses:
         self._failure = ""
 
     def forward_failed(self, what: str) -> None:
+        """Note a failed forward, if forwards involve other ranks: they gather parameters."""
         if self._forward_is_shared:
             self.failed(what)
 
     def failed(self, what: str) -> None:
+        """Note a failed pass. Of several failures the first is kept."""
         if self._groups.world > 1:
             self._failure = self._failure or what
             self._peers.activity.failed(f"{self._failure}, and was caught")
 
     def agree(self) -> None:
-        """Before the next pass: return once all ranks have failed alike, or raise what the others do instead."""
+        """Return once all ranks have failed like this one, if it has. The engine calls it before the next pass.
+
+        Raises:
+            StepError: Some rank has not failed, or the ranks ran different units before they failed.
+        """
         if not self._failure:
             return
         failure, self._failure = self._failure, ""

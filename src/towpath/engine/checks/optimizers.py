@@ -1,13 +1,11 @@
-"""Trial steps of an optimizer on small copies of its parameters, before it steps the real ones.
+"""Checks of the user's optimizers: trial steps on small copies of their parameters, and a note of every real step.
 
-They find out two things.
+`coupling` finds out whether an optimizer can step its parameters one at a time. `whole_matrices` calls an optimizer
+with some of its parameters at a time: those that this rank owns, round by round. The result equals that of one process
+only if the step of a parameter does not depend on the others. So one copy of the optimizer steps all parameters at
+once, another steps one parameter at a time, and both must agree.
 
-`coupling`: can the optimizer step its parameters one at a time? `whole_matrices` calls an optimizer with some of its
-parameters at a time: those that this rank owns, round by round. That gives the numbers of one process only if the step
-of a parameter does not depend on the others. So one copy of the optimizer steps all parameters at once, another steps
-one parameter at a time, and both must agree.
-
-`watch_optimizers`: can the optimizer step slices, or does it compile its step? torch.compile cannot trace ShardTensors.
+`watch_optimizers` finds out whether an optimizer compiles its step. torch.compile cannot trace ShardTensors.
 """
 
 from __future__ import annotations
@@ -39,16 +37,17 @@ from towpath.logs import logger
 
 _LOG = logger("engine")
 
-# Enough for the estimates of Prodigy and D-Adaptation to grow, and for their effect to be seen.
+# The number of trial steps: enough for the estimates of Prodigy and D-Adaptation to grow and take effect.
 STEPS = 6
-# Gradients of such different sizes that a norm or a mean over several parameters is far from that of each.
+# The gradients' scales. They differ so much that a norm or mean over several parameters is far from that of each.
 _SIZES = (1.0, 30.0, 0.03)
-# The longest side of a copy, and how many copies of one shape and groups of one kind take part.
+# The longest side of a small parameter, and how many parameters of one shape and groups of one kind are copied.
 _SIDE = 6
 _ALIKE = 2
-# Products of batched matrices may round differently. What couples parameters moves them by far more.
+# Products of batched matrices may round differently. A step that couples parameters differs by far more.
 _TOLERANCE = 0.01
-# Smaller steps would vanish in the rounding of the parameters. A learning rate is zero where a warm-up begins.
+# The lowest learning rate of a trial step, because smaller steps would vanish in the rounding of the parameters. The
+# user's learning rate is zero at the start of a warm-up.
 _LEARNING_RATE = 0.01
 _PLAIN = (int, float, complex, str, type(None))
 
@@ -58,18 +57,22 @@ _PLAIN = (int, float, complex, str, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What an optimizer keeps for all its parameters together: the options of its groups, and numbers of its own."""
+    """The options of an optimizer's groups, and its plain attributes: everything that is not kept per parameter."""
 
     options: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
 
     @staticmethod
     def of(optimizer: Optimizer) -> Common:
+        """Return the current options and attributes of `optimizer`."""
         attributes = {key: value for key, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
         return Common(tuple(map(options_of, optimizer.param_groups)), attributes)
 
     def difference(self, other: Common, tensors: bool = True) -> str | None:
-        """Return the first option that differs, with both values; compare `tensors` too, which waits for a device."""
+        """Return a text with the first option that differs and both values; None if all are equal.
+
+        With `tensors`, compare options that are tensors, too. That waits for a device.
+        """
         for number, (mine, theirs) in enumerate(zip(self.options, other.options, strict=True)):
             for key in dict.fromkeys([*mine, *theirs]):
                 here, there = mine.get(key), theirs.get(key)
@@ -79,6 +82,7 @@ class Common:
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
@@ -89,13 +93,13 @@ def call_with(
     stand_ins: Mapping[int, nn.Parameter],
     states: dict[nn.Parameter, dict[str, Any]],
 ) -> Common:
-    """Call a method of an optimizer that has only some of its parameters meanwhile, and starts from `before`.
+    """Call a method of an optimizer while it has only some of its parameters, and the options of `before`.
 
     Args:
         optimizer: The optimizer. Its groups and states are the same afterwards.
         method: The name of the method, such as "step".
-        before: Options and attributes to start from.
-        stand_ins: What takes the place of a parameter, by the id of the parameter. All others are left out.
+        before: The options and attributes to start from.
+        stand_ins: The parameters to step, by the id of the parameter that each replaces. All others are left out.
         states: The states of the stand-ins, updated in place.
 
     Returns:
@@ -117,7 +121,7 @@ def call_with(
         inner.param_groups, inner.state = groups, state
 
 
-# Does it step each parameter by itself? -----------------------------------------------------------------------------
+# Trial steps with one parameter at a time ---------------------------------------------------------------------------
 
 
 def coupling(optimizer: Optimizer) -> str | None:
@@ -143,11 +147,11 @@ def coupling(optimizer: Optimizer) -> str | None:
 
 
 class _CommunicatesError(Exception):
-    """Raised in a trial step in the place of a collective operation."""
+    """Error that a trial step raises instead of running a collective operation."""
 
 
 class _Alone(TorchDispatchMode):
-    """Raise where an optimizer communicates: a rank steps only what it owns, and the others do not answer."""
+    """A dispatch mode that raises if an optimizer communicates. Other ranks step other matrices, and would not join."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace:
@@ -183,7 +187,7 @@ def _difference(optimizer: Optimizer, devices: set[torch.device]) -> str | None:
         for (p, q), old in zip(pairs, start, strict=True):
             if (p - q).abs().nan_to_num().max() > _TOLERANCE * (p - old).abs().nan_to_num().max():
                 return "the step of a parameter depends on the gradients of the others"
-        # A rank that owns none of the parameters counts the step all the same.
+        # A rank that owns none of the parameters must count the step, too.
         alone = alone or expected.difference(call_with(apart, "step", before, {}, {}))
         for group, options in zip(apart.param_groups, expected.options, strict=True):
             group.update(copy.deepcopy(options))
@@ -211,7 +215,7 @@ def _state_of_none(optimizer: Optimizer) -> str | None:
     return f"it keeps state[{keys[0]!r}], which belongs to no parameter" if keys else None
 
 
-# Can it step slices? ------------------------------------------------------------------------------------------------
+# Trial steps with slices --------------------------------------------------------------------------------------------
 
 
 _checked: WeakSet[Optimizer] = WeakSet()
@@ -219,13 +223,13 @@ _watching: list[Any] = []
 
 
 def watch_optimizers() -> None:
-    """From now on, check each optimizer before its first step on ShardTensors."""
+    """Check each optimizer in this process before its first step on ShardTensors."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_check))
 
 
 def _check(optimizer: Optimizer, *_: Any) -> None:
-    """Raise the error that a compiled step of ShardTensors would end with, in words that help."""
+    """Raise an error with a remedy if the optimizer's step is compiled, which would fail on ShardTensors."""
     if type(optimizer).__module__.split(".")[0] in ("torch", "towpath") or optimizer in _checked:
         return
     first = next((p for group in optimizer.param_groups for p in group["params"][:1] if type(p) is ShardTensor), None)
@@ -241,7 +245,8 @@ def _check(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _failure_to_compile(optimizer: Optimizer) -> str | None:
-    """Step small slices; any other error is left to the real step, which says more about the real tensors."""
+    """Return the compiler's error message of a trial step on small slices; None if the compiler does not fail."""
+    # Any other error is left to the real step, whose message is about the real tensors.
     try:
         with _undisturbed({p.device for p in _parameters(optimizer)}, compiles=True):
             slices = small_copy(optimizer, _as_slice)
@@ -256,12 +261,12 @@ def _failure_to_compile(optimizer: Optimizer) -> str | None:
 
 
 def _as_slice(tensor: torch.Tensor) -> ShardTensor:
-    """Return a ShardTensor that this rank holds all of, so that no operation communicates."""
+    """Return a ShardTensor that this rank holds completely, so that no operation communicates."""
     return ShardTensor(tensor.view(-1), ShardSpec(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
 
 
 def remedy_for(optimizer: Optimizer) -> str:
-    """Return what to do about an optimizer that cannot step slices."""
+    """Return the part of an error message that says what to do about an optimizer that cannot step slices."""
     call, reason = f"towpath.optim.whole_matrices({type(optimizer).__name__}(…))", coupling(optimizer)
     elementwise = "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)"
     if reason is None:
@@ -273,11 +278,13 @@ def remedy_for(optimizer: Optimizer) -> str:
 
 
 def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Tensor] = lambda t: t) -> Optimizer:
-    """Return a copy with few and small parameters of the same dtypes and numbers of dimensions, and without states.
+    """Return a copy of an optimizer that has few and small parameters, and no states.
+
+    The parameters keep their dtypes and numbers of dimensions.
 
     Args:
-        optimizer: The optimizer to copy. What it refers to is copied with it.
-        held_as: What becomes of each parameter, given the small tensor.
+        optimizer: The optimizer to copy. The objects that it refers to are copied, too.
+        held_as: Makes the parameter's data from the small tensor, such as a ShardTensor.
     """
     random_numbers = torch.Generator().manual_seed(0)
     made: Any = type(optimizer).__new__(type(optimizer))
@@ -290,9 +297,9 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
             vars(made)[key] = OrderedDict[int, Any]()
-        elif key != "step":  # as learning rate schedulers replace it, it would step `optimizer` itself
+        elif key != "step":  # a learning rate scheduler's wrapper of it would step `optimizer` itself
             vars(made)[key] = copy.deepcopy(value, memo)
-    if callable(getattr(made, "train", None)):  # schedule-free optimizers start in no mode
+    if callable(getattr(made, "train", None)):  # schedule-free optimizers start without a mode
         made.train()
     return made
 
@@ -313,12 +320,12 @@ def _shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _kind_of_group(group: dict[str, Any]) -> str:
-    """Options that are no numbers, by which an optimizer may treat groups differently."""
+    """Return the flags and names among a group's options, by which an optimizer may treat groups differently."""
     return repr({key: value for key, value in options_of(group).items() if isinstance(value, (bool, str, type(None)))})
 
 
 def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
-    """The first few of each kind."""
+    """Yield the first `_ALIKE` things of each kind."""
     seen: dict[Hashable, int] = {}
     for thing in things:
         seen[kind(thing)] = seen.get(kind(thing), 0) + 1
@@ -327,7 +334,7 @@ def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Ite
 
 
 def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
-    """Return one that changes little from step to step, so that estimates of a step size grow."""
+    """Return a gradient that changes little from step to step, so that estimates of a step size grow."""
     steady, noise = (
         torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         for seed in (number, 1000 * (step + 1) + number)
@@ -340,7 +347,7 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def _same(here: Any, there: Any, tensors: bool) -> bool:
-    """Compare numbers, strings and tensors, and what contains them; other objects count as equal."""
+    """Return whether two nested values have equal numbers, strings and tensors. Other objects count as equal."""
     (mine, form), (theirs, other) = tree_flatten(here), tree_flatten(there)
     return form == other and all(_same_leaf(x, y, tensors) for x, y in zip(mine, theirs, strict=True))
 
@@ -356,7 +363,7 @@ def _same_leaf(here: Any, there: Any, tensors: bool) -> bool:
 
 @contextmanager
 def _undisturbed(devices: set[torch.device], compiles: bool) -> Generator[None]:
-    """Keep the states of random number generators; show no warnings, and record no graph."""
+    """Run a trial step without effects: keep the random states, hide warnings, and record no graph."""
     own = [device for device in devices if device.type != "cpu"]
     kind = own[0].type if own else "cuda"
     stance = nullcontext() if compiles else torch.compiler.set_stance("force_eager")
@@ -376,25 +383,25 @@ def _random_states(devices: set[torch.device]) -> list[torch.Tensor]:
 
 # --- steps that ranks compare -----------------------------------------------------------------------------------------
 #
-# PyTorch calls a hook after every step of an optimizer. What it stepped, and how, goes to the journal of each model.
+# PyTorch calls a hook after every step of an optimizer. The hook notes the step in the log of each model it stepped.
 
-# Of a parameter group: names, and how a step is computed. None of it changes what is computed.
+# Options of a parameter group that do not change the result of a step. They need not be equal on all ranks.
 _HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
 
-# Optimizers that step parameters of sharded models and others: said once.
+# Optimizers that step other parameters, too, and were warned about.
 _mixed: WeakSet[Optimizer] = WeakSet()
 
 
 @cache
 def note_optimizer_steps() -> None:
-    """Let PyTorch tell of every optimizer's step in this process, from the first sharded model on."""
+    """Register the hook that notes every optimizer step in this process. Later calls do nothing."""
     register_optimizer_step_post_hook(_stepped)
 
 
 @eager
 def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    # By model: how many of its parameters are in which group. An optimizer may step several models, of which other
-    # ranks have other ones: the stages of a pipeline.
+    # For each model, the number of its parameters in each group. An optimizer may step several models, and other ranks
+    # may have other ones, as the stages of a pipeline.
     stepped: dict[Program, dict[int, int]] = {}
     beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
@@ -419,7 +426,7 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def _name(optimizer: Optimizer) -> str:
-    inner = getattr(optimizer, "inner", None)  # of a wrapper, as `towpath.optim.whole_matrices` makes them
+    inner = getattr(optimizer, "inner", None)  # the optimizer in a wrapper of `towpath.optim`
     return type(optimizer).__qualname__ + (f"({_name(inner)})" if isinstance(inner, Optimizer) else "")
 
 
@@ -428,7 +435,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that ranks can compare and JSON can carry. A tensor on a device is not read: that would wait."""
+    """Return a value that ranks can compare and JSON can encode. Do not read a GPU tensor, which would wait for it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):

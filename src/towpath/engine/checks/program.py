@@ -1,8 +1,8 @@
-"""What a user's program does with one model that every rank must do identically, noted for the next boundary.
+"""Notes of what a user's program does with one model, where every rank must do the same.
 
-A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers, and nothing
-fails. `checks/optimizers.py` notes every optimizer step in the model's journal, and the ranks compare their journals at
-the boundary (`core/journal.py`). Norms and full tensors are noted too. They are collectives that the program starts: a
+A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers without any
+error. `checks/optimizers.py` notes every optimizer step in the model's log, and the ranks compare their logs at the
+boundary (`core/journal.py`). Norms and full tensors are noted, too. They are collectives that the program starts, and a
 rank that starts one alone gets an error while it waits.
 """
 
@@ -20,27 +20,34 @@ from towpath.core.journal import Call, CollectiveLog
 from towpath.engine.checks.activity import StallMonitor
 from towpath.errors import StepError
 
-# How often a rank that waits in a shared call looks whether it can still end.
+# How often a rank that waits in a shared call checks whether the call can still end.
 _LOOK = timedelta(seconds=1)
 _END_OF_BACKWARD = "the end of the backward pass"
 
 
 @final
 class Program:
-    """Notes what the program does with one model on one rank. `zeroed`: gradients set to zero in place so far."""
+    """The notes of what the program does with one model on one rank.
+
+    ShardTensors, optimizer hooks and the engine report to it, and it writes to the model's `CollectiveLog`. `zeroed`
+    counts the gradients that were set to zero in place since the last boundary.
+    """
 
     def __init__(self, journal: CollectiveLog, peers: StallMonitor) -> None:
         self._journal, self._peers = journal, peers
         self.zeroed = 0
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
+        """Note a step of an optimizer. `details`: the options of each of its groups."""
         self._journal.note(Call.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
-        """Note the boundary itself.
+        """Note the end of the last backward pass of a step.
 
-        `kept`: how many parameters have a `.grad` that the new one will be added to. `frozen`: which of those that
-        `shard()` found training do not require gradients now.
+        Args:
+            micro_steps: The number of micro-steps in the step.
+            kept: How many parameters have a `.grad` already, to which the new one will be added.
+            frozen: The names of parameters that required gradients at `shard()`, and do not now.
         """
         counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
         counted += (("frozen", frozen),) if frozen else ()
@@ -48,13 +55,21 @@ class Program:
         self.zeroed = 0
 
     def ends_at(self, names: Sequence[str]) -> None:
-        """A backward pass with `inputs=` gives gradients to these parameters alone."""
+        """Note a backward pass with `inputs=`, in which only the parameters `names` get gradients."""
         said = (("parameters", len(names)), ("first", names[0]), ("checksum", crc32("\n".join(names).encode())))
         self._journal.note(Call.PROGRAM, "backward(inputs=…)", (said,))
 
     @contextmanager
     def shared(self, what: str, kind: Call | None) -> Generator[None]:
-        """Around a collective that the program has started. `kind`: among which ranks it is compared; None: nowhere."""
+        """Run a collective that the program has started, and note it.
+
+        Args:
+            what: The call, in words.
+            kind: The kind of call, which decides the ranks that compare it. None for a call that is not compared.
+
+        Raises:
+            StepError: The collective failed, or the ranks have noticed that it can never end.
+        """
         if kind is not None:
             self._journal.note(kind, what)
         self._peers.journal = self._journal
@@ -68,9 +83,10 @@ class Program:
             ) from error
 
     def wait(self, work: dist.Work | None) -> None:
-        """Wait on the host for a collective; raise where the ranks have found out that it will never end.
+        """Wait on the host for a collective; raise StepError if the ranks have noticed that it can never end.
 
-        `work`: None for a collective on a GPU, which runs on the current stream and holds up no host.
+        Args:
+            work: The collective. None on a GPU, where it runs on the current stream and does not block the host.
         """
         while work is not None:
             try:

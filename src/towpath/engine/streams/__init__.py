@@ -1,1 +1,1 @@
-"""What runs beside the computation: one queue of transfers per kind, its stream, and the record of what ran when."""
+"""Streams that run transfers concurrently with the computation, their queues, and the record of what ran when."""

@@ -1,9 +1,10 @@
-"""The queues of one model: in which order transfers go, in which wire buffers, and under which tags; and what runs them
-on a CPU, threads. On a GPU it is CUDA streams (`cuda_stream.py`), and a thread for what the ranks compare.
+"""The queues of transfers of one model, the threads that run them on a CPU, and the process groups they use.
 
-All models that are sharded over one process group share its streams, and with them the threads, and the connections of
-the process groups: both stay as they are however many models are made one after the other. That the transfers of
-several models keep one order on all ranks follows from sharing, too.
+On a GPU, CUDA streams run the transfers (`streams.py`), and a thread runs what the ranks compare.
+
+All models that are sharded over one process group share its streams. So they share the threads and the connections of
+the process groups, and their number does not grow with the number of models. Sharing also gives the transfers of
+several models the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -43,23 +44,26 @@ from towpath.engine.streams.record import Record, Waits, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
 from towpath.topology.groups import Groups
 
-# How often somebody who waits for a job looks whether it still can end.
+# How often a thread that waits for a job checks whether the job can still end.
 _LOOK_SECONDS = 1.0
 
 
 class Queues:
-    """Every rank must submit the same transfers in the same order."""
+    """The queues of transfers of one model on one rank. Every rank must submit the same transfers in the same order.
+
+    It holds the wire buffers of each queue. Units submit their transfers here, and get a handle to wait for them.
+    """
 
     def __init__(self, streams: Streams, device: torch.device, record: Record, journal: CollectiveLog) -> None:
         self._streams, self._device, self._record, self._journal = streams, device, record, journal
         self.micro_step = 0
-        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and way
-        self._sizes: dict[str, Needs] = {}  # of these
-        self._needs: dict[Kind, Needs] = {}  # of wire buffers, until there is room for them
-        self._made_before = 0  # buffers that others have taken the place of
+        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue, one per way
+        self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
+        self._needs: dict[Kind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
+        self._made_before = 0  # the number of buffers made before, which were replaced since
 
     def plan(self, plans: Iterable[UnitPlan]) -> None:
-        """Transfers are those of `plans` from now on, and wire buffers as large as the largest of them needs."""
+        """Use the transfers of `plans` from now on, with wire buffers as large as the largest of them needs."""
         plans = tuple(plans)
         self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WIRED}
         self._made_before = self.buffers_made
@@ -74,9 +78,17 @@ class Queues:
         after: Sequence[Handle] = (),
         begin: Work | None = None,
     ) -> Handle:
-        """Do `works` one after the other, which execute `transfers`.
+        """Submit a job to the queue of `kind`.
 
-        `begin`: the first part of the first, for when the transfer before needs the links no more.
+        Args:
+            kind: The kind of the transfers.
+            transfers: The transfers that the job executes, for the record and the collective log.
+            works: The functions that execute them, one after the other.
+            after: Handles of jobs in any queue that must end first.
+            begin: The first part of the first transfer. It may run as soon as the job before has released the links.
+
+        Returns:
+            The handle to wait for the job's results.
         """
         self._record.peers.raise_if_diverged()
         submitted = [bound.transfer for bound in transfers]
@@ -100,10 +112,11 @@ class Queues:
         )
 
     def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
-        """Made by the thread that submits: what a job allocates, another stream could be given too early.
-
-        Where a kind needs larger ones, others take their place: a transfer under way keeps those that it began in.
-        """
+        """Return the wire buffers of the queue, one per way. Make larger ones first if `kind` needs them."""
+        # The submitting thread makes the buffers. If a job allocated memory on its own CUDA stream, the allocator could
+        # give it to another stream too early.
+        #
+        # Larger buffers replace the old ones. A transfer that has begun keeps the buffers that it began with.
         name = QUEUES[kind]
         size = largest([self._sizes.get(name, {}), self._needs.pop(kind, {})])
         if name not in self._buffers or size != self._sizes[name]:
@@ -115,28 +128,31 @@ class Queues:
         return self._buffers[name]
 
     def finish(self) -> None:
-        """Return once the results of all that was submitted may be used."""
+        """Return once the caller may use the results of all submitted jobs."""
         self._streams.finish()
 
     @property
     def wire_bytes(self) -> int:
+        """Bytes of all wire buffers."""
         return sum(b.nbytes for each in self._buffers.values() for b in each)
 
     @property
     def buffers_made(self) -> int:
+        """Number of wire buffers made so far, including replaced ones."""
         return self._made_before + sum(b.made for each in self._buffers.values() for b in each)
 
 
 def make_stream(name: str, device: torch.device, ways: int) -> Stream:
-    """Make what runs a queue. What ranks compare lies in the host's memory, and travels on a thread everywhere: so the
-    thread that trains can look, while it waits, whether its peers will ever come."""
+    """Return a new stream that runs the queue `name`, with `ways` jobs at a time."""
+    # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
+    # while it waits, whether its peers can still come.
     on_device = device.type == "cuda" and name != QUEUES[Kind.USAGE]
     return CudaStream(device, ways) if on_device else ThreadStream(name, ways)
 
 
 @final
 class Streams:
-    """Of one process group on this rank, by the names of queues."""
+    """The streams of one process group on this rank, by the names of their queues. All models share them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -144,6 +160,8 @@ class Streams:
 
     @staticmethod
     def of(groups: Groups, device: torch.device) -> Streams:
+        """Return the streams of a process group, which are made at the first call."""
+
         def make() -> Streams:
             streams = Streams(device)
             atexit.register(leave, weakref.ref(streams), StallMonitor.of(groups))
@@ -157,14 +175,17 @@ class Streams:
         return self._streams[name]
 
     def finish(self) -> None:
-        """Return once the results of all that was submitted may be used, however it ended."""
+        """Return once the caller may use the results of all jobs. Do not raise if a job failed."""
         for stream in self._streams.values():
             stream.finish()
 
 
 def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
-    """At the program's end: wait for what is under way, as its threads cannot be ended. But what waits for a peer that
-    ran other units never ends, and would hold up the program for as long as the process group's patience lasts."""
+    """Wait at the program's end for jobs that are under way, because their threads cannot be stopped.
+
+    If the ranks have diverged, such a job can never end. It would block the program until the process group's timeout.
+    So the process then exits at once, with status 1.
+    """
     if peers.diverged:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -177,21 +198,25 @@ def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
 
 @final
 class ThreadStream(Stream):
-    """As many threads as ways, which take jobs in turn: what a job has to `begin` may overlap with the one before it,
-    all else comes after that. gloo's collectives block; PyTorch computes meanwhile, without the interpreter lock."""
+    """A stream on the CPU: one thread per way, and the threads take jobs in turn.
+
+    The `begin` of a job may overlap with the job before it. The rest of the job runs after that one. gloo's collectives
+    block these threads, while PyTorch computes on the training thread without the interpreter lock.
+    """
 
     def __init__(self, name: str, ways: int) -> None:
         super().__init__(ways)
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
         for number in range(ways):
-            # Daemons: where a peer never answers, the program ends all the same (`leave`).
+            # Daemon threads, so that the program can end even if a peer never answers (`leave`).
             threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
         self._lock = threading.Lock()
         self._last = _Progress()
         self._last.end()
 
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
-        with self._lock:  # the threads take jobs in the order in which they were submitted
+        """Queue `job` for the threads."""
+        with self._lock:  # each job follows the one that was queued before it
             before, self._last = self._last, _Progress()
             job.workspace.links_free = self._last.links_free.open
             future: Future[None] = Future()
@@ -199,12 +224,14 @@ class ThreadStream(Stream):
             return _ThreadHandle(future, after, waiting)
 
     def finish(self) -> None:
+        """Wait until the last job has ended, successful or not."""
         self._last.ended.wait()
 
     def uses(self, way: int, buffer: torch.Tensor) -> None:
-        """Whoever uses memory holds it."""
+        """Do nothing: Python references keep the buffer alive while jobs use it."""
 
     def close(self) -> None:
+        """Let the threads end after the jobs that were submitted."""
         for _ in range(self.ways):
             self._jobs.put(None)
 
@@ -213,7 +240,7 @@ class ThreadStream(Stream):
 
 
 def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
-    """What each of a stream's threads does: it takes jobs in the order in which they were submitted."""
+    """Run the jobs of a stream on one of its threads. Jobs start in the order in which they were submitted."""
     while True:
         job = jobs.get()
         if job is None:
@@ -224,10 +251,13 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
-        del job, future, work  # a job holds its model
+        del job, future, work  # a job would keep its model alive while this thread waits
 
 
 def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+    """Run one job on a thread of its stream. `before`: the progress of the preceding job. `mine`: that of this job."""
+    # A collective opens `links_free` once it has posted its last messages between nodes. The next job may then `begin`
+    # on its own thread, while this one still works inside the node. The rest of the next job waits for `ended`.
     try:
         with torch.no_grad():
             for handle in after:
@@ -239,12 +269,12 @@ def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Prog
             for work in job.works:
                 work(job.workspace)
     finally:
-        before.ended.wait()  # where it failed early: what comes behind it comes behind that one, too
+        before.ended.wait()  # also after an early failure: later jobs must not overtake the job before this one
         mine.end()
 
 
 class _Progress:
-    """Of a job: what the one behind it waits for."""
+    """The events of a job that the next job waits for: the links are free, and the job has ended."""
 
     __slots__ = ("ended", "links_free")
 
@@ -252,12 +282,13 @@ class _Progress:
         self.links_free, self.ended = _Latch(), _Latch()
 
     def end(self) -> None:
+        """Note that the job has ended, which also frees the links."""
         self.links_free.open()
         self.ended.open()
 
 
 class _Latch:
-    """Shut until it is opened, once and for all. A `threading.Event` takes several times as long to make."""
+    """A barrier that is opened once and stays open. A `threading.Event` takes several times as long to create."""
 
     __slots__ = ("_is_open", "_lock")
 
@@ -267,12 +298,13 @@ class _Latch:
         self._is_open = False
 
     def open(self) -> None:
-        """By one thread at a time."""
+        """Let waiting threads pass. Only one thread at a time may call it."""
         if not self._is_open:
             self._is_open = True
             self._lock.release()
 
     def wait(self) -> None:
+        """Return once it is open."""
         if not self._is_open:
             with self._lock:
                 pass
@@ -285,17 +317,20 @@ def _thread_handle(handle: Handle) -> _ThreadHandle:
 
 @final
 class _ThreadHandle(Handle):
+    """The handle of a job on a `ThreadStream`."""
+
     def __init__(self, future: Future[None], after: Sequence[Handle], waiting: Waiting | None) -> None:
         self._future = future
         self._after = after
         self._waiting = waiting
 
     def join(self) -> None:
-        """Wait on a stream: no computation is held up by it."""
+        """Wait from another stream's thread. It is not recorded, because the computation does not wait."""
         self._future.result()
 
     def wait(self, on_host: bool = False) -> None:
-        after, self._after = self._after, ()  # let go: the jobs of a unit would else be linked for ever
+        """Wait on the training thread for the job and the jobs before it, and record the time."""
+        after, self._after = self._after, ()  # dropped, because handles would else link all jobs of a unit
         if self._waiting is None:
             self._future.result()
             return
@@ -303,7 +338,7 @@ class _ThreadHandle(Handle):
             if self._future.done():
                 self._future.result()
                 return
-            for handle in after:  # first, so that each transfer is charged with the waiting for itself
+            for handle in after:  # first, so that each transfer is charged for its own wait only
                 handle.wait()
             began = self._waiting.mark()
             try:
@@ -313,22 +348,26 @@ class _ThreadHandle(Handle):
                 self._waiting.waited(began, self._waiting.mark())
 
     def _ended(self) -> bool:
-        """Whether it has ended by now, or within a second."""
+        """Return whether the job has ended, after a wait of at most a second. Raise if it failed."""
         try:
             self._future.result(_LOOK_SECONDS)
         except TimeoutError:
-            if self._future.done():  # its own
+            if self._future.done():  # the job itself raised the TimeoutError
                 raise
         return self._future.done()
 
 
 # --- wiring -----------------------------------------------------------------------------------------------------------
 #
-# From the transfers of a plan to the collectives and process groups that execute them on this rank.
+# The transfers of a plan get the collectives and process groups that execute them on this rank.
 
 
 class CommContext:
-    """Of one model. Every rank must bind the same transfers in the same order (that makes process groups)."""
+    """The communication of one model on one rank: its process groups, queues, record and logs.
+
+    `build` makes it, and units and buckets turn their transfers into `RankTransfer`s with it. Every rank must bind the
+    same transfers in the same order, because binding creates process groups.
+    """
 
     def __init__(self, groups: Groups, device: torch.device, journal: CollectiveLog) -> None:
         self.rank = groups.rank
@@ -343,6 +382,7 @@ class CommContext:
         self._backend = groups.backend(device)
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
+        """Return for each transfer the collective that executes it on this rank."""
         return [self._bind(t) for t in transfers]
 
     def _bind(self, transfer: Transfer) -> RankTransfer:
@@ -351,6 +391,7 @@ class CommContext:
         return RankTransfer(transfer, Binding.of(transfer), members, collective, self.record)
 
     def bind_matrices(self, transfer: Transfer) -> BoundMatrices:
+        """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
         members = self._members(transfer)
         return BoundMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
 
@@ -368,7 +409,7 @@ class CommContext:
         return GroupRank(within, between, group, group.ranks.index(self.rank), nodes)
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
-        """Gathers that have the same members, in one message."""
+        """Return one transfer that sends `gathers`, which have the same members, as one message."""
         bindings = [Binding.of(bound.transfer) for bound in gathers]
         collective = CoalescedAllGather(bindings, gathers[0].members, self._backend, self.device)
         return CoalescedTransfers(gathers, collective)

@@ -1,4 +1,8 @@
-"""What was executed: every transfer, in order, with its bytes and seconds; and what the engine itself took."""
+"""Records of the transfers that were executed: their order, bytes and seconds, and the engine's own seconds.
+
+`Record` counts and times the transfers of one model, for `towpath.stats`. `Trace` adds the intervals of time of single
+steps, for `towpath.tracing`.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +25,22 @@ from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
 
 # --- profiled ---------------------------------------------------------------------------------------------------------
 #
-# Ranges for `torch.profiler`: what a trace calls the submitting of a transfer, the waiting for it, and itself.
+# Named ranges for `torch.profiler`.
 #
 #     towpath submit gather blocks.3      on the training thread
-#     towpath wait gather blocks.3        there, wherever it takes up what a transfer has brought
-#     towpath gather blocks.3             on the thread, or the CUDA stream, that carries it out
+#     towpath wait gather blocks.3        on the training thread, wherever it waits for the transfer
+#     towpath gather blocks.3             on the thread or CUDA stream that executes the transfer
 #
-# While nobody profiles, they cost the look whether somebody does.
+# Without a profiler they cost only the check whether one is active.
 
 
 _NOTHING = nullcontext()
 
 
 def profiled(what: str, transfers: Sequence[Transfer]) -> AbstractContextManager[object]:
-    """A range around what follows, named for `what` and the first of `transfers`; none where there is none."""
-    # The same on every thread: that of a stream has no profiler of its own, and appears in traces of all threads.
+    """Return a profiler range that is named for `what` and the first of `transfers`; no range without transfers."""
+    # `_is_profiler_enabled` is one flag for all threads. A stream's thread has no profiler of its own, and appears in
+    # traces of all threads.
     if not transfers or not profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
         return _NOTHING
     others = f" and {len(transfers) - 1} more" if len(transfers) > 1 else ""
@@ -44,16 +49,16 @@ def profiled(what: str, transfers: Sequence[Transfer]) -> AbstractContextManager
 
 # --- trace ------------------------------------------------------------------------------------------------------------
 #
-# What the traced steps did on this rank, as intervals of time on tracks.
+# The traced steps of this rank, as intervals of time on tracks.
 #
-#     compute         what the thread that trains computes: each unit's forward and backward, and the loop's own phases
-#     waiting         its holes: what it waited for, and how long
-#     between nodes   transfers that send bytes over cables, while they are under way
+#     compute         what the training thread computes: the forward and backward of each unit, and the loop's phases
+#     waiting         what the training thread waited for
+#     between nodes   transfers that send bytes between nodes
 #     inside nodes    transfers that send bytes inside nodes
-#     codec NAME      encoding and decoding, one track a codec
+#     codec NAME      encoding and decoding, one track per codec
 #
-# A time is marked before and after: on a CPU by the clock, on a GPU by an event in the stream that does the work,
-# which is read when the trace ends. Bytes are those of all ranks together, as in `towpath.stats`.
+# The begin and end of an interval are marked: on a CPU by the clock, on a GPU by an event in the stream that does the
+# work. The events are read when the trace ends. Bytes are those that all ranks send together, as in `towpath.stats`.
 
 
 COMPUTE, WAITING, BETWEEN, INSIDE, CODEC = "compute", "waiting", "between nodes", "inside nodes", "codec "
@@ -64,7 +69,10 @@ Args = dict[str, str | int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """`start_seconds`: since all ranks began the trace together."""
+    """One interval of time on a track of a trace.
+
+    `start_seconds` counts from the start of the trace, which is the same moment on all ranks.
+    """
 
     track: str
     name: str
@@ -74,38 +82,44 @@ class Interval:
 
     @property
     def end_seconds(self) -> float:
+        """End of the interval, in seconds from the start of the trace."""
         return self.start_seconds + self.seconds
 
 
 class Trace:
-    """Being recorded until `end()`; then `intervals` has them all, in the order of their beginnings."""
+    """The intervals of the traced steps of one rank. `intervals` is complete, and sorted by start, after `end()`.
+
+    `Record` and the training loop report to it while it is recorded.
+    """
 
     def __init__(self, timer: Timer) -> None:
         self.intervals: tuple[Interval, ...] = ()
-        self._lock = threading.Lock()  # transfers run on threads
+        self._lock = threading.Lock()  # the threads of the streams add intervals, too
         self._marked: list[tuple[str, str, Mark, Mark, Args]] = []
         self._timer = timer
-        timer.settle()  # all that is marked comes after the zero, on every stream
+        timer.settle()  # on every stream, later marks then follow the zero
         self._zero = timer.mark()
         self._zero_on_host = self._zero if isinstance(self._zero, float) else time.perf_counter()
-        self._doing: list[tuple[str, str]] = [_REST]  # what the thread that trains does, and around what
-        self._waiting: set[str] = set()  # which of that is not computing
+        self._doing: list[tuple[str, str]] = [_REST]  # what the training thread does, outermost first
+        self._waiting: set[str] = set()  # names of phases that count as waiting
         self._since = self._zero
 
     def mark(self) -> Mark:
+        """Return a mark of the current time."""
         return self._timer.mark()
 
     def add(self, track: str, name: str, began: Mark, ended: Mark, args: Args) -> None:
+        """Add an interval between two marks. Any thread may call it."""
         with self._lock:
             self._marked.append((track, name, began, ended, args))
 
     def end(self) -> None:
-        """Read all that was marked. Nothing may be under way."""
+        """End the trace and set `intervals`. No transfer may be under way."""
         self._switch()
         self._timer.settle()
         found = [self._interval(*marked) for marked in self._marked]
         self._marked.clear()
-        # A change of what is computed right after another leaves nothing between them.
+        # Two changes of the work right after each other leave an empty interval between them.
         kept = (i for i in found if i.seconds > 0 or i.track not in (COMPUTE, WAITING))
         self.intervals = tuple(sorted(kept, key=lambda i: i.start_seconds))
 
@@ -117,14 +131,18 @@ class Trace:
     def _since_zero(self, mark: Mark) -> float:
         return mark - self._zero_on_host if isinstance(mark, float) else self._timer.seconds(self._zero, mark)
 
-    # The thread that trains -----------------------------------------------------------------------------------------
+    # The training thread --------------------------------------------------------------------------------------------
 
     def enter(self, work: str, unit: str = "") -> None:
+        """Note that the training thread begins `work`, inside what it does already."""
         self._switch()
         self._doing.append((work, unit))
 
     def leave(self, work: str, unit: str | None = "") -> None:
-        """It need not be what was entered last: units are through in the order of their gradients. None: all units."""
+        """Note that `work` on `unit` has ended; with None, that it has ended on all units.
+
+        It need not be the work that was entered last, because units end in the order of their gradients.
+        """
         self._switch()
         found = [i for i, doing in enumerate(self._doing) if doing[0] == work and unit in (None, doing[1])]
         for index in reversed(found if unit is None else found[-1:]):
@@ -132,8 +150,12 @@ class Trace:
 
     @contextmanager
     def phase(self, name: str, *, waiting: bool = False) -> Generator[None]:
-        """The optimizer, the data, an evaluation: what the engine does not see. `waiting`: nothing is computed in it
-        but what is entered inside."""
+        """Run work that the engine does not see, such as the optimizer's step or an evaluation.
+
+        Args:
+            name: The name of the interval.
+            waiting: Whether the phase counts as waiting, except for work that is entered inside.
+        """
         if waiting:
             self._waiting.add(name)
         self.enter(name)
@@ -158,7 +180,7 @@ class Trace:
         )
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
-        """It did nothing but wait for these transfers."""
+        """Note that the training thread waited for these transfers between two marks."""
         self._computed(self._since, began)
         self._since = ended
         self.add(WAITING, _name(transfers), began, ended, _args(transfers))
@@ -166,7 +188,7 @@ class Trace:
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def transferred(self, transfers: Sequence[Transfer], began: Mark, ended: Mark, micro_step: int) -> None:
-        """These were one message, on every link class that it takes."""
+        """Add the interval of these transfers, which were one message, to the tracks of all links that it used."""
         args = _args(transfers) | {"micro_step": micro_step}
         for track, sent_bytes in (
             (BETWEEN, sum(t.inter_bytes for t in transfers)),
@@ -176,7 +198,7 @@ class Trace:
                 self.add(track, _name(transfers), began, ended, {**args, "bytes": sent_bytes})
 
     def watch_codecs(self, micro_step: int) -> Watch:
-        """What the kernels tell that work for a transfer of this micro-step."""
+        """Return the function with which codec kernels report their work for a transfer of this micro-step."""
 
         @contextmanager
         def coding(codec: Codec, work: str, elements: int) -> Generator[None]:
@@ -206,7 +228,10 @@ def _args(transfers: Sequence[Transfer]) -> Args:
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """One transfer of the schedule, over all its calls so far. Bytes: sent by all ranks of the job together."""
+    """The calls, bytes and seconds of one transfer so far.
+
+    Bytes are those that all ranks of the job send together. Seconds are this rank's.
+    """
 
     transfer: Transfer
     calls: int
@@ -216,6 +241,7 @@ class TransferStats:
     seconds_exposed: float
 
     def since(self, earlier: TransferStats) -> TransferStats:
+        """Return what was added since `earlier`."""
         return TransferStats(
             self.transfer,
             self.calls - earlier.calls,
@@ -226,13 +252,13 @@ class TransferStats:
         )
 
     def of_groups(self, count: int) -> TransferStats:
-        """Of so many groups of ranks that all send this."""
+        """Return the total of `count` groups of ranks that all send this. Seconds stay those of one rank."""
         return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sums:
-    """Over all transfers since the start. Bytes: sent by all ranks together; seconds: this rank's."""
+    """The sums over all transfers since the start. Bytes are those of all ranks together, seconds are this rank's."""
 
     calls: int = 0
     intra_bytes: int = 0
@@ -242,9 +268,11 @@ class Sums:
 
     @property
     def seconds_exposed(self) -> float:
+        """Seconds in which the computation waited for transfers of any kind."""
         return sum(self.exposed_seconds.values())
 
     def plus(self, other: Sums, sign: int = 1) -> Sums:
+        """Return the sum of both, or the difference with `sign=-1`."""
         kinds = (*self.exposed_seconds, *other.exposed_seconds)
         mine, theirs = self.exposed_seconds, other.exposed_seconds
         return Sums(
@@ -256,16 +284,17 @@ class Sums:
         )
 
     def since(self, earlier: Sums) -> Sums:
+        """Return what was added since `earlier`."""
         return self.plus(earlier, sign=-1)
 
     def of_groups(self, count: int) -> Sums:
-        """Of so many groups of ranks that all send this."""
+        """Return the total of `count` groups of ranks that all send this. Seconds stay those of one rank."""
         return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Some time of these transfers, which was not known yet when it was noted."""
+    """An interval in which these transfers ran or, if `exposed`, were waited for. A GPU may not be at its end yet."""
 
     transfers: Sequence[Transfer]
     began: Mark
@@ -275,7 +304,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Total:
-    """Of one transfer."""
+    """The running totals of one transfer."""
 
     intra_bytes_each: int
     inter_bytes_each: int
@@ -284,49 +313,58 @@ class _Total:
     seconds_exposed: float = 0.0
 
 
-# How many spans may wait for the device before they are looked at again.
+# How many spans may wait for the device before `Record` checks which of them have ended.
 _UNKNOWN = 1000
 
 
 class Record:
-    """The transfers of the running step and of the last whole one, totals since the start, and a trace if one is on."""
+    """The transfers of one model on one rank: those of the current step and of the last one, and all totals.
+
+    `CommContext` makes it. The queues, the transfers and the engine report to it, and pass the reports on to `trace`
+    while a trace is recorded. `host` measures the engine's own seconds.
+    """
 
     def __init__(self, peers: StallMonitor, timer: Timer) -> None:
         self.host = HostClock()
         self.peers, self.timer, self._host_timer = peers, timer, HostTimer()
         self.trace: Trace | None = None
-        self._lock = threading.Lock()  # transfers run on threads
+        self._lock = threading.Lock()  # the threads of the streams report, too
         self._unknown: list[_Span] = []
-        self._look_again = _UNKNOWN  # at how many of these
+        self._look_again = _UNKNOWN  # the length of `_unknown` at which it is checked
         self._step: list[Transfer] = []
         self.last_step: tuple[Transfer, ...] = ()
         self._totals: dict[Transfer, _Total] = {}
 
     def submitted(self, transfers: Sequence[Transfer], micro_step: int) -> None:
+        """Note transfers of the current step, in the order in which they are submitted."""
         with self._lock:
             self._step += [transfer.in_micro_step(micro_step) for transfer in transfers]
 
     def so_far(self) -> int:
-        """Return how many transfers of the running step were submitted."""
+        """Return how many transfers of the current step were submitted so far."""
         return len(self._step)
 
     def forget_gathers(self, since: int) -> None:
-        """Leave the gathers of a forward pass that no backward pass follows out of the step; it began at `since`."""
+        """Remove the gathers that follow the first `since` transfers of the current step.
+
+        They belong to a forward pass that no backward pass follows, which is no part of a step.
+        """
         with self._lock:
             self._step[since:] = [transfer for transfer in self._step[since:] if transfer.kind is not Kind.GATHER]
 
     def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
-        """The clock of whoever carries these out: what ranks compare travels between their hosts."""
+        """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
         return self._host_timer if transfers and transfers[0].kind is Kind.USAGE else self.timer
 
     def end_step(self) -> None:
+        """Note that the current step has ended, and begin the next one."""
         with self._lock:
             self.last_step, self._step = tuple(self._step), []
             self._add_known()
 
     @contextmanager
     def running(self, transfers: Sequence[Transfer], micro_step: int) -> Generator[None]:
-        """Around transfers that travel together: those that come to their end are counted, and timed."""
+        """Run transfers that are one message. Count and time them unless they raise."""
         activity, timer = self.peers.activity, self.timer_of(transfers)
         activity.begins(transfers)
         began = timer.mark()
@@ -344,15 +382,15 @@ class Record:
             self.trace.transferred(transfers, began, ended, micro_step)
 
     def describe_ranks(self, others: Sequence[int]) -> str:
-        """What this rank is doing, and what `others` last said of themselves."""
+        """Return this rank's status, and the last status that `others` have posted."""
         peers = self.peers
         said = peers.describe(others)
         return f"This rank: {peers.activity.describe()}. What its peers last said of themselves:{said}"
 
     def waited(self, transfers: Sequence[Transfer], began: Mark, ended: Mark) -> None:
-        """The computation waited for these transfers."""
+        """Note that the computation waited for these transfers between two marks."""
         self.host.take_off(self.timer.host_seconds(began, ended))
-        if not transfers:  # it was a queue's arithmetic
+        if not transfers:  # the job was arithmetic only
             return
         with self._lock:
             self._note(_Span(transfers, began, ended, exposed=True))
@@ -364,11 +402,11 @@ class Record:
             self._add(span)
             return
         self._unknown.append(span)
-        if len(self._unknown) >= self._look_again:  # in inference no boundary comes
+        if len(self._unknown) >= self._look_again:  # inference has no boundary at which they would be checked
             self._add_known()
 
     def _add(self, span: _Span) -> None:
-        """The seconds are shared out evenly."""
+        """Add the seconds of a span to its transfers, in equal shares."""
         seconds = self.timer.seconds(span.began, span.ended) / len(span.transfers)
         for transfer in span.transfers:
             if span.exposed:
@@ -378,30 +416,31 @@ class Record:
 
     def _add_known(self) -> None:
         spans, self._unknown = self._unknown, []
-        self._look_again = 2 * len(spans) + _UNKNOWN  # not while they are looked at
+        self._look_again = 2 * len(spans) + _UNKNOWN  # `_note` must not check again inside this loop
         for span in spans:
             self._note(span)
         self._look_again = 2 * len(self._unknown) + _UNKNOWN
 
     def _total(self, transfer: Transfer) -> _Total:
-        total = self._totals.get(transfer)  # looked up once: a transfer's hash is that of all it consists of
+        total = self._totals.get(transfer)  # one look-up, because hashing a transfer is slow
         if total is None:
             total = self._totals[transfer] = _Total(transfer.intra_bytes, transfer.inter_bytes)
         return total
 
     def begins(self, work: str, unit: str) -> None:
-        """From here on the thread that trains computes this."""
+        """Note that the training thread begins `work` of `unit`."""
         self.peers.activity.computes(work, unit)
         if self.trace is not None:
             self.trace.enter(work, unit or "root")
 
     def ends(self, work: str, unit: str | None) -> None:
-        """No more of it; None: of no unit."""
+        """Note that the training thread has ended `work` of `unit`; with None, of all units."""
         self.peers.activity.computes("outside the model" if unit in (None, "") else f"after {work}", unit or None)
         if self.trace is not None:
             self.trace.leave(work, None if unit is None else unit or "root")
 
     def totals(self) -> list[TransferStats]:
+        """Return the totals of every transfer that was executed."""
         with self._lock:
             self._add_known()
             return [
@@ -418,7 +457,7 @@ class Record:
             ]
 
     def sums(self) -> Sums:
-        """Quick: for a look after every step."""
+        """Return the sums over all transfers. It is fast enough to be called after every step."""
         with self._lock:
             self._add_known()
             totals = list(self._totals.items())
@@ -436,23 +475,28 @@ class Record:
 
 @final
 class Waits:
-    """Somebody's waiting for these transfers."""
+    """A wait for these transfers. The handle of their job reports to it (`Waiting`), and it reports to the record."""
 
     def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:
         self._record, self._transfers = record, transfers
 
     def profiled(self) -> AbstractContextManager[object]:
+        """Return a profiler range to wait in."""
         return profiled("wait ", self._transfers)
 
     def mark(self) -> Mark:
+        """Return a mark of the current time."""
         return self._record.timer_of(self._transfers).mark()
 
     def waited(self, began: Mark, ended: Mark) -> None:
+        """Note a wait between two marks."""
         self._record.waited(self._transfers, began, ended)
 
     def enqueued(self, end: Event) -> None:
+        """Note that the transfers were enqueued on a device. The event `end` follows them."""
         if self._transfers:
             self._record.peers.activity.enqueued(end, self._transfers)
 
     def still_waits(self) -> None:
+        """Raise StepError if the wait can never end."""
         self._record.peers.raise_if_diverged()

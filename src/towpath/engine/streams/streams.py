@@ -1,6 +1,6 @@
-"""What runs the transfers of a queue beside the computation, in order.
+"""Streams, which run the transfers of a queue in order and concurrently with the computation; timers and handles.
 
-On a CPU it is threads (`queue.py`), on a GPU CUDA streams (`cuda_stream.py`).
+`CudaStream` runs transfers on a GPU. On a CPU, `ThreadStream` in `queue.py` does.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from towpath.engine.checks.activity import Event
 
 # --- timing -----------------------------------------------------------------------------------------------------------
 #
-# When something began and ended: by the host's clock, or on a GPU by events in the streams that do the work.
+# Marks of time: by the host's clock, or on a GPU by events in the streams that do the work.
 #
-# What the host itself does while a GPU computes is timed by the host's clock. An event is read only once it has come,
-# so that nobody waits for the device to learn how long something took.
+# The host's own work is timed by its clock on GPUs, too. The time of an event is read only after the device has reached
+# it, so that timing never waits for the device.
 
 
 Mark = float | torch.cuda.Event
 
 
 class Timer(Protocol):
+    """Interface of a timer, which makes marks and returns the seconds between them."""
+
     def mark(self) -> Mark:
-        """Now: on a GPU, when the stream that is current here has come so far."""
+        """Return a mark of the current time: on a GPU, the time at which the current stream reaches this point."""
         ...
 
     def is_known(self, mark: Mark) -> bool:
-        """Whether its time has come, and can be read without a wait."""
+        """Return whether the time of `mark` can be read without a wait."""
         ...
 
     def seconds(self, began: Mark, ended: Mark) -> float:
-        """Between two that are known."""
+        """Return the seconds between two marks whose times are known."""
         ...
 
     def host_seconds(self, began: Mark, ended: Mark) -> float:
-        """How long the thread that made both was held up between them."""
+        """Return how long the calling thread was blocked between two marks that it made."""
         ...
 
     def settle(self) -> None:
@@ -52,6 +54,8 @@ class Timer(Protocol):
 
 @final
 class HostTimer:
+    """A timer that reads the host's clock."""
+
     def mark(self) -> Mark:
         return time.perf_counter()
 
@@ -66,11 +70,13 @@ class HostTimer:
         return self.seconds(began, ended)
 
     def settle(self) -> None:
-        """The clock is read at once."""
+        """Do nothing: the time of a mark is known at once."""
 
 
 @final
 class DeviceTimer:
+    """A timer that records CUDA events in the current stream."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
@@ -90,7 +96,7 @@ class DeviceTimer:
         return began.elapsed_time(ended) / 1e3
 
     def host_seconds(self, began: Mark, ended: Mark) -> float:
-        """Between two events only their stream was."""
+        """Return 0 between two events, which block their stream only and not the host."""
         return 0.0 if isinstance(began, torch.cuda.Event) else self.seconds(began, ended)
 
     def settle(self) -> None:
@@ -98,12 +104,13 @@ class DeviceTimer:
 
 
 def timer_for(device: torch.device) -> Timer:
+    """Return a new timer for work on `device`."""
     return DeviceTimer(device) if device.type == "cuda" else HostTimer()
 
 
 # --- host clock -------------------------------------------------------------------------------------------------------
 #
-# Around what the engine does on the thread that trains: it is timed, and kept out of `torch.compile`.
+# The engine's own work on the training thread is timed, and excluded from `torch.compile`.
 
 
 Arguments = ParamSpec("Arguments")
@@ -111,10 +118,10 @@ Result = TypeVar("Result")
 
 
 class HostClock:
-    """Seconds of the thread that trains which go to the engine's own bookkeeping.
+    """The seconds that the training thread spends on the engine's own bookkeeping.
 
-    `with clock:` around what the engine does there; waiting for transfers, which is counted as exposed, and work on
-    tensors, which is the computation's, are taken off again.
+    The engine does its work inside `with clock:`. Two things are taken off again: waits for transfers, which count as
+    exposed, and work on tensors, which belongs to the computation.
     """
 
     def __init__(self) -> None:
@@ -131,11 +138,14 @@ class HostClock:
         self._running = False
 
     def take_off(self, seconds: float) -> None:
-        if self._running:  # what a user's call waits for was never added
+        """Subtract seconds that were no bookkeeping, if the clock runs."""
+        if self._running:  # if not, the seconds were never added
             self.seconds -= seconds
 
 
 class HasHost(Protocol):
+    """Interface of classes whose methods may be decorated with `on_host`."""
+
     host: HostClock
 
 
@@ -143,12 +153,13 @@ Self = TypeVar("Self", bound=HasHost)
 Method = Callable[Concatenate[Self, Arguments], Result]
 
 
-# Keeps torch.compile out of a function and, if recursive, of what it calls. It loads the compiler at the first call.
+# A decorator that excludes a function from torch.compile and, if recursive, what it calls, too. It loads the compiler
+# only at the first call.
 eager = torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def on_host(method: Method[Self, Arguments, Result]) -> Method[Self, Arguments, Result]:
-    """A method for the thread that trains: its seconds go to `self.host`."""
+    """Add the seconds of the decorated method, which runs on the training thread, to `self.host`."""
 
     @wraps(method)
     def timed(self: Self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -163,10 +174,10 @@ Work = Callable[[Workspace], None]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`works`: what is to be done, one after the other. `begin`: the first part of the first of them, which waits for
-    nobody; it may be done before the job that precedes it is through.
+    """The work that a stream does for one submission.
 
-    Jobs of one way share memory, and never overlap (`Workspace.way`).
+    `works` run one after the other. `begin`, if any, is the non-blocking first part of the first of them. It may run
+    before the preceding job has ended. Jobs of one way share memory, and never overlap (`Workspace.way`).
     """
 
     workspace: Workspace
@@ -175,51 +186,63 @@ class Job:
 
 
 class Waiting(Protocol):
-    """What a handle tells of somebody's waiting for its job."""
+    """Interface of the object to which a handle reports waits for its job."""
 
     def profiled(self) -> AbstractContextManager[object]:
-        """A range for a profiler, around the waiting."""
+        """Return a profiler range to wait in."""
         ...
 
     def mark(self) -> Mark:
-        """Now."""
+        """Return a mark of the current time."""
         ...
 
     def waited(self, began: Mark, ended: Mark) -> None: ...
 
     def enqueued(self, end: Event) -> None:
-        """A device was given the job, and the host goes on."""
+        """Note that the job was enqueued on a device. The event `end` follows it."""
         ...
 
     def still_waits(self) -> None:
-        """It goes on waiting: raise here if it never will end."""
+        """Raise if the wait can never end. The handle calls it again and again while it waits."""
 
 
 class Handle(ABC):
-    """The end of a job. Waiting on it orders what follows after it, and counts the time nothing else was done."""
+    """The end of a job. `Stream.submit` returns it, and the engine waits on it before it uses the job's results."""
 
     @abstractmethod
     def wait(self, on_host: bool = False) -> None:
-        """Return once the job's results may be used by what the caller computes next. `on_host`: the host waits,
-        too, where it is a device that computes; else the host goes on at once there."""
+        """Return once the job's results may be used by what the caller computes next. Record the time of the wait.
+
+        Args:
+            on_host: Whether the host waits, too. Otherwise only the current CUDA stream waits on a GPU.
+        """
 
 
 class Stream(ABC):
-    """`ways`: how many jobs at a time may be under way."""
+    """A runner of jobs, which execute in order and concurrently with the computation.
+
+    Up to `ways` jobs may be under way at a time. Each of them uses the wire buffers and tags of its own way.
+    """
 
     def __init__(self, ways: int) -> None:
         self.ways, self._way = ways, 0
 
     def next_way(self) -> int:
-        """Of the next job to be submitted. Every rank must submit the same ones."""
+        """Return the way of the next job to be submitted. Every rank must submit the same jobs."""
         self._way = (self._way + 1) % self.ways
         return self._way
 
     @abstractmethod
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
-        """Queue `job` behind the earlier jobs of its way, `after`, and what the caller has computed so far.
+        """Queue a job, which starts after the earlier jobs of its way and after what the caller has computed so far.
 
-        `waiting` is told when somebody waits for it.
+        Args:
+            job: The work to do.
+            after: Handles of other jobs that must end first.
+            waiting: The object to which waits for the job are reported.
+
+        Returns:
+            The handle to wait for the job's results.
         """
 
     @abstractmethod
@@ -228,23 +251,24 @@ class Stream(ABC):
 
     @abstractmethod
     def uses(self, way: int, buffer: torch.Tensor) -> None:
-        """Jobs of this way will use `buffer`, which the caller has made and may drop at any time."""
+        """Keep the memory of `buffer` for the jobs of this way, even if the caller drops it before they end."""
 
     @abstractmethod
     def close(self) -> None:
-        """No more jobs will come."""
+        """Release the stream's resources. No job may be submitted afterwards."""
 
 
 # --- cuda stream ------------------------------------------------------------------------------------------------------
 #
-# What runs transfers on a GPU: CUDA streams.
+# The stream of a queue on a GPU.
 
 
 @final
 class CudaStream(Stream):
-    """A CUDA stream for each way: jobs are enqueued at once, and events keep them in order with the computation.
+    """A stream on a GPU: one CUDA stream per way.
 
-    Jobs of different ways overlap as far as their process groups let them: only `after` orders them.
+    Jobs are enqueued at once, and events order them with the computation. Jobs of different ways overlap as far as
+    their process groups allow. Only `after` orders them.
     """
 
     def __init__(self, device: torch.device, ways: int) -> None:
@@ -252,6 +276,9 @@ class CudaStream(Stream):
         self._streams = [torch.cuda.Stream(device) for _ in range(ways)]
 
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
+        """Enqueue `job` on the CUDA stream of its way."""
+        # The new work follows everything that the computation has enqueued so far, and the results of `after`. The
+        # host waits for neither. The event marks the end of the job, for the computation and for later jobs.
         stream = self._streams[job.workspace.way]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream), torch.no_grad():
@@ -267,18 +294,22 @@ class CudaStream(Stream):
         return _CudaHandle(event, stream.device, waiting)
 
     def finish(self) -> None:
+        """Let the current stream wait for all jobs. The host does not wait."""
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def uses(self, way: int, buffer: torch.Tensor) -> None:
+        """Tell the caching allocator that the CUDA stream of `way` uses `buffer`, so that its memory is not reused."""
         buffer.record_stream(self._streams[way])
 
     def close(self) -> None:
-        """A CUDA stream needs no closing."""
+        """Do nothing: a CUDA stream needs no closing."""
 
 
 @final
 class _CudaHandle(Handle):
+    """The handle of a job on a `CudaStream`: an event behind the job."""
+
     def __init__(self, event: torch.cuda.Event, device: torch.device, waiting: Waiting | None) -> None:
         self._event, self._device, self._waiting = event, device, waiting
 
@@ -288,15 +319,16 @@ class _CudaHandle(Handle):
             self._event.synchronize()
 
     def join(self) -> None:
-        """Let the current stream wait. Where that is one of ours, no computation is held up."""
+        """Let the current stream wait. It is not recorded: on a stream of transfers, no computation waits."""
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def wait(self, on_host: bool = False) -> None:
+        """Let the current stream wait, and with `on_host` the host, too. Record the time."""
         if self._waiting is None:
             self._wait(on_host)
             return
         with self._waiting.profiled():
-            if self._event.query():  # it has come: there is no wait to be timed
+            if self._event.query():  # the job has ended, so there is no wait to time
                 self.join()
                 return
             began = self._waiting.mark()
