@@ -286,6 +286,7 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
 def gradients_of(
     plan: BucketPlan, places: Sequence[ParameterPlace], optimizer: OptimizerMemory, rank: int, device: torch.device
 ) -> BucketGradients:
+    """Return the gradients of one bucket: `OwnGradients` if none of its gradients is ever sent, or `FlatGradients`."""
     return OwnGradients(plan, places) if plan.gradients_stay else FlatGradients(plan, places, optimizer, rank, device)
 
 
@@ -300,15 +301,18 @@ class OwnGradients(BucketGradients):
 
     @property
     def reduces(self) -> bool:
+        """False: these gradients are never sent."""
         return False
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the sums, and of those that are `.grad` of a parameter now."""
         held = [place.parameter.grad for place in self._places]
         lent = sum(grad.local.nbytes for grad in held if isinstance(grad, ShardTensor))
         return lent + sum(each.nbytes for each in self._sums if each is not None)
 
     def begin(self, buffer: torch.Tensor | None) -> None:
+        """Start a micro-step. There is no buffer to reduce from."""
         assert buffer is None
         self._arrived_now.clear()
 
@@ -326,12 +330,15 @@ class OwnGradients(BucketGradients):
         self._arrived_now.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        """Raise `AssertionError`: these gradients are never reduced."""
         raise AssertionError("nothing of these gradients travels")
 
     def needs_sync(self, terms: int) -> bool:
+        """Return whether the sums have to be divided to become means."""
         return self.plan.divisors(Kind.SYNC, terms) != (1, 1.0)
 
     def sync(self, terms: int, workspace: Workspace) -> None:
+        """Divide the sums in place."""
         before, after = self.plan.divisors(Kind.SYNC, terms)
         for each in self._sums:
             if each is not None:
@@ -344,6 +351,7 @@ class OwnGradients(BucketGradients):
         """Do nothing: the next micro-step uses other tensors."""
 
     def restart(self) -> None:
+        """Drop the sums. Those that are `.grad` of a parameter stay there."""
         super().restart()
         self._sums = [None] * len(self._sums)
 
@@ -384,6 +392,7 @@ class FlatGradients(BucketGradients):
         self._lent: list[weakref.ref[torch.Tensor]] = []
 
     def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+        """Use the transfers of `plan` from now on. A new sync starts with fresh low-rank state."""
         self.plan, self._transfers = plan, transfers
         if new_sync:
             bound = transfers[Kind.SYNC]
@@ -391,14 +400,17 @@ class FlatGradients(BucketGradients):
 
     @property
     def reduces(self) -> bool:
+        """True if the strategy reduces this bucket's gradients in every micro-step."""
         return bool(self._transfers[Kind.REDUCE])
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the G shard."""
         return 0 if self.sums is None else self.sums.nbytes
 
     @property
     def mean_nbytes(self) -> int:
+        """The bytes of the mean gradients, if they are not a view of the G shard."""
         return 0 if self._mean is None else self._mean.nbytes
 
     def _reclaim(self) -> None:
@@ -416,6 +428,7 @@ class FlatGradients(BucketGradients):
         self._lent.append(weakref.ref(mean))
 
     def begin(self, buffer: torch.Tensor | None) -> None:
+        """Start a micro-step. Gradients are copied to `buffer`, or with None added to the G shard itself."""
         if self.sums is None:
             elements, dtype = self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.accumulate_dtype)
             # No gradient is ever written to the padding between parameters, so it has to be zero from the start.
@@ -451,6 +464,7 @@ class FlatGradients(BucketGradients):
             self._arrived.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        """Reduce-scatter `buffer`, and add this rank's slice of the result to the G shard."""
         assert self.sums is not None
         before, after = self.plan.divisors(Kind.REDUCE, self.plan.grads.count)
         if before != 1:
@@ -467,6 +481,7 @@ class FlatGradients(BucketGradients):
         self._holds_sums = True
 
     def sync(self, terms: int, workspace: Workspace) -> None:
+        """Sum the G shard over its replicas, and divide. The mean is then in this rank's OS slice."""
         assert self.sums is not None
         before, after = self.plan.divisors(Kind.SYNC, terms)
         mine = self._own_slice(self.sums)
@@ -499,5 +514,6 @@ class FlatGradients(BucketGradients):
         return [mean[slice(*span.in_cut())] for span in spans]
 
     def restart(self) -> None:
+        """Drop the sums. The next reduction overwrites the G shard."""
         super().restart()
         self._holds_sums = False

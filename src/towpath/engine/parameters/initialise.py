@@ -61,6 +61,7 @@ class FromModel(Source):
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        """Initialize one unsharded bucket on each rank, and overwrite it with rank 0's values."""
         whole = self._room_for(plan.numel, torch_dtype(plan.own_dtype))
         with torch.no_grad(), _materialised(layout.places, whole):
             for place in layout.places:
@@ -83,9 +84,11 @@ class FromModel(Source):
         return self._room[:needed_bytes].view(dtype).zero_()
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return `buffer` itself: the model has its values already."""
         return buffer
 
     def failure(self) -> TowpathError | None:
+        """Return None: errors of this source are raised at once."""
         return None
 
 
@@ -114,6 +117,7 @@ class FromValues(Source):
         self._failure: TowpathError | None = None
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        """Return the values of one bucket. The user's function is called when slices are taken."""
         return _Asked(self, layout.places, plan.numel, self._rank, self._device)
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -122,6 +126,7 @@ class FromValues(Source):
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
 
     def failure(self) -> TowpathError | None:
+        """Return the first error of the user's function on this rank, if any."""
         return self._failure
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:

@@ -164,9 +164,11 @@ class Partial(torch.Tensor):
         return round(self.item(), ndigits)
 
     def tolist(self) -> Any:
+        """Combine the value, and return it as a number or nested lists."""
         return self.resolve().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
+        """Combine the value, and return it as a NumPy array."""
         return self.resolve().numpy(force=True)  # after .cpu(), the value may still be on the GPU
 
     __torch_function__ = NO_TORCH_FUNCTION

@@ -171,14 +171,17 @@ class EncodedSlice:
 
     @property
     def codec(self) -> Codec:
+        """The codec of the encoded elements."""
         return self._shard.codec
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the decoded elements."""
         return self._shard.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device that stores the encoded elements."""
         return self._shard.device
 
     def read(self) -> torch.Tensor:
@@ -298,6 +301,7 @@ class ShardTensor(torch.Tensor):
         )
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        """Raise `ShardTensorError`, as `register_hook` does."""
         self.register_hook(hook)
 
     def untyped_storage(self) -> NoReturn:
@@ -310,9 +314,11 @@ class ShardTensor(torch.Tensor):
         )
 
     def storage(self) -> NoReturn:
+        """Raise `ShardTensorError`, as `untyped_storage` does."""
         self.untyped_storage()
 
     def data_ptr(self) -> int:
+        """Return 0 to PyTorch's checkpoint stagers, and raise `ShardTensorError` for other callers."""
         # To PyTorch's stagers (dcp.async_save), 0 means that a tensor keeps its values in attributes, as a DTensor
         # does, and they copy those. Other callers would be misled by a 0: safetensors would write no bytes.
         caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
@@ -321,9 +327,11 @@ class ShardTensor(torch.Tensor):
         self.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise `ShardTensorError`: only the full tensor has a NumPy array."""
         raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().detach().numpy() on every rank.")
 
     def tolist(self) -> NoReturn:
+        """Raise `ShardTensorError`: only the full tensor can become a list."""
         raise ShardTensorError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
