@@ -1,5 +1,8 @@
-"""What a user calls. From here to a collective: hooks → executor → unit → queue → bucket → bound_transfer → flat, as
-docs/architecture.md tells it."""
+"""The functions that users call: `shard`, `full_parameters`, `schedule`, and functions for sharded models.
+
+`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/architecture.md follows a
+call from here down to a collective.
+"""
 
 from __future__ import annotations
 
@@ -62,29 +65,51 @@ def shard(
     check_every: int = CHECK_EVERY,
     **theirs: Never,
 ) -> Model:
-    """Shard `model` in place by `strategy` (a preset's name, a Strategy, or "auto") and return it.
+    """Shard `model` in place and return it. Every rank of the process group must call it with the same arguments.
 
-    "auto" takes what the planner ranks first, for this cluster, which it measures once, and for `workload`: what a step
-    computes, and in how much memory.
+    Afterwards the parameters are `ShardTensor`s. Make the optimizer from `model.parameters()`, and train as before.
+    Rank 0 broadcasts its parameters and buffers, so all ranks start with its values (unless `values` is given).
 
-    `topology`: nodes × ranks per node, detected unless given. `units`: module classes or modules that are gathered
-    together; default: the children of every ModuleList or Sequential of like blocks, and the rest as the root. Where
-    the children are lists themselves, which never run, their modules that run.
-    `precision`: the dtype to compute in ("bf16", torch.bfloat16), a Precision, or FSDP2's MixedPrecisionPolicy.
-    `group`: the data-parallel process group, the world unless given. Every rank of it must call this alike;
-    the values of rank 0's parameters and buffers are everyone's afterwards.
-    `mesh`: the same as a DeviceMesh, in place of `group`. One of two dims, (replicate, shard), says the topology as
-    well: a row is a node, so that "mics" shards over the second dim, as FSDP2 does.
-    `values`: where the parameters' values come from instead. `values(name, start, end)` gives the elements [start, end)
-    of the parameter `name` in row-major order, 1-D and of any floating dtype; for a name it does not know it raises
-    KeyError. Each rank asks for what it holds and nothing else: none ever holds a whole unit. A tied parameter is asked
-    for under its names, until one is known; persistent buffers that it knows come from it too. Where it fails on one
-    rank, all ranks raise; the model, by then without values, must be built anew.
-    `offload="optimizer"`: parameters, as the optimizer sees them, their `.grad` and the optimizer's states lie in the
-    host's memory, and the optimizer steps there; what computes stays on the model's device.
-    `check_every`: with every so many-th optimizer step, ranks that hold copies of the same parameters (`ddp`, `mics`)
-    compare a checksum of them, and raise an error that names the unit where they differ. 0 turns this off.
-    `theirs`: no argument. Those of FSDP and FSDP2 raise an error that names the counterpart.
+    Args:
+        model: The model, on the device that it trains on, or on the meta device to save memory.
+        strategy: How to shard. Either a preset's name such as "zero3", a `Strategy`, or "auto". "auto" takes the
+            strategy that the planner ranks first for this cluster and for `workload`. It measures the cluster once.
+        topology: The number of nodes and of ranks per node. Detected by default. Pass it to group ranks differently.
+        units: Module classes or modules to gather separately. By default, these are the children of each ModuleList or
+            Sequential whose children have one class, and all other modules belong to the root. Lists inside such a
+            list never run themselves, so the modules in them that run are taken. Pass it if the repeated blocks of the
+            model are not in such a list.
+        precision: The dtype to compute in ("bf16", torch.bfloat16), a `Precision`, or FSDP2's MixedPrecisionPolicy.
+            By default, each parameter computes in its own dtype. Use it for mixed precision.
+        group: The data-parallel process group. By default, all ranks. Use it with other kinds of parallelism.
+        mesh: The same as a DeviceMesh, instead of `group`. A mesh of two dims (replicate, shard) also sets the
+            topology: each row is a node. "mics" then shards over the second dim, as FSDP2 does.
+        values: The source of the parameters' initial values. By default, the values that rank 0's model has. Use it to
+            load a large model, because each rank then reads only the elements that it holds. See below.
+        workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
+        offload: "optimizer" keeps the optimizer's side in the host's memory: the master parameters, their `.grad` and
+            the optimizer's states. The optimizer then steps on the CPU. By default, the strategy's own setting. Use it
+            if the optimizer's states do not fit on the GPU.
+        check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
+            parameters ("ddp", "mics") compare checksums, and raise an error with the unit's name if they differ.
+            Default: 100. 0 turns this off.
+        **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
+
+    `values(name, start, end)` returns the elements [start, end) of the parameter `name` in row-major order. They are
+    1-D and have any floating dtype. It raises KeyError for an unknown name. Each name of a tied parameter is tried
+    until one is known. Persistent buffers with known names get their values from it too. If it fails on one rank, all
+    ranks raise. The model has lost its values by then, and must be built again.
+
+    Returns:
+        The same model, with the methods of `ShardedModule` added.
+
+    Raises:
+        ShardError: The model cannot be sharded, or an argument is invalid or one of FSDP's.
+        MismatchError: The ranks passed different models or arguments.
+        StrategyError: The strategy is unknown, or does not fit the model or the precision.
+        TopologyError: The topology does not fit the process group, or the group cannot use the model's device.
+        PlanError: No strategy fits `workload` (with "auto").
+        TypeError: An argument does not exist.
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
@@ -133,7 +158,7 @@ def _check_kinds(arguments: Mapping[str, tuple[object, type]]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What `shard` was asked for, "auto" resolved."""
+    """The arguments of one call of `shard`, after "auto" has been replaced by a strategy."""
 
     strategy: str | Strategy
     topology: Topology | None
@@ -146,7 +171,7 @@ class _Asked:
 
 
 def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
-    """The strategy and the units, once every rank has found that it was asked for the same; else all ranks raise."""
+    """Return the strategy and the units if all ranks passed the same arguments. Otherwise, all ranks raise."""
     try:
         strategy, layouts = _checked(model, asked, groups)
         described = list(describe(model, layouts))
@@ -154,18 +179,18 @@ def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, 
         agree(groups, [], failure)
         raise
     lines = [f"strategy {strategy.to_toml()}", f"{asked.precision}", _told(asked.values)]
-    # Of another version a rank may lay out other transfers; of other groups it would meet nobody.
+    # Ranks with another version may lay out other transfers. Ranks with other process groups would wait forever.
     lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
     lines += [f"values compared every {asked.check_every} steps"]
     lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
     lines += [f"process groups that were made so far: {groups.describe_made()}"]
-    # Last, so that a rank with fewer of them is said to have nothing more.
+    # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
     agree(groups, lines + described, None)
     return strategy, layouts
 
 
 def _checked(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
-    """What this rank alone can find wrong."""
+    """Return the strategy and the units, or raise for an error that this rank finds without the other ranks."""
     if asked.workload is not None:
         raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
     strategy = _resolve(asked.strategy, asked.topology, groups.world)
@@ -180,7 +205,7 @@ def _checked(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy,
 def _of_mesh(
     mesh: DeviceMesh, group: dist.ProcessGroup | None, topology: Topology | None
 ) -> tuple[dist.ProcessGroup | None, Topology | None]:
-    """The process group of a mesh, and the topology that it says."""
+    """Return the process group of a mesh, and the topology that its shape implies."""
     if group is not None:
         raise ShardError("shard() got mesh= and group=, which say the same: pass one of them.")
     if mesh.ndim == 1:
@@ -209,8 +234,8 @@ def _planned(
     groups: Groups,
     offload: Offload | None,
 ) -> Strategy:
-    """What the planner ranks first. All ranks are asked alike, or all raise, before anything is measured."""
-    from towpath.auto.choice import choose_for  # with what traces a model: nobody else needs it
+    """Return the strategy that the planner ranks first. Before it measures, all ranks raise if arguments differ."""
+    from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
 
     lines: list[str] = []
     failure: TowpathError | None = None
@@ -275,11 +300,23 @@ def _check_world(topology: Topology, world: int) -> None:
 def full_parameters(
     model: nn.Module, modules: Iterable[nn.Module] | None = None, *, modifier_rank: int | None = None
 ) -> Generator[None]:
-    """Inside, all parameters of a sharded model are whole; what is written to them, alike on every rank, is kept.
+    """Unshard the parameters of a sharded model for the duration of a context, and keep the writes to them.
 
-    `modules`: those of the model whose parameters are wanted; the units in which these lie become whole, and no others.
-    Ranks that wrote different values all raise an error that names the parameter. `modifier_rank`: the rank whose
-    values all take over instead. In a context inside another one, what was whole before stays so until that ends.
+    Use it to read or initialize full parameters, as with FSDP's `summon_full_params`. Every rank must enter and leave
+    it. By default all ranks must write the same values. In a nested context, units that were unsharded before stay so
+    until the outer context ends.
+
+    Args:
+        model: A model that `shard` returned.
+        modules: Modules of the model whose parameters are needed. Only the units that hold these are unsharded. By
+            default, all are. Use it to save memory.
+        modifier_rank: The rank whose writes all ranks take over. By default, ranks compare their values. Use it if only
+            one rank has the new values.
+
+    Raises:
+        ShardError: The model is not sharded, or a module is not part of it.
+        MismatchError: Ranks passed different modules.
+        StepError: Ranks wrote different values. All ranks raise it, and it names the parameter.
     """
     engine = engine_of(model)
     made = whole.unshard(engine, None if modules is None else whole.units_of(engine, model, modules))
@@ -289,7 +326,7 @@ def full_parameters(
         whole.reshard(engine, modifier_rank, made)
 
 
-# Functions, because a type checker sees the model's own class, which has none of the methods that `shard` adds.
+# These are functions, because a type checker sees the model's own class, without the methods that `shard` adds.
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -325,7 +362,7 @@ def join(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def unshard(model: nn.Module) -> None:
-    """Gather all parameters, which stay whole until `reshard`. Every rank must call it.
+    """Gather all parameters, which stay unsharded until `reshard`. Every rank must call it.
 
     Prefer `full_parameters`, a context that also reshards after an exception.
 
@@ -339,15 +376,15 @@ def unshard(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module, *, modifier_rank: int | None = None) -> None:
-    """Keep of each whole parameter only this rank's slice, after `unshard`. Every rank must call it.
+    """Undo `unshard`, and keep the writes to the unsharded parameters. Every rank must call it.
 
     Args:
         model: A model that `shard` returned.
-        modifier_rank: The rank whose writes to the whole parameters are kept. By default every rank must have written
-            the same values.
+        modifier_rank: The rank whose writes are kept. By default, all ranks must have written the same values.
 
     Raises:
-        ShardError: The model is not sharded, or ranks have written different values.
+        ShardError: The model is not sharded.
+        StepError: Ranks wrote different values.
     """
     _sharded(model).reshard(modifier_rank=modifier_rank)
 
@@ -369,16 +406,19 @@ def broadcast_buffers(model: nn.Module, rank: int = 0) -> None:
 
 
 def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor of a sharded parameter, its `.grad`, or its optimizer state. Every rank must call it.
+    """Return the full tensor of a sharded parameter, its `.grad`, or its optimizer state. Every rank must call it.
 
-    What is computed with it may be part of a loss. Its backward pass then takes the mean over all ranks, so every rank
-    must run that pass.
+    The result may be used in a loss. Its backward pass then takes the mean over all ranks, so every rank must run that
+    pass.
 
     Args:
         parameter: A `ShardTensor`, such as `model.head.weight` of a sharded model, or its `.grad`.
 
+    Returns:
+        A plain tensor of the full shape.
+
     Raises:
-        ShardError: The tensor is no `ShardTensor`. Inside `full_parameters` a parameter is whole already.
+        ShardError: The tensor is not a `ShardTensor`. Inside `full_parameters` parameters are unsharded already.
     """
     if not isinstance(parameter, ShardTensor):
         raise ShardError(
@@ -391,11 +431,11 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
 
 def _sharded(model: nn.Module) -> ShardedModule:
     engine_of(model)
-    return cast(ShardedModule, model)  # or what torch.compile() made of one, which hands its methods on
+    return cast(ShardedModule, model)  # or the module that torch.compile() returns, which forwards method calls
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules that `shard` gathers by themselves unless told otherwise; all else belongs to the root."""
+    """Return the modules that `shard` makes units of by default. All other modules belong to the root unit."""
     return [module for unit in lay_out(model)[1:] for module in unit.modules]
 
 
@@ -410,13 +450,28 @@ def schedule(
     memory: int | None = None,
     whole_matrices: Iterable[str] = (),
 ) -> Schedule:
-    """The transfers of one optimizer step, with bytes sent per link class, computed without communication.
+    """Return the transfers of one optimizer step, with the bytes per link class, without any communication.
 
-    `memory`: bytes that a rank has, by which it is decided where frozen parameters lie if the strategy leaves it open;
-    unless given it is enough, or, of a sharded model, what `shard()` has found.
-    `whole_matrices`: the names of the parameters that a `towpath.optim.whole_matrices` optimizer steps; what its step
-    sends comes first, before the forward pass that follows it.
-    `topology`: of a preset that is given by its name; else that of a sharded model, or the one that is detected.
+    Use it to see what a strategy sends before a run, or to check a run against.
+
+    Args:
+        strategy: A preset's name or a `Strategy`.
+        model_or_numels: A model, sharded or not, or the numbers of elements of the units, optionally by name.
+        micro_steps: The number of forward and backward passes per optimizer step. Default: 1.
+        precision: The dtypes, as for `shard`. By default, those of a sharded model, or each parameter's own dtype.
+        units: The units of a model that is not sharded, as for `shard`.
+        topology: The topology for a preset's name. By default, that of a sharded model, or the detected one.
+        memory: The bytes that a rank has. They decide where frozen parameters are stored if the strategy leaves that
+            open. By default, the value that `shard` found for a sharded model, otherwise enough.
+        whole_matrices: Names of the parameters that a `towpath.optim.whole_matrices` optimizer steps. The transfers of
+            its step come first, before the following forward pass.
+
+    Returns:
+        The schedule of a steady step, which the engine follows.
+
+    Raises:
+        StrategyError: The strategy is unknown or invalid, or a name in `whole_matrices` is not a trainable parameter.
+        TopologyError: `topology` differs from that of the strategy.
     """
     if isinstance(strategy, str):
         if topology is None and isinstance(model_or_numels, ShardedModule):
@@ -441,7 +496,7 @@ def schedule(
 
 
 def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[WholeParameter]:
-    """Where the parameters of these names lie."""
+    """Yield the unit, bucket and index of each named parameter."""
     wanted = set(names)
     for unit, layout in enumerate(layouts):
         for number, bucket in enumerate(layout.buckets):

@@ -1,21 +1,21 @@
-"""Every error Towpath raises on purpose, one tree.
+"""The errors that Towpath raises on purpose, in one tree.
 
     TowpathError
-    ├── TopologyError        a cluster that cannot be: uneven nodes, a world that does not fit
+    ├── TopologyError        an impossible cluster: uneven nodes, or a world size that does not fit
     ├── PlacementError       extents that break a rule (P ≤ G ≤ OS, dividing, nodes only when filled)
     ├── StrategyError        an unknown or contradictory strategy, wire, option or precision
-    ├── ShardError           a model that cannot be sharded as it stands
-    │   ├── MismatchError    the ranks were given different things
+    ├── ShardError           a model that cannot be sharded in its present state
+    │   ├── MismatchError    different models or arguments on different ranks
     │   └── NoMethodError    a method of FSDP2's modules that a sharded model does not have
-    ├── ShardTensorError     an operation that needs the whole tensor met a slice of it
-    ├── StepError            a training step in an order that would give wrong numbers
+    ├── ShardTensorError     an operation on a slice that needs the full tensor
+    ├── StepError            a training step in an order that would give wrong results
     ├── ConfigError          a configuration, model or data that `towpath train` cannot use
-    ├── TrainError           a training run that cannot go on
+    ├── TrainError           a training run that cannot continue
     ├── CheckpointError      a checkpoint that cannot be written, read, or used for this model
-    ├── PlanError            no strategy fits
-    └── LabError             the laboratory could not be raised, or lost a node
+    ├── PlanError            no strategy that fits
+    └── LabError             a lab that could not start, or that lost a node
 
-Each message says what was got, what was expected and what to do. An `assert` is for our own bugs only.
+Each message says what Towpath got, what it expected, and what to do. Failed `assert`s are bugs in Towpath.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from types import TracebackType
 
 
 class TowpathError(Exception):
-    """The root of every error Towpath raises on purpose."""
+    """The base class of all errors that Towpath raises on purpose."""
 
 
 class TopologyError(TowpathError):
-    """A cluster that cannot be: uneven nodes, or a world that does not fit it."""
+    """An impossible cluster: uneven nodes, or a world size that does not fit the topology."""
 
 
 class PlacementError(TowpathError):
@@ -45,49 +45,50 @@ class StrategyError(TowpathError):
 
 
 class ShardError(TowpathError):
-    """A model that cannot be sharded as it stands."""
+    """A model that cannot be sharded in its present state, or a model that is not sharded where one is needed."""
 
 
 class MismatchError(ShardError):
-    """The ranks were given different models, strategies or topologies; every rank raises it."""
+    """Different models, strategies, topologies or arguments on different ranks. Every rank raises it."""
 
 
 class NoMethodError(ShardError, AttributeError):
-    """A method of FSDP2's modules that a sharded model does not have; the message names what to use instead.
+    """A method of FSDP2's modules that a sharded model does not have. The message names the replacement.
 
-    It is an AttributeError, so that `hasattr` tells that the model is no FSDPModule.
+    It is an AttributeError too, so that `hasattr` returns False and libraries do not take the model for an FSDPModule.
     """
 
 
 class ShardTensorError(TowpathError):
-    """An operation that needs the whole tensor met a `ShardTensor`, which holds a slice of it."""
+    """An operation that needs the full tensor, on a `ShardTensor`, which holds only a slice of it."""
 
 
 class StepError(TowpathError):
-    """A training step in an order that would give wrong numbers."""
+    """A training step in an order that would give wrong results, or in which a collective failed."""
 
 
 class ConfigError(TowpathError):
-    """A configuration, or a model or data it names, that cannot be used: the user's to mend."""
+    """A configuration that cannot be used, or whose model or data cannot. The user can correct it."""
 
 
 class TrainError(TowpathError):
-    """A training run that cannot go on: a loss that is not finite, a rank that failed."""
+    """A training run that cannot continue, because a loss is not finite or a rank failed."""
 
 
 class CheckpointError(TowpathError):
-    """A checkpoint that cannot be written, is not what was written, or is of another model."""
+    """A checkpoint that cannot be written, is damaged, or belongs to another model."""
 
 
 class PlanError(TowpathError):
-    """No strategy fits; the message says by how much, and what would."""
+    """A plan that is not possible, mostly because no strategy fits in memory. The message says what would fit."""
 
 
 class LabError(TowpathError):
-    """The laboratory could not be raised, or lost one of its nodes."""
+    """A lab that could not start, or that lost one of its nodes."""
 
 
-# Where the lab has set it, a rank that ends with one of these errors says so in one line: it is one of many.
+# The lab sets this environment variable for its ranks. A rank that ends with a TowpathError then prints one line
+# instead of a traceback, because many ranks print at the same time.
 ERRORS = "TOWPATH_ERRORS"
 
 
@@ -99,7 +100,8 @@ def _in_one_line(kind: type[BaseException], error: BaseException, trace: Traceba
     theirs = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<"))]
     where = f"{Path(theirs[-1].filename).name}, line {theirs[-1].lineno}: " if theirs else ""
     sys.stderr.write(f"towpath: rank {os.environ.get('RANK', '?')}: {where}{' '.join(str(error).split())}\n")
-    # Where its peers are gone, gloo's threads would abort the process while it ends, and say so over several lines.
+    # If other ranks have ended already, gloo's threads would abort this process during a normal exit, with several
+    # lines of output.
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     sys.stdout.flush()
     sys.stderr.flush()

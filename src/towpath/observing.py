@@ -1,4 +1,7 @@
-"""What a sharded model has done: counted, timed, and traced."""
+"""Counts, times and traces of a sharded model: `stats`, `sums` and `tracing`.
+
+Use `stats` for bytes and seconds per transfer, and for memory. Use `tracing` to see when each transfer runs.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a sharded model has done so far. Bytes: sent by all ranks together; seconds and memory: this rank's.
+    """The totals of a sharded model since `shard`. Bytes are those of all ranks, seconds and memory those of this rank.
 
-    `memory_bytes`: on the device; `host_memory_bytes`: in the host's, if the optimizer works there.
-    `buffers_made`: how many buffers the engine has allocated; none after the second step of a training loop.
-    `seconds_host`: what its bookkeeping took on the thread that trains, around every unit's forward and backward; the
-    seconds that this thread waited for transfers are `seconds_exposed`.
+    Attributes:
+        transfers: Calls, bytes and seconds of each transfer.
+        last_step: The transfers of the last complete step, in order.
+        memory_bytes: The bytes on the device, by kind.
+        buffers_made: The buffers that the engine has allocated. It makes none after the second step of a training loop.
+        seconds_host: The time of the engine's bookkeeping on the training thread, around each unit's forward and
+            backward. Waiting for transfers is not part of it: see `seconds_exposed`.
+        host_memory_bytes: The bytes in the host's memory, by kind, if the optimizer works there.
     """
 
     transfers: tuple[TransferStats, ...]
@@ -55,7 +62,10 @@ class Stats:
     host_memory_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
     def since(self, earlier: Stats) -> Stats:
-        """What was done after `earlier`, of the same model; memory and the last step as they are now."""
+        """Return the counts since `earlier`, which must be of the same model. Memory and `last_step` stay as they are.
+
+        Use it to measure some steps: take `stats` before and after them.
+        """
         before = {t.transfer: t for t in earlier.transfers}
         transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)
         return replace(
@@ -66,19 +76,25 @@ class Stats:
         )
 
     def of_groups(self, count: int) -> Stats:
-        """Of so many groups of ranks that all send this; memory and seconds as they are."""
+        """Return the stats with the bytes of `count` groups of ranks that all send the same.
+
+        Memory and seconds are unchanged.
+        """
         return replace(self, transfers=tuple(transfer.of_groups(count) for transfer in self.transfers))
 
     @property
     def inter_bytes(self) -> int:
+        """The bytes that all ranks together sent between nodes."""
         return sum(t.inter_bytes for t in self.transfers)
 
     @property
     def intra_bytes(self) -> int:
+        """The bytes that all ranks together sent inside nodes."""
         return sum(t.intra_bytes for t in self.transfers)
 
     @property
     def seconds_exposed(self) -> float:
+        """The seconds in which this rank's computation did nothing but wait for transfers."""
         return sum(t.seconds_exposed for t in self.transfers)
 
     def __str__(self) -> str:
@@ -101,7 +117,14 @@ class Stats:
 
 
 def stats(model: nn.Module) -> Stats:
-    """Bytes, calls and seconds per transfer and link class, and memory by kind, of a sharded model."""
+    """Return calls, bytes and seconds of each transfer so far, and the memory by kind. Printing it gives a table.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
     engine = engine_of(model)
     memory, host_memory = _memory_bytes(engine), _host_memory_bytes(engine)
     memory["optimizer"], on_host = _optimizer_bytes(engine)
@@ -113,20 +136,39 @@ def stats(model: nn.Module) -> Stats:
 
 
 def sums(model: nn.Module) -> Sums:
-    """Of all transfers so far: a look at these is quicker than `stats`."""
+    """Return the totals over all transfers so far. This takes less time than `stats`, so use it in each step.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
     return engine_of(model).wiring.record.sums()
 
 
 def running_trace(model: nn.Module) -> Trace | None:
-    """Of the `tracing` that this is inside of, if any."""
+    """Return the trace of the `tracing` context that is active for `model`, or None.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
     return engine_of(model).wiring.record.trace
 
 
 @contextmanager
 def tracing(model: nn.Module) -> Generator[Trace]:
-    """Inside, what a sharded model's steps do is recorded; afterwards the trace's `intervals` tell it.
+    """Record the steps of a sharded model for the duration of a context. Yield the trace.
 
-    Every rank must trace the same steps: they begin together, which makes their clocks comparable.
+    After the context the trace's `intervals` hold the computation, the transfers and the codecs over time. Every rank
+    must trace the same steps. Ranks start a trace together, which makes their times comparable.
+
+    Args:
+        model: A model that `shard` returned.
+
+    Raises:
+        ShardError: The model is not sharded.
+        StepError: A trace of the model is active already.
     """
     engine = engine_of(model)
     with traced([engine], [engine.wiring.groups]) as trace:
@@ -135,13 +177,14 @@ def tracing(model: nn.Module) -> Generator[Trace]:
 
 @contextmanager
 def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Trace]:
-    """What all of this rank's engines do, in one trace. `meshes`: through which all ranks meet."""
+    """Record several engines of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
     records = [engine.wiring.record for engine in engines]
     if any(record.trace is not None for record in records):
         raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
     for engine in engines:
         engine.wiring.queues.finish()
-    # Twice: whoever came early to the first is as late as all the others for the second.
+    # The barriers run twice. Ranks may leave the first ones at different times, depending on when they arrived. All
+    # arrive at the second ones at about the same time, and so leave them together.
     for groups in (*meshes, *meshes):
         groups.barrier()
     trace = Trace(records[0].timer)
@@ -158,7 +201,17 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
 
 
 def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interval, ...]]:
-    """On rank 0 what every rank traced, by rank; elsewhere nothing. Every rank must call this."""
+    """Return the intervals of all ranks' traces by rank, on rank 0. Other ranks get an empty dict.
+
+    Every rank must call it. Use it to write one trace file for all ranks.
+
+    Args:
+        model: A model that `shard` returned.
+        trace: This rank's trace, after its `tracing` context has ended.
+
+    Raises:
+        ShardError: The model is not sharded.
+    """
     return dict(enumerate(engine_of(model).wiring.groups.collect_objects(trace.intervals)))
 
 
@@ -183,7 +236,7 @@ def _host_memory_bytes(engine: Engine) -> dict[str, int]:
 
 
 def _buffers_made(engine: Engine) -> int:
-    """How many were allocated so far: slots, wire buffers, and what every bucket keeps."""
+    """Return the number of buffers allocated so far: slots, wire buffers, and each bucket's own memory."""
     buckets = [b for unit in engine.units for b in unit.buckets]
     held = (nbytes for b in buckets for each in (b.memory_bytes(), b.host_memory_bytes()) for nbytes in each.values())
     kept = sum(nbytes > 0 for nbytes in held)
@@ -191,7 +244,7 @@ def _buffers_made(engine: Engine) -> int:
 
 
 def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
-    """Of its states: on the device, and in the host's memory."""
+    """Return the bytes of the optimizer's states on the device, and in the host's memory."""
     buckets = [b for unit in engine.units for b in unit.buckets]
     on_host = {id(p.parameter): b.plan.optimizer_on_host for b in buckets for p in b.layout.places}
     parameters = [p for unit in engine.units for p in unit.parameters]

@@ -2,9 +2,10 @@
 
     muon = towpath.optim.whole_matrices(torch.optim.Muon(matrices, lr=0.02))
 
-An elementwise optimizer steps the slices of a sharded model as they are, and needs no wrapper. One that computes with a
-matrix as a whole does: each matrix has an owner among the ranks that hold one copy of the optimizer states, which
-brings it together, lets the wrapped optimizer step it, and sends the slices back (`core/whole_matrices.py`).
+Elementwise optimizers such as AdamW step the slices of a sharded model directly, and need no wrapper. Optimizers that
+compute with a full matrix need `whole_matrices`. Each matrix then has an owner among the ranks that hold one copy of
+the optimizer states. The owner gathers the matrix, lets the wrapped optimizer step it, and sends the slices back
+(`core/whole_matrices.py`). `together` combines several optimizers in one.
 """
 
 from __future__ import annotations
@@ -37,13 +38,25 @@ _ADVICE = "Make the same optimizer of the same parameters on every rank."
 
 
 def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> WholeMatrices:
-    """`optimizer`, made of a sharded model's parameters, as one that steps each of them whole, on the rank owning it.
+    """Wrap an optimizer so that it steps full parameters, each on the rank that owns it.
 
-    For any optimizer that handles each parameter by itself. Every rank must call it alike, after shard() and before the
-    first step (before shard() only where an integration shards the model, as Accelerate's prepare() does); use what it
-    returns in the place of `optimizer`. `gradients`: a codec, such as "int8:64", in which
-    gradients travel to the owners; unless given, they travel as they are, and the parameters are, to the bit, what
-    `optimizer` would make of the whole ones.
+    Use it for optimizers that need full matrices and handle each parameter by itself, such as Muon. Every rank must
+    call it with the same arguments, after `shard` and before the first step. Call it before `shard` only if an
+    integration shards the model, as Accelerate's `prepare()` does.
+
+    Args:
+        optimizer: An optimizer of a sharded model's parameters, which has not stepped yet.
+        gradients: The codec in which gradients are sent to their owners, such as "int8:64", or a `Wire`. By default
+            they are sent unchanged, and the results are bit-identical to those of `optimizer` on full parameters. Use
+            a codec if links between nodes are slow.
+
+    Returns:
+        The optimizer to use in place of `optimizer`.
+
+    Raises:
+        ShardError: The optimizer couples its parameters, has stepped already, or has parameters that are not sharded.
+        MismatchError: Ranks passed different optimizers.
+        StrategyError: The codec does not fit the parameters.
     """
     wire = gradients if isinstance(gradients, Wire) else Wire(codec=gradients)
     if not any(isinstance(p, ShardTensor) for p in _parameters(optimizer)):
@@ -56,33 +69,51 @@ def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> W
 
 
 class WholeMatrices(Optimizer):
-    """What `whole_matrices` returns. Its groups are the wrapped optimizer's; its `state` has that of the parameters
-    which this rank owns."""
+    """The optimizer that `whole_matrices` returns. It steps full parameters on the ranks that own them.
+
+    Its groups are those of the wrapped optimizer, `inner`. Its `state` holds the states of the parameters that this
+    rank owns.
+    """
 
     def __init__(self, inner: Optimizer, wire: Wire) -> None:
         self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
         self.inner, self._wire, self._is_made = inner, wire, True
         self._has_stepped = False
-        self._parts: Sequence[MatrixSteps] = ()  # one for each sharded model whose parameters it has
-        # Hooks run once in a step, not once in each of its rounds.
+        self._parts: Sequence[MatrixSteps] = ()  # one for each sharded model whose parameters it steps
+        # The wrapper takes over the step hooks, so that they run once in a step, not once in each of its rounds.
         hooks: Any = inner
         self._optimizer_step_pre_hooks = hooks._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = hooks._optimizer_step_post_hooks
         hooks._optimizer_step_pre_hooks, hooks._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        self._stand_ins: dict[int, nn.Parameter] = {}  # by the id of the parameter: what the wrapped optimizer steps
+        self._stand_ins: dict[int, nn.Parameter] = {}  # parameters for the wrapped optimizer, by id of the real ones
 
     def share_out(self, engines: Sequence[Engine] | None = None) -> None:
-        """Its parameters are those of sharded models now: give each an owner. Every rank must call it."""
+        """Assign an owner to each parameter, once the parameters belong to sharded models. Every rank must call it.
+
+        Args:
+            engines: The engines of these models. By default, the parameters are checked, and their engines looked up.
+        """
         found = _checked(self.inner) if engines is None else engines
         wanted = set(map(id, _parameters(self.inner)))
         self._parts = [MatrixSteps(engine, wanted, self._wire) for engine in found]
 
-    # What a training loop calls ---------------------------------------------------------------------------------------
+    # Called by training loops -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of all parameters that have a gradient. Every rank must call it."""
+        """Step all parameters that have a gradient. Every rank must call it.
+
+        Args:
+            closure: Computes the loss again, and is called once before the step. Default: None.
+
+        Returns:
+            The result of `closure`, or None.
+
+        Raises:
+            ShardError: The model is not sharded.
+            StepError: The wrapped optimizer turned out to couple its parameters.
+        """
         if not self._parts:
             raise ShardError(
                 f"whole_matrices({self.kind}): no parameter of it is one of a sharded model. Make it after "
@@ -98,13 +129,11 @@ class WholeMatrices(Optimizer):
         return loss
 
     def train(self) -> None:
-        """Call the wrapped optimizer's `train()`, if it has one, as schedule-free optimizers do. Every rank must call
-        it."""
+        """Call the wrapped optimizer's `train()`, which schedule-free optimizers have. Every rank must call it."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Call the wrapped optimizer's `eval()`, if it has one, as schedule-free optimizers do. Every rank must call
-        it."""
+        """Call the wrapped optimizer's `eval()`, which schedule-free optimizers have. Every rank must call it."""
         self._switch("eval")
 
     @torch.no_grad()
@@ -115,24 +144,24 @@ class WholeMatrices(Optimizer):
         if not self._parts:
             method()
             return
-        # Trainers call train() before each batch. Where that changes nothing without parameters, the optimizer is in
-        # this mode already, on every rank, and nothing has to travel.
+        # Trainers call train() before each batch. A first call without any parameters finds out whether that changes
+        # the optimizer. If not, the optimizer is in this mode already on every rank, and nothing has to be sent.
         before = Common.of(self.inner)
         after = call_with(self.inner, mode, before, {}, {})
         if before.attributes != after.attributes or before.difference(after, tensors=False):
             self._call(mode, before)
 
     def _call(self, method: str, before: Common) -> None:
-        """Let each owner call a method of the wrapped optimizer for the parameters it owns, some at a time."""
+        """Call a method of the wrapped optimizer on each owner for the parameters that it owns, round by round."""
         after: list[Common] = []
         for part in self._parts:
             part.run(
                 lambda wholes, part=part: after.append(self._iterate(part, wholes, method, before)),
                 gradients=method == "step",
             )
-        if not after:  # this rank owns none of them: it counts the step all the same
+        if not after:  # this rank owns no parameters, and calls the method for counters such as the number of steps
             after.append(call_with(self.inner, method, before, {}, {}))
-        # What an optimizer keeps in its groups (numbers of steps, say) is the same after each of the calls.
+        # The values that an optimizer writes to its groups, such as numbers of steps, must be equal after each call.
         for group, options in zip(self.param_groups, after[-1].options, strict=True):
             group.update(options)
         for each in after[:-1]:
@@ -144,7 +173,7 @@ class WholeMatrices(Optimizer):
                 )
 
     def _iterate(self, part: MatrixSteps, wholes: Sequence[Whole], method: str, before: Common) -> Common:
-        """Let the wrapped optimizer step matrices that this rank owns; return what it then keeps for all of them."""
+        """Call the wrapped optimizer for matrices that this rank owns. Return its options and attributes afterwards."""
         parameters = [part.parameters[whole.name] for whole in wholes]
         stand_ins: dict[int, nn.Parameter] = {}
         for whole, parameter in zip(wholes, parameters, strict=True):
@@ -155,13 +184,17 @@ class WholeMatrices(Optimizer):
         found = call_with(self.inner, method, before, stand_ins, states)
         for whole, parameter in zip(wholes, parameters, strict=True):
             stand_in = stand_ins[id(parameter)]
-            if stand_in.data_ptr() != whole.weight.data_ptr():  # it was assigned, not written to
+            if stand_in.data_ptr() != whole.weight.data_ptr():  # the optimizer assigned .data instead of writing to it
                 whole.weight.copy_(stand_in)
             stand_in.grad = None
             self.state[parameter] = _kept(states[stand_in], [whole.weight, whole.gradient])
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise `ShardError`: add groups to the optimizer before it is wrapped.
+
+        The constructor of the base class calls this too, and then it works.
+        """
         if self._is_made:
             raise ShardError(
                 "add_param_group() on whole_matrices(): its ranks have agreed on who owns which parameter. Add the "
@@ -173,20 +206,30 @@ class WholeMatrices(Optimizer):
 
     @property
     def kind(self) -> str:
-        """The wrapped optimizer's class, by which checkpoints know it."""
+        """The name of the wrapped optimizer's class, which checkpoints store."""
         return type(self.inner).__name__
 
     @property
     def parts(self) -> Sequence[MatrixSteps]:
+        """The whole-matrix steps, one for each sharded model whose parameters the optimizer has."""
         return self._parts
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank steps `parameter`, and has its states."""
+        """Return whether this rank owns `parameter`: it steps it, and has its states."""
         return isinstance(parameter, ShardTensor) and any(part.owns_parameter(parameter) for part in self.parts)
 
     def whole_states(self, device: torch.device | None, wanted: bool) -> dict[torch.Tensor, dict[str, Any]]:
-        """The states of all parameters, on `device` (their own unless given), where they are `wanted`. Every rank must
-        call it; it holds one tensor more than what it returns."""
+        """Return the states of all parameters, which their owners broadcast. Every rank must call it.
+
+        In addition to its result it takes the memory of one tensor.
+
+        Args:
+            device: Where the results are stored. None means the model's device. Pass the CPU to save device memory.
+            wanted: Whether this rank needs the results. If False, it takes part, and returns an empty dict.
+
+        Raises:
+            CheckpointError: A state is a tensor subclass made of other tensors.
+        """
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for part in self.parts:
             for name, state in part.states_of_owners(self.state, device, wanted):
@@ -194,7 +237,11 @@ class WholeMatrices(Optimizer):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the wrapped optimizer, where every rank owns every parameter (ddp), or before the first step."""
+        """Return the wrapped optimizer's state dict, if this rank owns all parameters (ddp), or before the first step.
+
+        Raises:
+            ShardError: Ranks own different parameters. Save with `towpath.checkpoint` instead.
+        """
         if (self._has_stepped or self.state) and any(part.is_spread for part in self.parts):
             raise ShardError(
                 f"state_dict() of whole_matrices({self.kind}): this rank has the states of parameters that it owns, "
@@ -205,8 +252,11 @@ class WholeMatrices(Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What the wrapped optimizer's `state_dict()` is in one process: whole states, of all parameters. Every rank
-        must be given it, and keeps what it owns."""
+        """Load full states of all parameters. Every rank must pass them, and keeps those of the parameters it owns.
+
+        Args:
+            state_dict: A state dict as the wrapped optimizer's `state_dict()` returns it in a single process.
+        """
         order = [p for group in self.param_groups for p in group["params"]]
         saved = [number for group in state_dict["param_groups"] for number in group["params"]]
         mine = {number for number, p in zip(saved, order, strict=False) if self.owns(p)}
@@ -219,13 +269,25 @@ class WholeMatrices(Optimizer):
 
 
 def together(*optimizers: Optimizer) -> Together:
-    """Several optimizers as one, such as Muon for the matrices and AdamW for all else: one to step, schedule,
-    save and load. No parameter may be in two of them."""
+    """Combine several optimizers in one, such as Muon for the matrices and AdamW for all other parameters.
+
+    Use it where a training loop, a scheduler or a checkpoint takes one optimizer.
+
+    Args:
+        *optimizers: The optimizers, without parameters in common.
+
+    Returns:
+        An optimizer with the groups and states of all of them.
+
+    Raises:
+        ShardError: No optimizer was passed, or one that `together` returned.
+        ValueError: A parameter is in two of the optimizers.
+    """
     return Together(optimizers)
 
 
 class Together(Optimizer):
-    """What `together` returns. Its groups are those of its `members`, in their order, and so are its states."""
+    """The optimizer that `together` returns. Its groups and states are those of its `members`, in their order."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
         if not members or any(isinstance(each, Together) for each in members):
@@ -237,12 +299,20 @@ class Together(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """One dict for all states: a parameter is stepped by one of the members."""
+        """Give all members one dict of states. Only one member steps each parameter."""
         for each in self.members:
             each.state = self.state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step all members, in their order.
+
+        Args:
+            closure: Computes the loss again, and is called once before the step. Default: None.
+
+        Returns:
+            The result of `closure`, or None.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -252,11 +322,11 @@ class Together(Optimizer):
         return loss
 
     def train(self) -> None:
-        """Call `train()` of the members that have it, as schedule-free optimizers do. Every rank must call it."""
+        """Call `train()` on the members that have it, such as schedule-free optimizers. Every rank must call it."""
         self._switch("train")
 
     def eval(self) -> None:
-        """Call `eval()` of the members that have it, as schedule-free optimizers do. Every rank must call it."""
+        """Call `eval()` on the members that have it, such as schedule-free optimizers. Every rank must call it."""
         self._switch("eval")
 
     def _switch(self, mode: str) -> None:
@@ -266,12 +336,18 @@ class Together(Optimizer):
                 method()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return one state dict for all members.
+
+        Raises:
+            ShardError: A member steps full parameters, and ranks own different ones. Use `towpath.checkpoint` instead.
+        """
         for each in self.members:
             if isinstance(each, WholeMatrices):
-                each.state_dict()  # refuses to give a part for the whole
+                each.state_dict()  # raises if this rank's states are incomplete
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict that `state_dict` returned, and give each member its groups and states."""
         groups, first = list(state_dict["param_groups"]), 0
         for each in self.members:
             mine = groups[first : first + len(each.param_groups)]
@@ -285,22 +361,25 @@ class Together(Optimizer):
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Those that `together` has made one of; or the one that there is."""
+    """Return the optimizers that `together` combined, or `(optimizer,)`."""
     return optimizer.members if isinstance(optimizer, Together) else (optimizer,)
 
 
 def whole_of(optimizer: Optimizer) -> list[WholeMatrices]:
-    """Those of them that step whole matrices."""
+    """Return the members of `optimizer` that step whole matrices."""
     return [each for each in members_of(optimizer) if isinstance(each, WholeMatrices)]
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Of what is no optimizer: none."""
+    """Return the parameters of an optimizer, or an empty list for any other object."""
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def _kept(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[str, Any]:
-    """Return a state with copies of what lies in the `lent` tensors, whose memory will hold other matrices."""
+    """Return `state` with copies of the tensors that share memory with `lent`.
+
+    That memory will hold other matrices in a later round.
+    """
     memory = set[int]().union(*(_memory_of(tensor) for tensor in lent if tensor is not None))
 
     def kept(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +389,7 @@ def _kept(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[st
 
 
 def _memory_of(tensor: torch.Tensor) -> set[int]:
-    """Return the addresses of the storages that hold a tensor; of a quantized state, those of its parts."""
+    """Return the addresses of the storages of a tensor. A quantized state has one storage for each of its parts."""
     if is_traceable_wrapper_subclass(tensor):
         parts, _ = tensor.__tensor_flatten__()
         return set[int]().union(*(_memory_of(getattr(tensor, part)) for part in parts))
@@ -318,7 +397,7 @@ def _memory_of(tensor: torch.Tensor) -> set[int]:
 
 
 def _checked(inner: Optimizer) -> list[Engine]:
-    """The engines of its parameters, in their order; or an error, on every rank."""
+    """Return the engines of an optimizer's parameters, in their order. Raise on every rank if it cannot be wrapped."""
     parameters = _parameters(inner)
     found = [engine_with(p) if isinstance(p, ShardTensor) else None for p in parameters]
     engines = list(dict.fromkeys(engine for engine in found if engine is not None))
@@ -370,7 +449,7 @@ def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
 
 
 def _lines(inner: Optimizer) -> list[str]:
-    """What all ranks must have alike."""
+    """Return the lines that describe an optimizer, which must be equal on all ranks."""
     lines = [f"optimizer {type(inner).__name__}"]
     for number, group in enumerate(inner.param_groups):
         lines.append(f"options of group {number}: {options_of(group)}")

@@ -1,4 +1,7 @@
-"""What `shard` adds to a model's class."""
+"""The methods that `shard` adds to a model's class, and the check that the model allows them.
+
+The functions of the same names in `towpath` call these methods. Type checkers understand the functions.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +20,30 @@ from towpath.errors import ShardError
 
 
 class ShardedModule(nn.Module):
-    """What `shard` adds to a model."""
+    """The methods of a sharded model. `shard` makes the model's class a subclass of this and of its own class.
+
+    `towpath_engine` runs the model's training steps.
+    """
 
     towpath_engine: Engine
-    # Whether it is a part that is sharded by itself on purpose, as the tied embeddings of a pipeline are.
+    # True for a part that is sharded by itself on purpose, as the tied embeddings of a pipeline are.
     towpath_apart = False
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """As it was. PyTorch's functions for state dicts begin with it, and are refused where they cannot do it."""
+        """Yield the children as before sharding.
+
+        PyTorch's state dict functions call this first. It raises `ShardError` for those that need DTensors.
+        """
         frame = inspect.currentframe()
         _refuse_state_dict(self.towpath_engine, frame.f_back if frame is not None else None)
         return super().named_children()
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """The mark that Accelerate looks for before it wraps a model, and sets afterwards.
+        """The mark that Accelerate reads before it wraps a model, and sets afterwards.
 
-        Accelerate's own Accelerator, which transformers' Trainer uses, would leave gradients of whole parameters to
-        DistributedDataParallel. Ours calls `admit_accelerate` first.
+        Accelerate's own Accelerator, which transformers' Trainer uses, would wrap the model in DistributedDataParallel,
+        which needs unsharded parameters. Towpath's Accelerator calls `admit_accelerate` first, and others get an error.
         """
         marked: bool | None = self.__dict__.get("_is_accelerate_prepared")
         if marked is None:
@@ -52,7 +61,7 @@ class ShardedModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What DistributedDataParallel asks of a module before it touches its parameters."""
+        """The attribute that DistributedDataParallel reads first. It raises `ShardError`, as the model needs no DDP."""
         raise ShardError(
             f"{_sharded(self)} was given to DistributedDataParallel, which needs whole parameters. Leave out "
             "DistributedDataParallel: the model reduces its gradients itself. In a framework, give the model, before "
@@ -61,53 +70,87 @@ class ShardedModule(nn.Module):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """For the micro-steps before the boundary: gradients are reduced no further than to their G extent."""
+        """Return a context for the micro-steps before the last one of an optimizer step.
+
+        Inside, gradients are accumulated in the G shards. The first backward pass outside delivers the mean of all
+        micro-steps as `.grad`.
+        """
         return self.towpath_engine.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what the micro-steps since the last boundary have accumulated."""
+        """Reset the gradients, and also drop those accumulated in micro-steps since the last boundary.
+
+        Args:
+            set_to_none: Whether `.grad` becomes None instead of zero. Default: True.
+        """
         self.towpath_engine.discard()
         super().zero_grad(set_to_none)
 
     def unshard(self) -> None:
-        """Make all parameters whole, on every rank, until `reshard()`."""
+        """Gather all parameters, which stay unsharded until `reshard`. Every rank must call it.
+
+        Prefer `towpath.full_parameters`, a context that also reshards after an exception.
+        """
         unshard(self.towpath_engine)
 
     def reshard(self, *, modifier_rank: int | None = None) -> None:
-        """Undo `unshard()`. What was written to the whole parameters, alike on every rank, is kept; or, if one is
-        named, what `modifier_rank` has written. Every rank must call it."""
+        """Undo `unshard`, and keep the writes to the unsharded parameters. Every rank must call it.
+
+        Args:
+            modifier_rank: The rank whose writes are kept. By default, all ranks must have written the same values.
+
+        Raises:
+            StepError: Ranks wrote different values.
+        """
         reshard(self.towpath_engine, modifier_rank)
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """For data that ends sooner on some ranks: `for batch in model.join(loader)` goes on until the last is through.
+        """Yield as many batches on each rank as the rank with the most has: `for batch in model.join(loader)`.
 
-        A rank that is through before gets its last batch again and again, and takes part in all that the others do; its
-        gradients count as zero, while the mean is still taken over all ranks.
+        Use it for data that ends sooner on some ranks. A rank whose data has ended gets its last batch again, and takes
+        part in the transfers of the others. Its gradients then count as zero, and the mean is still over all ranks.
+
+        Args:
+            batches: This rank's batches, at least one.
+
+        Raises:
+            StepError: A rank has no batch at all.
         """
         return joined(self.towpath_engine, batches)
 
     def broadcast_buffers(self, rank: int = 0) -> None:
-        """Every rank's buffers (a BatchNorm's running statistics, say) become those of `rank`. Every rank must call it.
+        """Overwrite each rank's buffers, such as a BatchNorm's running statistics, with those of one rank.
 
-        The engine leaves buffers alone after `shard()`: where they depend on a rank's data, they differ.
+        After `shard` the engine does not change buffers. Those that depend on a rank's data differ between ranks. Call
+        this before an evaluation or a checkpoint. Every rank must call it.
+
+        Args:
+            rank: The rank whose buffers all ranks get. Default: 0.
         """
         for buffer in self.buffers():
             self.towpath_engine.wiring.groups.broadcast(buffer, rank)
 
 
 class PretrainedModule(ShardedModule):
-    """What `shard` makes of a model that has `save_pretrained`."""
+    """The methods of a sharded model that has `save_pretrained`, such as those of transformers and PEFT."""
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
-        """As it was, with whole tensors: every rank must call it, and rank 0 writes. With `state_dict=`, as before."""
-        from towpath.checkpoint.pretrained import save_pretrained  # with all that checkpoints need
+        """Save the model with full tensors, by the model's own `save_pretrained`. Every rank must call it.
+
+        Rank 0 writes. With `state_dict=`, the ranks whose dict is not empty call the model's own method unchanged.
+
+        Raises:
+            CheckpointError: Saving failed on this rank.
+            MismatchError: Saving failed on another rank.
+        """
+        from towpath.checkpoint.pretrained import save_pretrained  # imported here, because checkpoints need much more
 
         whole: Any = super()
         return save_pretrained(self, whole.save_pretrained, *args, **kwargs)
 
 
 def admit_accelerate(model: ShardedModule) -> None:
-    """Let an Accelerator prepare `model`: one that knows that it is sharded."""
+    """Allow Towpath's own Accelerator to prepare `model`."""
     model.__dict__.setdefault("_is_accelerate_prepared", False)
 
 
@@ -116,16 +159,17 @@ def _sharded(model: ShardedModule) -> str:
 
 
 def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
-    """PyTorch gathers DTensors only, without a word to others: it would hand out our slices as if they were whole.
+    """Raise `ShardError` if PyTorch's state dict functions are called for full tensors.
 
-    `frame`: the caller's. None of PyTorch's hooks is told of the options.
+    PyTorch gathers DTensors only. It would return this rank's slices in place of full tensors, without an error. None
+    of its hooks gets the options of the call, so this looks for them in the frames of the callers, from `frame` on.
     """
     while frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
         call = frame.f_back.f_code.co_name if frame.f_back is not None else ""
         if frame.f_code.co_name == "_verify_options" and getattr(
             frame.f_locals.get("options"), "full_state_dict", False
         ):
-            # Whole tensors can be copied into slices, and inside `full_parameters` the parameters are whole.
+            # Full tensors can be copied into slices, and inside `full_parameters` the parameters are unsharded.
             if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.pinned == engine.units):
                 return
             raise ShardError(
@@ -136,7 +180,12 @@ def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
 
 
 def check_class(model: nn.Module, strategy: str) -> None:
-    """Raise if `model`, or a part of it, is sharded already. `strategy`: the name of what it is to be sharded by."""
+    """Raise `ShardError` if `model` or a part of it is sharded already, or has methods with the same names.
+
+    Args:
+        model: The model to shard.
+        strategy: The name of the strategy, for the advice in messages.
+    """
     if isinstance(model, ShardedModule):
         raise ShardError("the model is sharded already. Build it anew to shard it by another strategy.")
     _check_parts(model, strategy)
@@ -155,7 +204,7 @@ def _check_parts(model: nn.Module, strategy: str) -> None:
             f"the {kind} is a part of a model that is sharded already. Call shard() once, on the whole model. "
             f"units=[{kind}] makes a unit of each {kind}."
         )
-    # By name: most programs never import FSDP.
+    # FSDPModule is recognized by its name, because most programs never import FSDP.
     theirs = [m for m in model.modules() if any(c.__name__ == "FSDPModule" for c in type(m).__mro__)]
     found = theirs or [m for m in model.modules() if isinstance(m, ShardedModule) and not m.towpath_apart]
     if not found:
@@ -173,6 +222,7 @@ def _check_parts(model: nn.Module, strategy: str) -> None:
 
 
 def attach_api(model: nn.Module, engine: Engine) -> None:
+    """Add the methods of `ShardedModule` to the class of `model`, and connect it with its engine."""
     add_mixin(model, PretrainedModule if hasattr(type(model), "save_pretrained") else ShardedModule)
     object.__setattr__(model, "towpath_engine", engine)
     register_known_methods(model)

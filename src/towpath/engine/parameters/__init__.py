@@ -1,1 +1,1 @@
-"""Parameters and gradients of one rank: units, buckets, the tensors that users see, and what optimizers work on."""
+"""The parameters and gradients of one rank: units, buckets, sharded tensors, and the memory of optimizers."""

@@ -1,16 +1,15 @@
-"""One flat buffer of a unit on one rank, and what the transfers read and write there.
+"""One flat buffer of a unit on one rank, and the memory that its transfers read and write.
 
 A bucket holds the parameters of one dtype, all trainable or all frozen. Its memory is 1-D and contiguous:
 
-    full    numel          compute dtype   whole weights, in a slot that units take turns in; = shard where P is 1×1
-    shard   numel / P      compute dtype   this rank's slice of the weights; or bytes, where it rests encoded
-    master  numel / OS     own dtype       what the optimizer writes: a view of shard, or a copy in mixed precision
-    copy    numel / hpZ    compute dtype   what backward gathers from, where the strategy keeps one
-    grads   numel / G      accumulate      the sum of the gradients of the micro-steps so far (`gradients.py`)
+    full    numel          compute dtype   unsharded weights, in a slot shared by units; the shard itself if P is 1×1
+    shard   numel / P      compute dtype   this rank's P shard of the weights; bytes where it is stored encoded
+    master  numel / OS     own dtype       the optimizer writes here: a view of shard, or a copy in mixed precision
+    copy    numel / hpZ    compute dtype   the backward copy, if the strategy keeps one
+    grads   numel / G      accumulate      the sum of gradients over the micro-steps so far (`gradients.py`)
 
-All of it is the device's, but for the master of a bucket whose optimizer works in the host's memory
-(`optimizer_memory.py`).
-The OS slice lies inside the G slice, and that inside the P slice.
+All of it is stored on the device, except for the master of a bucket whose optimizer works on the host
+(`OptimizerMemory` in `gradients.py`). The OS slice is inside the G slice, and the G slice inside the P slice.
 """
 
 from __future__ import annotations
@@ -42,17 +41,20 @@ from towpath.errors import ShardTensorError
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
 #
-# The memory behind the step machine's slots. Sized once; every buffer that is made is counted.
+# The memory behind the step machine's slots. Its size is fixed at the start, and each allocation is counted.
 #
-# Autograd keeps views of the weights a forward gathered, so a unit's backward gather must land in the very same
-# memory: each unit keeps one slot.
+# Autograd keeps views of the weights that a forward gathered. A unit's backward gather must therefore write to the
+# same memory, so each unit keeps one slot.
 
 
 Buffers = dict[str, torch.Tensor]  # by dtype
 
 
 class SlotMemory:
-    """Of the slots of weights, or of gradients. `needs`: of each unit."""
+    """The buffers of all slots of weights, or of all slots of gradients. The engine holds one of each.
+
+    `needs` gives the elements by dtype that each unit needs. `made` counts the slots that were allocated.
+    """
 
     def __init__(self, slots: Slots, needs: Sequence[Needs], device: torch.device) -> None:
         self._slots, self._needs, self._device = slots, needs, device
@@ -63,7 +65,7 @@ class SlotMemory:
 
     @torch.inference_mode(False)  # what is made in inference mode could never be trained with
     def of(self, slot: Slot) -> Buffers:
-        """Made when first asked for; free again when the machine has let the slot go."""
+        """Return the buffers of `slot`, allocated at the first call. They are freed with the slot itself."""
         if slot not in self._buffers:
             needs = largest(self._needs[unit] for unit in slot.fits)
             self._buffers[slot] = {
@@ -75,29 +77,29 @@ class SlotMemory:
 
     @property
     def nbytes(self) -> int:
-        """Of those that units take in turns, or that are one unit's for good."""
+        """The bytes of all slots, shared or reserved for one unit. The slot of a unit kept unsharded does not count."""
         return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
 
 
 # --- whole parameter --------------------------------------------------------------------------------------------------
 #
-# A parameter as the modules compute with it: whole, in memory that the engine gives it and takes again.
+# The unsharded parameter that modules compute with, in memory that the engine assigns and takes back.
 
 
 class WholeParameter(nn.Parameter):
-    """A parameter whose `.data` counts writes.
+    """An unsharded parameter whose `.data` counts writes. Modules see it while their unit is unsharded.
 
-    A plain tensor's `.data` has a version of its own: what is written through it leaves no trace.
+    The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
     """
 
     @property
     def data(self) -> torch.Tensor:
-        """An alias outside autograd, with the same version."""
+        """An alias outside autograd with the same version counter."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Write the values into the memory that it has. Shape, dtype and device stay: the memory is the engine's."""
+        """Copy `value` to the parameter's memory. Shape, dtype and device cannot change: the engine owns the memory."""
         mine, theirs = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (self, value))
         if mine != theirs:
             raise ShardTensorError(
@@ -109,7 +111,7 @@ class WholeParameter(nn.Parameter):
 
 
 def live_in(view: nn.Parameter, memory: torch.Tensor) -> None:
-    """Let `view` be what lies in `memory`. Its version stays: to autograd, a gather is no write."""
+    """Make `view` a view of `memory`. Its version is unchanged, because to autograd a gather is not a write."""
     torch.Tensor.data.__set__(view, memory)  # pyright: ignore
 
 
@@ -117,6 +119,13 @@ handlers_are_chosen_by(operation)
 
 
 class Bucket:
+    """The parameters of one unit with one dtype, all trainable or all frozen, with their memory and transfers.
+
+    `Unit` holds the buckets and calls them from the threads or streams of its transfers. The module's docstring lists
+    the memory. `views` are the unsharded parameters that modules compute with. `mark` counts the writes to the
+    parameters, and `published` is the count at the last publish. `resting` is the encoded P shard, if there is one.
+    """
+
     def __init__(
         self,
         layout: BucketLayout,
@@ -136,7 +145,7 @@ class Bucket:
         self.mark = ParamVersion(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
-        # Rounded once, from what the user gave.
+        # The P shard and the master are each rounded once, from the user's values.
         self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
         self.shard = self.resting.message if self.resting else start.part(plan.params, compute)
         if plan.has_master:
@@ -154,7 +163,7 @@ class Bucket:
             self.live_in(self.shard)
 
     def bind(self, plan: BucketPlan, wiring: CommContext) -> None:
-        """From now on it travels by the transfers of `plan`; those that stay keep their collectives."""
+        """Use the transfers of `plan` from now on. Unchanged transfers keep their collectives, and so their state."""
         self.plan = plan
         changed = [
             kind
@@ -172,21 +181,22 @@ class Bucket:
         return slice_of(whole, cut, self.rank)
 
     def _own_slice(self, shard: torch.Tensor) -> torch.Tensor:
-        """The part of this rank's P shard that is its OS slice."""
+        """Return the part of this rank's P shard that is its OS slice."""
         return slice_within(shard, self.plan.params, self.plan.optimizer, self.rank)
 
     def _view(self, place: ParameterPlace, dtype: torch.dtype) -> nn.Parameter:
-        """What the modules compute with: whole, as far as this rank's part of a DTensor is."""
+        """Make the unsharded parameter that modules compute with: for a DTensor, with this rank's full local part."""
         trains = place.parameter.requires_grad
         if place.parallel is None:
             return WholeParameter(self._empty(0, dtype), trains)
-        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory; `live_in` gives it some
+        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `live_in` assigns some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: Mesh) -> None:
-        """The user's parameter becomes a ShardTensor, and stays the same object: optimizers keep hold of it.
+        """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working.
 
-        But for a DTensor, whose class has slots: the modules get another object, and `build` tells the optimizers.
+        A DTensor cannot be changed in place, because its class has slots. The modules then get another object, and
+        `build` gives it to the optimizers.
         """
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(
@@ -219,10 +229,11 @@ class Bucket:
     # Weights ------------------------------------------------------------------------------------------------------
 
     def live_in(self, full: torch.Tensor) -> None:
-        """Let the whole weights live in `full`; the modules' views follow."""
+        """Keep the unsharded weights in `full` from now on. The modules' views follow."""
         self.full = full
         for view, place in zip(self.views, self.layout.places, strict=True):
-            # Through .data the view has a version counter of its own: a gather is no in-place change to autograd.
+            # Through .data each view has a version counter of its own, which writes to `full` do not change. To
+            # autograd, a gather is therefore not an in-place change.
             if place.parallel is None:
                 live_in(view, place.of(full))
             else:
@@ -230,9 +241,11 @@ class Bucket:
 
     @property
     def dirty(self) -> bool:
+        """True if the parameters were written to since the last publish."""
         return self.published != self.mark.version
 
     def publish(self, workspace: Workspace) -> None:
+        """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
         mine = self._own_slice(self.shard)
         if self.plan.has_master:
             self._optimizer.publish(self.master, mine)
@@ -240,41 +253,45 @@ class Bucket:
             transfer.run(self.shard, mine, workspace)
 
     def source(self, kind: Kind) -> torch.Tensor:
-        """What this rank brings to a gather."""
+        """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
         return self.copy if kind is Kind.BACKWARD_GATHER and self.copy is not None else self.shard
 
     def begin_gather(self, kind: Kind, workspace: Workspace) -> None:
-        """The part of `gather` that waits for nobody."""
+        """Start the non-blocking first phase of `gather`, before its turn in the queue."""
         for transfer in self.transfers[kind][:1]:
             transfer.begin(self.full, self.source(kind), workspace)
 
     def gather(self, kind: Kind, keep_copy: bool, workspace: Workspace) -> None:
+        """All-gather the unsharded weights into `full`, and save the backward copy if `keep_copy`."""
         source = self.source(kind)
         if self.resting is not None and not self.transfers[kind]:
             self.resting.decode(self.full)
         elif not self.transfers[kind] and source is not self.full:
-            self.full.copy_(source)  # a backward copy that is whole
+            self.full.copy_(source)  # an unsharded backward copy
         for transfer in self.transfers[kind]:
             transfer.run(self.full, source, workspace)
         self.keep(keep_copy)
 
     def keep(self, keep_copy: bool) -> None:
-        """After a gather: the copy for the backward pass, if it is wanted."""
+        """Save the backward copy from the unsharded weights, if `keep_copy` and the strategy has one."""
         if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
     def remember(self) -> None:
-        """Before the user may change the whole weights: what they were, if a codec has rounded them."""
+        """Save the unsharded weights' values before the user may change them, if a codec has rounded them.
+
+        `write_back` compares with them.
+        """
         if self.resting is not None:
-            return  # it can tell itself
+            return  # an encoded shard finds out itself which blocks have changed
         kinds = (Kind.GATHER, Kind.PUBLISH)
         rounded = any(bound.transfer.wire.encoding for kind in kinds for bound in self.transfers[kind])
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
 
     def write_back(self) -> None:
-        """After the user may have changed the whole weights: take over this rank's slices.
+        """Take over this rank's slices of the unsharded weights, which the user may have changed.
 
-        What the user left alone keeps the precision it has here: of the masters, and of what no codec has rounded.
+        Values that the user did not change keep their full precision, as the master or the P shard has it.
         """
         now = self._slice(self.full, self.plan.params)
         if self.resting is not None:
@@ -294,18 +311,20 @@ class Bucket:
     # Gradients ----------------------------------------------------------------------------------------------------
 
     def reduced_in(self, memory: Buffers, start: int) -> torch.Tensor:
-        """Where the gradients of this micro-step arrive: in `memory`, from `start` on."""
+        """Return the part of `memory`, from `start` on, in which this micro-step's gradients arrive."""
         return memory[self.plan.reduce_dtype][start : start + self.plan.numel]
 
     def reduce(self, memory: Buffers, start: int, workspace: Workspace) -> None:
-        # The view is made here, by the queue's thread: what one allocates and another frees leaves holes in the heap.
+        """Reduce this micro-step's gradients in `memory` from `start` on, and add the result to the G shard."""
+        # The queue's thread makes the view itself. Memory that one thread allocates and another one frees fragments the
+        # heap.
         self.gradients.reduce(self.reduced_in(memory, start), workspace)
 
-    # What is kept -------------------------------------------------------------------------------------------------
+    # State and memory ---------------------------------------------------------------------------------------------
 
     @property
     def keepers(self) -> dict[str, Collective | LowRankSync]:
-        """What keeps something from one step to the next, by name."""
+        """The collectives and the low-rank sync, which may keep state between steps, by their names in checkpoints."""
         found: dict[str, Collective | LowRankSync] = {}
         for kind, transfers in self.transfers.items():
             for position, bound in enumerate(transfers):
@@ -315,7 +334,7 @@ class Bucket:
         return found
 
     def memory_bytes(self) -> dict[str, int]:
-        """On the device."""
+        """Return the bytes that this bucket takes on the device between steps, by kind."""
         on_host = self.plan.optimizer_on_host
         frozen = {} if self.trainable else {"frozen": self.shard.nbytes}
         return frozen | {
@@ -328,7 +347,7 @@ class Bucket:
         }
 
     def host_memory_bytes(self) -> dict[str, int]:
-        """In the host's memory, for the optimizer."""
+        """Return the bytes that this bucket takes in the host's memory for the optimizer, by kind."""
         outgoing = self._optimizer.outgoing
         if outgoing is None:
             return {}
@@ -338,7 +357,7 @@ class Bucket:
 def gather_together(
     buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: Kind, keep_copy: bool, workspace: Workspace
 ) -> None:
-    """As one message."""
+    """All-gather the weights of several buckets in one message, and save their backward copies if `keep_copy`."""
     transfers.run([b.full for b in buckets], [b.source(kind) for b in buckets], workspace)
     for bucket in buckets:
         bucket.keep(keep_copy)

@@ -1,8 +1,8 @@
-"""A model, or some of its units, whole on every rank for a while: `unshard()`, and what `reshard()` keeps of the
-user's writes.
+"""`unshard()` and `reshard()` of a model, or of some of its units, with the user's writes in between.
 
-Every rank writes to a copy of its own, and keeps of it the slices that it holds. What ranks wrote differently would be
-kept in parts, from each rank its own: so they compare, for every parameter, a checksum of before and one of after.
+Every rank writes to its own unsharded copy, and keeps the slices that it holds. Different writes on different ranks
+would leave a mix of them. At `reshard()` the ranks therefore compare two checksums for each parameter: one from
+before the writes, and one from after.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> list[Unit]:
-    """The units in which the parameters of `modules` lie. Every rank must ask for the same."""
+    """Return the units that hold the parameters of `modules`. Every rank must pass the same modules.
+
+    Raises:
+        ShardError: A module is not part of the model, or ranks passed different modules.
+    """
     engine.wiring.record.peers.come_together("full_parameters()")
     failure: TowpathError | None = None
     known, modules = set(model.modules()), list(modules)
@@ -41,7 +45,11 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
 
 
 def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
-    """Make `units`, or all, whole, each in memory of its own, until `reshard`; which of them were not yet."""
+    """Unshard `units`, by default all, until `reshard`. Each gets memory of its own.
+
+    Returns:
+        The units that were not unsharded before. Pass them to `reshard`.
+    """
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_pinned(u.index)]
     with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
@@ -55,13 +63,20 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
 
 
 def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Unit] | None = None) -> None:
-    """Undo `unshard` of `units`, or of all, and take over what was written to the whole parameters meanwhile; by
-    `modifier_rank` alone, if one is named."""
+    """Undo `unshard`, and take over the writes to the unsharded parameters.
+
+    Args:
+        modifier_rank: The rank whose writes all ranks take over. By default, all ranks must have written the same.
+        units: The units to reshard, by default all that are unsharded.
+
+    Raises:
+        StepError: Ranks wrote different values. The writes are not taken over.
+    """
     pinned = [unit for unit in engine.pinned if units is None or unit in units]
     if not pinned:
         return
     engine.tell_before_rewrite()
-    # Where the optimizer has stepped meanwhile, what is whole is old.
+    # If the optimizer has stepped since `unshard`, the unsharded parameters are outdated and must not be taken over.
     current = [unit for unit in pinned if engine.machine.is_whole(unit.index)]
     try:
         with torch.no_grad():
@@ -85,7 +100,7 @@ def _take_from(engine: Engine, units: list[Unit], rank: int) -> None:
 
 
 def _compare(engine: Engine, units: list[Unit]) -> None:
-    """Raise, on every rank, where one wrote to a parameter what another one did not."""
+    """Raise `StepError` on every rank if ranks wrote different values to a parameter."""
     groups = engine.wiring.groups
     if groups.world == 1 or not units:
         return
@@ -94,7 +109,8 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     with program.shared("the end of full_parameters()", Call.PROGRAM):
         everyones = groups.gather_rows(mine, program.wait)  # [ranks, before and after, parameters]
     before, after = everyones[:, 0], everyones[:, 1]
-    # Replicas may differ in their last bits from the start; they must still agree on whether it was written to.
+    # Where replicas differed in their last bits before, equal values cannot be expected afterwards. They must still
+    # agree on whether the parameter was written to.
     alike = torch.where(before == before[:1], after == after[:1], (before == after) == (before == after)[:1])
     if bool(alike.all()):
         return
@@ -111,7 +127,10 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
 
 
 def checksums(unit: Unit) -> torch.Tensor:
-    """Of every parameter of a unit that is whole: [parameters]. Depends on every bit, and on the order of elements."""
+    """Return a checksum for each parameter of an unsharded unit, in a tensor of shape [parameters].
+
+    A checksum depends on each bit of the parameter, and on the order of its elements.
+    """
     parts = [place.of(bucket.full) for bucket in unit.buckets for place in bucket.layout.places]
     return torch.stack([_checksum(part) for part in parts]) if parts else torch.zeros(0, dtype=torch.int64)
 

@@ -1,7 +1,8 @@
-"""The gradients of one bucket on one rank: from what autograd computes to the means in `.grad`.
+"""The gradients of one bucket on one rank, from autograd's result to the mean in `.grad`.
 
-Where they travel they are copied to flat memory first (`FlatGradients`). Where nothing of them does, as on one rank,
-what autograd made is what the optimizer gets (`OwnGradients`): a copy of all gradients is some percent of a step.
+`FlatGradients` copies gradients to flat memory, from which they are reduced and synchronized. `OwnGradients` serves
+buckets without any gradient transfer, as on one rank. There the optimizer gets autograd's own tensors, because a copy
+of all gradients would cost some percent of a step.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from towpath.errors import StepError
 
 # --- in place ---------------------------------------------------------------------------------------------------------
 #
-# A tensor in a narrower dtype and back, in its own memory: a sum that travels needs no second buffer.
+# Casts a tensor to a narrower dtype and back within its own memory. A sum that is sent needs no second buffer.
 #
-# Element i is read at its old place and written at its new one, nearer to the start or further from it. Taken in
-# spans that double, no span is written over what has yet to be read, and a copy of any length is some thirty
-# launches.
+# Narrowing writes element i closer to the start than it was read, and widening writes it further away. The cast
+# works on spans that double in length, so that no span overwrites elements that are still to be read. A tensor of
+# any length takes about thirty kernel launches.
 
 
 def narrowed(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a contiguous 1-D tensor, rounded to `dtype`, where it begins. It holds nothing else afterwards."""
+    """Round a contiguous 1-D tensor to `dtype` in place, and return the result: a view at the start of its memory.
+
+    The memory behind the view holds no values of use afterwards.
+    """
     if dtype == wide.dtype:
         return wide
     assert dtype.itemsize < wide.dtype.itemsize, (dtype, wide.dtype)
@@ -45,14 +49,17 @@ def narrowed(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def widen(narrow: torch.Tensor, wide: torch.Tensor) -> None:
-    """Write the values of `narrow`, a slice of what `narrowed` gave, to `wide`, the same slice of what it was given."""
+    """Undo `narrowed`: write the values of `narrow` to `wide`.
+
+    `narrow` is a slice of the tensor that `narrowed` returned. `wide` is the same slice of its argument.
+    """
     if narrow.dtype != wide.dtype:
         for start, end in reversed(list(_spans(wide.numel()))):
             wide[start:end].copy_(_apart(narrow, start, end))
 
 
 def _spans(elements: int) -> Iterator[tuple[int, int]]:
-    """[0, 1), [1, 2), [2, 4), [4, 8) and so on."""
+    """Yield the spans [0, 1), [1, 2), [2, 4), [4, 8) and so on, up to `elements`."""
     start, end = 0, 1
     while start < elements:
         yield start, min(end, elements)
@@ -60,50 +67,57 @@ def _spans(elements: int) -> Iterator[tuple[int, int]]:
 
 
 def _apart(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """The first element alone is written where it is read."""
+    """Return the elements of a span. The first element is copied, because it is written where it is read."""
     return tensor[start:end].clone() if start == 0 else tensor[start:end]
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------
 #
-# What of flat memory is a rank's own.
+# Views of the parts of flat memory that belong to one rank.
 
 
 def slice_of(whole: torch.Tensor, cut: Partition, rank: int) -> torch.Tensor:
-    """This rank's slice of `cut`."""
+    """Return the slice of `whole` that belongs to `rank` when `whole` is partitioned by `cut`."""
     return whole.view(cut.count, -1)[cut.slots[rank]]
 
 
 def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: int) -> torch.Tensor:
-    """The part of `outer`, this rank's slice of `cut`, that is its slice of `inner`, cut as fine or finer."""
+    """Return the part of `outer` that belongs to `rank` in the partition `inner`.
+
+    `outer` is the rank's slice in the partition `cut`. `inner` must be as fine as `cut`, or finer.
+    """
     ratio = inner.count // cut.count
     return outer.view(ratio, -1)[inner.slots[rank] % ratio]
 
 
 # --- optimizer memory -------------------------------------------------------------------------------------------------
 #
-# Where the optimizer works: in the model's own memory, or in the host's (`shard(…, offload="optimizer")`).
+# The memory that the optimizer works on: the model's own, or the host's (`shard(…, offload="optimizer")`).
 #
-# In the host's memory lie this rank's slice of the parameters in their own dtype (the master), its `.grad`, and with
-# them all that the user's optimizer keeps for each of them. Two copies connect it with the device, each on the stream
-# of the transfer that it belongs to:
+# With offload the host's memory holds the master, which is this rank's slice of the parameters in their own dtype.
+# It also holds the `.grad` of that slice and the states of the user's optimizer. Two copies connect it with the
+# device. Each runs on the stream of the transfer that it belongs to:
 #
-#     sync      mean gradients, as soon as they are there: under what is left of the backward pass
-#     publish   what was written to the parameters, rounded to the dtype that computes, before it travels on
+#     sync      copies the mean gradients to the host, while the backward pass still runs
+#     publish   copies the updated parameters to the device in the compute dtype, before they are sent to other ranks
 #
-# On a GPU the host's memory is page-locked, so that a copy needs no processor; the host then has to wait for a copy
-# before it reads, or writes to, what was copied: `Wait(…, on_host=True)` of the step machine. What is on its way to
-# the device lies apart from the master, so that an optimizer may write to that at any time.
+# On a GPU the host's memory is page-locked, so that copies are asynchronous. The host must wait for a copy before
+# it reads or writes the copied memory. The step machine asks for that by `Wait(…, on_host=True)`. Values on their way
+# to the device are stored apart from the master, so that the optimizer may write to the master at any time.
 
 
 def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Of the host, to copy to `device` from, or from there."""
+    """Allocate memory on the host for copies to and from `device`. It is page-locked where `device` is a GPU."""
     return torch.empty(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 @final
 class OptimizerMemory:
-    """Of one bucket whose optimizer works on a copy of its own (`BucketPlan.has_master`)."""
+    """The optimizer-side memory of one bucket: on the bucket's device, or on the host with offload.
+
+    `Bucket` allocates its master here and publishes it, and `FlatGradients` allocates the mean gradients here.
+    `outgoing` is the buffer on the host for values on their way to the device. It is None without offload.
+    """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
         self._device, self._on_host = device, plan.optimizer_on_host
@@ -112,17 +126,17 @@ class OptimizerMemory:
         self.outgoing = host_memory(elements, compute, device) if self._on_host else None
 
     def like(self, values: torch.Tensor) -> torch.Tensor:
-        """For as many elements in the parameters' own dtype."""
+        """Allocate memory for as many elements as `values`, in the parameters' own dtype."""
         if self._on_host:
             return host_memory(values.numel(), self._own, self._device)
         return torch.empty_like(values, dtype=self._own)
 
     def holding(self, values: torch.Tensor) -> torch.Tensor:
-        """These values, which the device has: itself, or a copy on the host."""
+        """Return `values` themselves, or with offload a copy of them on the host."""
         return self.like(values).copy_(values) if self._on_host else values
 
     def publish(self, master: torch.Tensor, target: torch.Tensor) -> None:
-        """Write what the optimizer wrote to `target`, on the device."""
+        """Copy the master to `target` on the device. With offload the copy goes through `outgoing`."""
         if self.outgoing is None:
             target.copy_(master)
         else:
@@ -134,47 +148,53 @@ Transfers = Mapping[Kind, Sequence[RankTransfer]]
 
 
 class BucketGradients(ABC):
-    """`used`: by parameter, whether this rank has had a gradient of it since the last boundary."""
+    """The gradients of one bucket during a step. `Unit` and `Bucket` drive them, in this order:
+
+    begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → sync → deliver (boundary)
+
+    `used` says for each parameter whether this rank computed a gradient for it since the last boundary.
+    `expected` is the number of gradients per micro-step before the unit no longer needs its weights.
+    """
 
     low_rank: LowRankSync | None = None
 
     def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
         self.plan, self._places = plan, places
         self.used = [False] * len(places)
-        self.expected = len(places)  # how many arrive in a micro-step, before the unit is through with its weights
-        self._arrived: set[int] = set()  # since what they arrive in was last cleared
-        self._arrived_now: set[int] = set()  # in this micro-step
+        self.expected = len(places)
+        self._arrived: set[int] = set()  # parameters whose memory holds a gradient: later ones are added to it
+        self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
 
     def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
-        """From now on. `new_sync`: by other transfers at a boundary than before."""
+        """Use the transfers of `plan` from now on. `new_sync` says that the transfers of the sync have changed."""
         self.plan = plan
 
     @property
     @abstractmethod
     def reduces(self) -> bool:
-        """Whether they travel every micro-step; else they are summed where they lie."""
+        """True if gradients are reduced in every micro-step. Otherwise they are summed where they are stored."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """What is held of them on the device."""
+        """The bytes that the gradients take on the device."""
 
     @property
     def mean_nbytes(self) -> int:
-        """And of the means, where those have memory of their own, which is the optimizer's."""
+        """The bytes of the mean gradients, if these have their own memory. It belongs to the optimizer."""
         return 0
 
     @property
     def arrived(self) -> bool:
-        """Whether all that are expected have, in this micro-step."""
+        """True if all expected gradients have arrived in this micro-step."""
         return len(self._arrived_now) >= self.expected
 
     @abstractmethod
     def begin(self, buffer: torch.Tensor | None) -> None:
-        """A micro-step, whose gradients are reduced from `buffer`; without one they stay."""
+        """Start a micro-step. Its gradients are reduced from `buffer`; with None they are summed in place."""
 
     def arrive(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Take over the gradient of one parameter; None: it counts as zero."""
+        """Take over the gradient of the parameter at `index`. None counts as a gradient of zero."""
         if gradient is None:
             self._arrive_as_zero(index)
             return
@@ -195,28 +215,28 @@ class BucketGradients(ABC):
     def _arrive_as_zero(self, index: int) -> None: ...
 
     def fill_missing(self) -> None:
-        """What got no gradient on this rank adds zero to the sum."""
+        """Let each parameter without a gradient on this rank add zero to the sum."""
         for index in range(len(self.used)):
             self._arrive_as_zero(index)
 
     @abstractmethod
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
-        """Add the sums over the ranks of `buffer` to this rank's G shard."""
+        """Reduce-scatter `buffer`, and add the result to this rank's G shard."""
 
     def needs_sync(self, terms: int) -> bool:
-        """Whether anything is left to be done from the sums to the means. `terms`: of how many the mean is."""
+        """Return whether the sums still need work to become means over `terms` gradients."""
         return True
 
     @abstractmethod
     def sync(self, terms: int, workspace: Workspace) -> None:
-        """From the sums of so many to the means over all ranks, in this rank's OS slice."""
+        """Turn the sums into means over `terms` gradients, for the elements of this rank's OS slice."""
 
     @abstractmethod
     def _means(self) -> Sequence[torch.Tensor | None]:
-        """By parameter, as far as they lie in this rank's OS slice: 1-D."""
+        """Return for each parameter the part of its mean gradient in this rank's OS slice, 1-D."""
 
     def deliver(self, used: Sequence[bool]) -> None:
-        """Add the means to `.grad` of every parameter that some rank used, and begin anew."""
+        """Add the mean gradient to `.grad` of each parameter that any rank used, and start the next step."""
         for place, mean, is_used in zip(self._places, self._means(), used, strict=True):
             parameter = place.parameter
             assert isinstance(parameter, ShardTensor)
@@ -234,16 +254,16 @@ class BucketGradients(ABC):
 
     @abstractmethod
     def _lend(self, mean: torch.Tensor) -> None:
-        """It is `.grad` of a parameter from now on."""
+        """Note that `mean` is `.grad` of a parameter from now on."""
 
     def restart(self) -> None:
-        """Forget what was accumulated."""
+        """Drop the accumulated gradients."""
         self._arrived.clear()
         self.used = [False] * len(self.used)
 
 
 def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whole: bool, is_reduced: bool) -> None:
-    """Refuse one that autograd has accumulated at a moment, or in a way, that the sum over ranks does not allow."""
+    """Raise `StepError` if autograd accumulated a gradient at a time, or in a way, that the reduction cannot handle."""
     name = place.names[0]
     if grad.requires_grad:
         raise StepError(
@@ -266,12 +286,13 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
 def gradients_of(
     plan: BucketPlan, places: Sequence[ParameterPlace], optimizer: OptimizerMemory, rank: int, device: torch.device
 ) -> BucketGradients:
+    """Return the gradients of one bucket: `OwnGradients` if none of its gradients is ever sent, or `FlatGradients`."""
     return OwnGradients(plan, places) if plan.gradients_stay else FlatGradients(plan, places, optimizer, rank, device)
 
 
 @final
 class OwnGradients(BucketGradients):
-    """Each as autograd made it, and as it is in `.grad` afterwards."""
+    """Gradients that stay as autograd made them: the same tensors become `.grad`, without any transfer."""
 
     def __init__(self, plan: BucketPlan, places: Sequence[ParameterPlace]) -> None:
         super().__init__(plan, places)
@@ -280,15 +301,18 @@ class OwnGradients(BucketGradients):
 
     @property
     def reduces(self) -> bool:
+        """False: these gradients are never sent."""
         return False
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the sums, and of those that are `.grad` of a parameter now."""
         held = [place.parameter.grad for place in self._places]
         lent = sum(grad.local.nbytes for grad in held if isinstance(grad, ShardTensor))
         return lent + sum(each.nbytes for each in self._sums if each is not None)
 
     def begin(self, buffer: torch.Tensor | None) -> None:
+        """Start a micro-step. There is no buffer to reduce from."""
         assert buffer is None
         self._arrived_now.clear()
 
@@ -296,7 +320,7 @@ class OwnGradients(BucketGradients):
         before = self._sums[index]
         if before is None:
             own = gradient if _is_alone_in_its_memory(gradient) else gradient.clone()
-            if own.dtype is not self._dtype:  # there are many gradients in a step, and each call takes its time
+            if own.dtype is not self._dtype:  # a step has many gradients, and a call of to() is not free
                 own = own.to(self._dtype)
             self._sums[index] = own.reshape(-1)
         else:
@@ -306,12 +330,15 @@ class OwnGradients(BucketGradients):
         self._arrived_now.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        """Raise `AssertionError`: these gradients are never reduced."""
         raise AssertionError("nothing of these gradients travels")
 
     def needs_sync(self, terms: int) -> bool:
+        """Return whether the sums have to be divided to become means."""
         return self.plan.divisors(Kind.SYNC, terms) != (1, 1.0)
 
     def sync(self, terms: int, workspace: Workspace) -> None:
+        """Divide the sums in place."""
         before, after = self.plan.divisors(Kind.SYNC, terms)
         for each in self._sums:
             if each is not None:
@@ -321,16 +348,20 @@ class OwnGradients(BucketGradients):
         return self._sums
 
     def _lend(self, mean: torch.Tensor) -> None:
-        """The next micro-step's are other tensors."""
+        """Do nothing: the next micro-step uses other tensors."""
 
     def restart(self) -> None:
+        """Drop the sums. Those that are `.grad` of a parameter stay there."""
         super().restart()
         self._sums = [None] * len(self._sums)
 
 
 def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
-    """Autograd gives both terms of a sum one gradient, or views of it: what is added to one, or scales it, would change
-    the other."""
+    """Return whether no other tensor shares the memory of `gradient`.
+
+    Autograd gives both operands of an addition the same gradient, or views of it. Scaling one in place, or adding to
+    it, would then change the other.
+    """
     storage = gradient.untyped_storage()
     users = torch._C._storage_Use_Count(storage._cdata)  # pyright: ignore
     return storage.nbytes() == gradient.nbytes and users <= 2  # the gradient, and `storage`
@@ -338,7 +369,10 @@ def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
 
 @final
 class FlatGradients(BucketGradients):
-    """`sums`: this rank's G shard, made with the first gradient."""
+    """Gradients in flat memory, from which they are reduced and synchronized.
+
+    `sums` is this rank's G shard. It is allocated in the first micro-step.
+    """
 
     def __init__(
         self,
@@ -358,6 +392,7 @@ class FlatGradients(BucketGradients):
         self._lent: list[weakref.ref[torch.Tensor]] = []
 
     def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+        """Use the transfers of `plan` from now on. A new sync starts with fresh low-rank state."""
         self.plan, self._transfers = plan, transfers
         if new_sync:
             bound = transfers[Kind.SYNC]
@@ -365,18 +400,24 @@ class FlatGradients(BucketGradients):
 
     @property
     def reduces(self) -> bool:
+        """True if the strategy reduces this bucket's gradients in every micro-step."""
         return bool(self._transfers[Kind.REDUCE])
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the G shard."""
         return 0 if self.sums is None else self.sums.nbytes
 
     @property
     def mean_nbytes(self) -> int:
+        """The bytes of the mean gradients, if they are not a view of the G shard."""
         return 0 if self._mean is None else self._mean.nbytes
 
     def _reclaim(self) -> None:
-        """Before the G shard is written anew: whoever still holds a view of it, lent as `.grad`, gets a copy."""
+        """Give each holder of a view into the G shard its own copy, before the G shard is overwritten.
+
+        `deliver` has lent such views as `.grad`.
+        """
         for reference in self._lent:
             tensor = reference()
             if tensor is not None:
@@ -387,9 +428,10 @@ class FlatGradients(BucketGradients):
         self._lent.append(weakref.ref(mean))
 
     def begin(self, buffer: torch.Tensor | None) -> None:
+        """Start a micro-step. Gradients are copied to `buffer`, or with None added to the G shard itself."""
         if self.sums is None:
             elements, dtype = self.plan.numel // self.plan.grads.count, torch_dtype(self.plan.accumulate_dtype)
-            # The padding between parameters is never written, and must not be noise.
+            # No gradient is ever written to the padding between parameters, so it has to be zero from the start.
             self.sums = torch.zeros(elements, dtype=dtype, device=self._device)
         self._reclaim()
         self._arrived_now.clear()
@@ -422,6 +464,7 @@ class FlatGradients(BucketGradients):
             self._arrived.add(index)
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
+        """Reduce-scatter `buffer`, and add this rank's slice of the result to the G shard."""
         assert self.sums is not None
         before, after = self.plan.divisors(Kind.REDUCE, self.plan.grads.count)
         if before != 1:
@@ -438,6 +481,7 @@ class FlatGradients(BucketGradients):
         self._holds_sums = True
 
     def sync(self, terms: int, workspace: Workspace) -> None:
+        """Sum the G shard over its replicas, and divide. The mean is then in this rank's OS slice."""
         assert self.sums is not None
         before, after = self.plan.divisors(Kind.SYNC, terms)
         mine = self._own_slice(self.sums)
@@ -446,7 +490,8 @@ class FlatGradients(BucketGradients):
         if self.low_rank is not None:
             self.low_rank.run(self.sums, after, workspace)
         elif transfers := self._transfers[Kind.SYNC]:
-            # What travels is narrower than the sum, and lives in the same memory meanwhile.
+            # The sum is sent in a dtype that may be narrower. Until the transfer ends, its memory holds the narrow
+            # values.
             travelling = narrowed(self.sums, torch_dtype(transfers[0].transfer.dtype))
             own = self._own_slice(travelling)
             for bound in transfers:
@@ -469,5 +514,6 @@ class FlatGradients(BucketGradients):
         return [mean[slice(*span.in_cut())] for span in spans]
 
     def restart(self) -> None:
+        """Drop the sums. The next reduction overwrites the G shard."""
         super().restart()
         self._holds_sums = False

@@ -1,7 +1,7 @@
-"""What the shards of a model start from, one bucket at a time, so that no rank ever holds the model whole.
+"""The initial values of a model's shards, one bucket at a time, so that no rank ever holds the unsharded model.
 
-FromModel    the values that the model has, or that its modules draw: a bucket whole on every rank, as rank 0 has it
-FromValues   `values(name, start, end)`, asked on each rank for what it holds, and for nothing else
+FromModel    the model's own values, or those that its modules initialize; rank 0 broadcasts each unsharded bucket
+FromValues   the user's `values(name, start, end)`; each rank calls it only for the elements that it holds
 """
 
 from __future__ import annotations
@@ -22,40 +22,46 @@ from towpath.engine.parameters.parallel import Mesh, local_part
 from towpath.errors import ShardError, TowpathError
 from towpath.topology.groups import Groups
 
-# The elements [start, end) of a tensor, by its name, in row-major order; KeyError for a name it does not know.
+# `values(name, start, end)` returns the elements [start, end) of the named tensor, in row-major order. It raises
+# KeyError for an unknown name.
 Values = Callable[[str, int, int], torch.Tensor]
 
 
 class Flat(ABC):
-    """The values of one bucket, of which a rank takes its slices before the next bucket is asked for."""
+    """The initial values of one bucket. `Bucket` takes this rank's slices before the next bucket is requested."""
 
     @abstractmethod
     def part(self, cut: Partition, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's slice of `cut`, in memory of its own."""
+        """Return this rank's slice in the partition `cut`, in new memory."""
 
 
 class Source(ABC):
-    """Where the values of a model come from."""
+    """The source of a model's initial values. `build` uses one for all buckets and buffers."""
 
     @abstractmethod
-    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat: ...
+    def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        """Return the initial values of one bucket."""
+        ...
 
     @abstractmethod
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """The values of a persistent buffer that has `buffer` by now."""
+        """Return the values of the persistent buffer `name`, whose current values are `buffer`."""
 
     @abstractmethod
     def failure(self) -> TowpathError | None:
-        """What went wrong on this rank alone, once all is asked for. The other ranks went on until then."""
+        """Return the error of this rank, if any, after all values were requested. Other ranks do not know it yet."""
 
 
 @final
 class FromModel(Source):
+    """The values that rank 0's model has, or that rank 0's modules initialize if they are on the meta device."""
+
     def __init__(self, groups: Groups, mesh: Mesh, device: torch.device) -> None:
         self._groups, self._mesh, self._device = groups, mesh, device
         self._room = torch.empty(0, dtype=torch.uint8, device=device)
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        """Initialize one unsharded bucket on each rank, and overwrite it with rank 0's values."""
         whole = self._room_for(plan.numel, torch_dtype(plan.own_dtype))
         with torch.no_grad(), _materialised(layout.places, whole):
             for place in layout.places:
@@ -70,17 +76,19 @@ class FromModel(Source):
         return _Whole(whole, self._groups.rank)
 
     def _room_for(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """One buffer serves all buckets, one after the other: to free it each time would leave holes in the heap."""
+        """Return zeroed memory for one bucket. All buckets share one buffer, which avoids fragmentation of the heap."""
         needed_bytes = numel * dtype.itemsize
         if self._room.numel() < needed_bytes:
-            self._room = self._room.new_empty(0)  # let go before the larger one is made
+            self._room = self._room.new_empty(0)  # free the buffer before the larger one is allocated
             self._room = self._room.new_empty(needed_bytes)
         return self._room[:needed_bytes].view(dtype).zero_()
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return `buffer` itself: the model has its values already."""
         return buffer
 
     def failure(self) -> TowpathError | None:
+        """Return None: errors of this source are raised at once."""
         return None
 
 
@@ -93,31 +101,42 @@ class _Whole(Flat):
         return self._whole.view(cut.count, -1)[cut.slots[self._rank]].to(dtype, copy=True)
 
 
-# Elements that are asked for at once: what a source reads, it may have to hold.
+# The most elements in one call of `values`, which may have to hold in memory what it reads.
 PIECE = 1 << 22
 
 
 @final
 class FromValues(Source):
-    """After a failure it gives zeros, so that what the ranks do together goes on; then all of them raise."""
+    """The values that the user's function returns (`shard(values=)`).
+
+    After a failure the remaining parameters are zero, so that the ranks can finish their collectives. Then all raise.
+    """
 
     def __init__(self, values: Values, rank: int, device: torch.device) -> None:
         self._values, self._rank, self._device = values, rank, device
         self._failure: TowpathError | None = None
 
     def flat(self, layout: BucketLayout, plan: BucketPlan) -> Flat:
+        """Return the values of one bucket. The user's function is called when slices are taken."""
         return _Asked(self, layout.places, plan.numel, self._rank, self._device)
 
     def buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        """One that the source does not know stays as its module made it."""
+        """Return the values of buffer `name`, or its current values if the user's function does not know the name."""
         found = torch.empty_like(buffer)
         return found if self.fill(found.view(-1), [name], 0, needed=False) else buffer
 
     def failure(self) -> TowpathError | None:
+        """Return the first error of the user's function on this rank, if any."""
         return self._failure
 
     def fill(self, target: torch.Tensor, names: Sequence[str], start: int, needed: bool = True) -> bool:
-        """Write the elements from `start` on into `target`, under the first of the names that is known."""
+        """Fill `target` with the elements from `start` on, under the first name that the user's function knows.
+
+        An error is kept for `failure()`. That no name is known counts as an error only if `needed`.
+
+        Returns:
+            Whether a name was known.
+        """
         for name in names:
             try:
                 for at in range(0, target.numel(), PIECE):
@@ -173,10 +192,10 @@ class _Asked(Flat):
 
 @contextmanager
 def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Generator[None]:
-    """Inside, the parameters of `places` that have no values yet have those that their modules give them, in `flat`."""
+    """Initialize the parameters of `places` that are on the meta device in `flat`, for the duration of the context."""
     absent = [p for p in places if p.parameter.device.type == "meta"]
     owners = {id(p.owners[0][0]): p.owners[0][0] for p in absent}
-    # A module initialises all its parameters at once: those that are another bucket's go to memory that is dropped.
+    # A module initializes all its parameters at once. Those that belong to another bucket get temporary memory.
     before = [(module, dict(_parameters(module))) for p in absent for module, _ in p.owners]
     for module in owners.values():
         for attribute, parameter in _parameters(module).items():
@@ -200,13 +219,16 @@ def _materialised(places: Iterable[ParameterPlace], flat: torch.Tensor) -> Gener
 
 
 def _empty(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Whole, also of a DTensor: of its parts, equal seeds would draw the same, and other seeds would draw apart what is
-    replicated on the mesh."""
+    """Return an uninitialized parameter of the full shape, for a DTensor too.
+
+    Initializing the local parts of a DTensor would be wrong. With equal seeds all parts would be equal, and with
+    different seeds the replicated parts would differ.
+    """
     return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad)
 
 
 def _take_part(place: ParameterPlace, flat: torch.Tensor) -> None:
-    """Of a parameter that its module has drawn whole, as the first rank of the mesh has it."""
+    """Copy this rank's part of a DTensor to `flat`, from the full tensor that the mesh's first rank initialized."""
     module, attribute = place.owners[0]
     whole, parallel = module.get_parameter(attribute), place.parallel
     assert parallel is not None
@@ -227,7 +249,7 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def materialise_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give values to the buffers that have none, as their modules' initialisation does."""
+    """Initialize the buffers that are on the meta device, with the `reset_parameters` of their modules."""
     for path, module in model.named_modules():
         absent = [name for name, b in module.named_buffers(recurse=False) if b.device.type == "meta"]
         for name in absent:

@@ -1,8 +1,9 @@
-"""The sum of gradients over all ranks, matrices by their factors: P = Σ X Q, made orthonormal, and Q = Σ Xᵀ P.
+"""The sync of gradients in low rank (PowerSGD): all ranks sum two thin factors P and Q of each matrix.
 
-X is what a rank has: its gradient, and what its earlier messages have missed (`errors`). All ranks begin with the same
-Q and get the same sums, so P Qᵀ is the same for all; the next time, Q is where they begin. What is no matrix, or would
-not get smaller, travels with P as it is.
+First P = Σ X Q, which each rank then makes orthonormal, and after that Q = Σ Xᵀ P. The sum of the matrices is close to
+P Qᵀ. X is a rank's gradient plus the error feedback, the part that its earlier messages left out (`errors`). All ranks
+start with the same Q and get the same sums, so P Qᵀ is the same on all ranks. The next sync starts with the last Q.
+Gradients that are not matrices, or would not get smaller, are sent unchanged in the message of P.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from towpath.core.wire import Factored, Matrix
 
 
 class LowRankSync:
-    """Of one bucket. `transfers`: of its two messages."""
+    """The low-rank sync of one bucket, with the state that it keeps between steps. `FlatGradients` holds and runs it.
+
+    `transfers` are those of its two messages, P first.
+    """
 
     def __init__(self, plan: BucketPlan, factored: Factored, transfers: Sequence[RankTransfer], device: torch.device):
         self.factored, self._transfers = factored, transfers
@@ -37,27 +41,28 @@ class LowRankSync:
 
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
-        """What it keeps from one step to the next."""
+        """The tensors that are kept between steps: the second factors, and with error feedback the errors."""
         return (self._factors, self._errors) if self._errors.numel() else (self._factors,)
 
     @property
     def draws(self) -> tuple[Draws, ...]:
+        """No random draws: low rank does not round stochastically."""
         return ()
 
     def restart(self) -> None:
-        """As at the very first step."""
+        """Reset the state to that of the first step."""
         self._errors.zero_()
         for number, q in enumerate(self._q()):
             columns, rank = q.shape
             q.copy_(first_factor(columns, rank, self._seed + number, self._dtype, q.device))
 
     def _q(self, memory: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """The second factor of every matrix, in `memory`."""
+        """Return the second factor of each matrix as a view of `memory`, by default of the kept factors."""
         shapes = [(matrix.columns, self.factored.codec.rank) for matrix in self.factored.matrices]
         return _cut(self._factors if memory is None else memory, shapes)
 
     def run(self, region: torch.Tensor, divisor: float, workspace: Workspace) -> None:
-        """`region`: the bucket's whole gradients on this rank; then, their sum over all, divided by `divisor`."""
+        """Replace `region`, this rank's gradients of the full bucket, by their sum over all ranks over `divisor`."""
         first, second = self._messages(workspace)
         rank, matrices = self.factored.codec.rank, self.factored.matrices
         x = [_matrix(region, matrix) for matrix in matrices]
@@ -65,7 +70,7 @@ class LowRankSync:
         p, q, sent = _cut(first, [(m.rows, rank) for m in matrices]), self._q(), self._q(second)
         rest = first[rank * sum(m.rows for m in matrices) :]
 
-        # Matrices are large: what is done with a whole one is done in place.
+        # Matrices are large, so operations on an entire matrix work in place.
         for mine, error in zip(x, errors, strict=False):
             mine.add_(error)
         for mine, left, right in zip(x, p, q, strict=True):
@@ -77,10 +82,10 @@ class LowRankSync:
         for mine, basis, right in zip(x, bases, sent, strict=True):
             right.copy_(columns_of(mine.to(self._dtype).T, basis))
             if errors:
-                _add_product(mine, basis, right.to(self._dtype), -1)  # what this rank's part of the sum misses
+                _add_product(mine, basis, right.to(self._dtype), -1)  # leaves the error of this rank's part of the sum
         self._transfers[1].run(second, second, workspace)
 
-        # A sum that is not finite leaves what is kept as it was: that step will not be taken.
+        # If a sum is not finite, the kept state stays as it was, because the optimizer will skip this step.
         finite = first.isfinite().all() & second.isfinite().all()
         for mine, error in zip(x, errors, strict=False):
             torch.where(finite, mine, error, out=error)
@@ -91,10 +96,10 @@ class LowRankSync:
         for (start, end), values in zip(
             self.factored.plain, rest.split([end - start for start, end in self.factored.plain]), strict=True
         ):
-            region[start:end].copy_(values).div_(divisor)  # in the dtype of the sums, which may be the wider one
+            region[start:end].copy_(values).div_(divisor)  # divide in the dtype of the sums, which may be wider
 
     def _messages(self, workspace: Workspace) -> tuple[torch.Tensor, torch.Tensor]:
-        """In the memory of bytes, which the sums themselves do not use."""
+        """Return memory for the two messages, from the wire buffer for bytes, which the sums themselves do not use."""
         first, second = self.factored.messages
         memory = workspace.take((first + second) * self._message_dtype.itemsize, torch.uint8).view(self._message_dtype)
         return memory[:first], memory[first:]
@@ -105,8 +110,10 @@ def _matrix(region: torch.Tensor, matrix: Matrix) -> torch.Tensor:
 
 
 def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, times: float, keep: float = 1) -> None:
-    """In place: keep · matrix + times · left rightᵀ, summed in the dtype of the factors. With `keep` 0, whatever the
-    matrix was."""
+    """Set `matrix` to keep · matrix + times · left rightᵀ in place, computed in the dtype of the factors.
+
+    With `keep` 0 the values of the matrix have no effect, even if they are not finite.
+    """
     if matrix.dtype == left.dtype:
         matrix.addmm_(left, right.T, beta=keep, alpha=times)
     else:
@@ -114,7 +121,7 @@ def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, 
 
 
 def _cut(memory: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """One after the other, from its start on."""
+    """Return views of `memory` with the given shapes, one after the other."""
     found: list[torch.Tensor] = []
     start = 0
     for rows, columns in shapes:

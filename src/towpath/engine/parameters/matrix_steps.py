@@ -1,9 +1,9 @@
-"""The step of an optimizer that needs whole matrices, carried out: pieces brought to their owners, and back.
+"""Runs the step of an optimizer that needs whole matrices: slices are sent to their owners, and back afterwards.
 
-What is done in which order `core/whole_matrices.py` says. On this rank:
+`core/whole_matrices.py` decides the order. This rank has two kinds of memory:
 
-    memory   per dtype   [rounds in flight, gradients and weights, room]   what the owner brings together
-    pieces               the gradients' slices, and the parameters': sent from where they lie, received where they lie
+    memory   per dtype   [rounds in flight, gradients and weights, room]   matrices that this rank owns, gathered
+    pieces               slices of gradients and parameters, sent and received in their own memory
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from towpath.errors import CheckpointError, StepError
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A parameter on the rank that owns it, for as long as its round lasts."""
+    """A full parameter and its gradient on the rank that owns it. The memory is valid during its round."""
 
     name: str
     weight: torch.Tensor
@@ -43,7 +43,7 @@ Iteration = Callable[[Sequence[Whole]], None]
 
 
 def whole_parameters(engine: Engine, wanted: Collection[int]) -> Iterator[tuple[WholeParameter, ShardTensor]]:
-    """Those of an engine's trainable parameters whose ids are `wanted`, in the order of the model."""
+    """Yield the trainable parameters of `engine` whose ids are in `wanted`, in the order of the model."""
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
             for index, place in enumerate(bucket.layout.places):
@@ -54,7 +54,10 @@ def whole_parameters(engine: Engine, wanted: Collection[int]) -> Iterator[tuple[
 
 
 class MatrixSteps:
-    """Of one model on one rank, and one optimizer. Every rank must make it alike: it makes process groups."""
+    """The whole-matrix steps of one optimizer for one model, on this rank. `towpath.optim.WholeMatrices` holds them.
+
+    Every rank must construct it with the same arguments, because it makes process groups.
+    """
 
     def __init__(self, engine: Engine, wanted: Collection[int], gradients: Wire) -> None:
         chosen = list(whole_parameters(engine, wanted))
@@ -73,26 +76,32 @@ class MatrixSteps:
         engine.matrix_steps.add(self)
 
     def owns(self, name: str) -> bool:
+        """Return whether this rank owns the parameter of that name."""
         return name in self._owned
 
     def owns_parameter(self, parameter: torch.Tensor) -> bool:
+        """Return whether this rank owns `parameter`."""
         return any(p is parameter and name in self._owned for name, p in self.parameters.items())
 
     @property
     def is_spread(self) -> bool:
-        """Whether ranks own different parameters."""
+        """True if different ranks own different parameters."""
         return self._engine.strategy.moves.optimizer.count > 1
 
     @property
     def nbytes(self) -> int:
-        """Of the memory that matrices are brought together in."""
+        """The bytes of the memory in which matrices are gathered."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def run(self, iterate: Iteration, gradients: bool = True) -> None:
-        """`iterate` is given the matrices that this rank owns, round by round, and changes their weights.
+        """Run one step: gather matrices on their owners, call `iterate`, and send the updates back.
 
-        With `gradients`, these are the parameters that have one; without, they are all, and no gradient travels.
-        Where it fails, this rank still takes part in all that the others wait for; then it raises.
+        If `iterate` raises, this rank first takes part in the remaining transfers, for which other ranks wait.
+
+        Args:
+            iterate: Called for each round with the matrices that this rank owns. It updates their weights in place.
+            gradients: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
+                False, it covers all parameters, as a call of the optimizer's `eval()` does.
         """
         self._reserve()
         names = frozenset(name for name, p in self.parameters.items() if p.grad is not None) if gradients else self._all
@@ -130,7 +139,18 @@ class MatrixSteps:
     def states_of_owners(
         self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Of each parameter, by name, what its owner has in `states`: sent to every rank, tensor by tensor."""
+        """Yield for each parameter its name and its owner's optimizer state, broadcast tensor by tensor.
+
+        Every rank must call this.
+
+        Args:
+            states: This rank's optimizer states.
+            device: Where the tensors of the results are stored. By default, on the model's device.
+            wanted: Whether this rank needs the results. If False, it takes part in the broadcasts and yields nothing.
+
+        Raises:
+            CheckpointError: A state is a tensor subclass made of other tensors.
+        """
         groups = self._wiring.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
@@ -157,10 +177,10 @@ class MatrixSteps:
             if wanted:
                 yield name, state
 
-    # Where things lie ------------------------------------------------------------------------------------------------
+    # Memory ----------------------------------------------------------------------------------------------------------
 
     def _gradient(self, matrix: Matrix) -> torch.Tensor:
-        """This rank's slice of it."""
+        """Return this rank's slice of the gradient."""
         gradient = self.parameters[matrix.name].grad
         if not isinstance(gradient, ShardTensor):
             raise StepError(f"{matrix.name}.grad was replaced by a plain tensor; set it to None, or zero it.")
@@ -170,7 +190,7 @@ class MatrixSteps:
         return self.parameters[matrix.name].to_local().detach()
 
     def _brought(self, each: Round, way: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Where the gradient and the weight of each matrix are brought together, of those that this rank owns."""
+        """Return the memory in which this rank gathers gradient and weight of each matrix that it owns."""
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         start = 0
         for matrix in each.owned(self._slot):
@@ -219,7 +239,10 @@ class MatrixSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Outline:
-    """Of a state that is a tensor; a number is told as it is. `kind`: of a tensor that is made of others, its class."""
+    """Shape and dtype of a state tensor, which owners send to all ranks before the tensor itself.
+
+    `kind` is the class name of a tensor that is made of other tensors, and otherwise empty.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -234,7 +257,7 @@ def _outline(value: Any) -> Any:
 
 
 def not_savable(path: str, kind: str) -> CheckpointError:
-    """Return the error about an optimizer's state of a class that is made of other tensors, such as torchao's."""
+    """Return the error for an optimizer state whose class is made of other tensors, such as torchao's."""
     return CheckpointError(
         f"the optimizer's state {path} is a {kind}, which checkpoints cannot hold: expected plain tensors. Save the "
         "model alone, and start with a new optimizer; or take an optimizer without quantized states."

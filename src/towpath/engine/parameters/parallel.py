@@ -1,6 +1,6 @@
-"""Parameters that are split over a tensor-parallel mesh besides: of such a DTensor, its local part is what we shard.
+"""Parameters that are DTensors on a tensor-parallel mesh, whose local part `shard()` shards, and boxes of tensors.
 
-DTensor costs a second to import, so that happens only for a model that has some.
+Importing DTensor takes a second, so this module imports it only for models that have DTensors.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ if TYPE_CHECKING:
 
 # --- boxes ------------------------------------------------------------------------------------------------------------
 #
-# A slice of a flattened tensor as boxes of the tensor's own shape, which is what checkpoints are made of.
+# Splits a slice of a flattened tensor into boxes, the rectangular parts of tensors that checkpoints consist of.
 #
-# Elements [start, end) of a tensor of n dimensions are at most 2n − 1 boxes, none of them empty: the rest of a row
-# that has begun, whole rows, the beginning of another row; and so on inside each of the two broken rows.
+# The elements [start, end) of a tensor with n dimensions are at most 2n − 1 boxes, none of them empty. They are the
+# end of a row, then complete rows, then the start of a row. The two incomplete rows are split in the same way.
 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """`sizes` elements from `offsets` on, which are the elements [start, end) of the flattened tensor; of one that is a
-    part of another, whose `offsets` these are, of the flattened part."""
+    """A rectangular part of a tensor: `sizes` elements in each dimension, from `offsets` on.
+
+    It holds the elements [start, end) of the flattened tensor. For this rank's part of a DTensor, `offsets` refer to
+    the full tensor, while `start` and `end` refer to the flattened part.
+    """
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -45,15 +48,15 @@ class Box:
 
 
 def boxes_of(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """The elements [start, end) of a flattened tensor of `shape`, in order."""
+    """Yield the elements [start, end) of a flattened tensor of `shape` as boxes, in order."""
     if start >= end:
         return
     if not shape:
         yield Box((), (), 0, 1)
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), end // row  # whole rows
-    if first > last:  # inside one row
+    first, last = -(-start // row), end // row  # complete rows
+    if first > last:  # all elements are in one row
         yield from _inside(shape, start, end)
         return
     if start < first * row:
@@ -66,7 +69,7 @@ def boxes_of(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 
 def _inside(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
-    """Elements of one row."""
+    """Yield the elements [start, end), all in one row, as boxes."""
     row = prod(shape[1:])
     index = start // row
     for box in boxes_of(shape[1:], start - index * row, end - index * row):
@@ -74,8 +77,8 @@ def _inside(shape: Sequence[int], start: int, end: int) -> Iterator[Box]:
 
 
 def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The elements of a box of a tensor of `shape`, in order, as ranges [start, end) of the flattened tensor."""
-    # From here on the box has all of each dimension: what it has of the one before follows one another.
+    """Yield the elements of `box` in order, as ranges [start, end) of the flattened tensor of `shape`."""
+    # The box covers all of each dimension from `rest` on. Its elements in dimension `rest - 1` are thus contiguous.
     rest = next((dim for dim in range(len(shape), 0, -1) if box.sizes[dim - 1] != shape[dim - 1]), 0)
     if rest == 0:
         yield 0, prod(shape)
@@ -91,15 +94,16 @@ def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 # --- dcp chunks -------------------------------------------------------------------------------------------------------
 #
-# This rank's boxes of a ShardTensor, in the words of torch.distributed.checkpoint (DCP).
+# This rank's boxes of a ShardTensor, as types of torch.distributed.checkpoint (DCP).
 
 
 def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
+    """Return DCP's metadata of `boxes`."""
     return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
 
 
 def write_items(fqn: str, local: torch.Tensor, shape: torch.Size, boxes: Sequence[Box]) -> list[WriteItem]:
-    """`local`: this rank's elements of the tensor of `shape`."""
+    """Return DCP's write items for `boxes`. `local` holds this rank's elements of the tensor of `shape`."""
     properties = TensorProperties.create_from_tensor(local)
     return [
         WriteItem(
@@ -112,7 +116,11 @@ def write_items(fqn: str, local: torch.Tensor, shape: torch.Size, boxes: Sequenc
 
 
 def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
-    """Return the box that begins at the index's offsets: a view of `local`, which holds the elements of `boxes`."""
+    """Return the box that starts at the offsets of `index`, as a view of `local`, which holds all of `boxes`.
+
+    Raises:
+        ShardTensorError: None of `boxes` starts there.
+    """
     box = next((b for b in boxes if b.offsets == tuple(index.offset or ())), None)
     if box is None:
         raise ShardTensorError(f"{index.fqn}: this rank has no box that begins at {index.offset}. Plan the load anew.")
@@ -121,9 +129,9 @@ def box_at(index: MetadataIndex, local: torch.Tensor, boxes: Sequence[Box]) -> t
 
 
 class SentShard(torch.Tensor):
-    """A ShardTensor in another process, which has none of its process groups: DCP can save it, and no more.
+    """A ShardTensor that was sent to another process, without process groups. DCP can save it, and nothing else works.
 
-    `dcp.async_save` sends it there with `async_checkpointer_type=AsyncCheckpointerType.PROCESS`.
+    `dcp.async_save` sends one if it is called with `async_checkpointer_type=AsyncCheckpointerType.PROCESS`.
     """
 
     _local: torch.Tensor
@@ -136,7 +144,7 @@ class SentShard(torch.Tensor):
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: `__new__` has set all attributes."""
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         return write_items(fqn, self._local, self.shape, self._boxes)
@@ -154,25 +162,29 @@ class SentShard(torch.Tensor):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parallel:
-    """How a parameter lies on its tensor-parallel mesh: as the DTensor did that `shard` was given."""
+    """Mesh and placements of a parameter that was a DTensor when `shard` got it. `ShardSpec` and the layout hold it."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    shape: torch.Size  # of the whole tensor
+    shape: torch.Size  # shape of the full tensor
     stride: tuple[int, ...]
 
     @property
     def ranks(self) -> list[int]:
-        """Of the mesh, as the whole job counts them."""
+        """The global ranks of the mesh."""
         return self.mesh.mesh.flatten().tolist()
 
     @property
     def is_split(self) -> bool:
-        """Whether no two ranks of the mesh hold the same part."""
+        """True if no two ranks of the mesh hold the same part."""
         return all(placement.is_shard() for placement in self.placements)
 
     def first(self) -> tuple[int, ...]:
-        """The element of the whole tensor that this rank's part begins with."""
+        """Return the offsets in the full tensor at which this rank's part starts.
+
+        Raises:
+            ShardTensorError: The part is not rectangular.
+        """
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -184,6 +196,7 @@ class Parallel:
         return tuple(compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)[1])
 
     def wrap(self, local: torch.Tensor) -> DTensor:
+        """Return the DTensor whose local part is `local`."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -191,7 +204,7 @@ class Parallel:
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor that is whole and alike on every rank of the mesh."""
+        """Return this rank's part of `whole`, a full tensor with the same values on every rank of the mesh."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if isinstance(whole, DTensor):
@@ -200,16 +213,20 @@ class Parallel:
         return everywhere.redistribute(placements=self.placements).to_local()
 
     def part_of_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Autograd may leave a gradient placed otherwise, as a partial sum for instance."""
+        """Return this rank's part of a gradient, which autograd may have left in other placements, such as Partial."""
         placed: Any = gradient
         return placed.redistribute(placements=self.placements).to_local()
 
     def describe(self) -> str:
+        """Return shape and placements for messages."""
         return f"of {'×'.join(map(str, self.shape))} as {', '.join(map(str, self.placements))}"
 
 
 def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, end: int) -> list[Box]:
-    """The elements [start, end) of this rank's `part` of a parameter, flattened, as boxes of the whole parameter."""
+    """Return the elements [start, end) of this rank's part of a parameter as boxes of the full parameter.
+
+    `part` is the shape of this rank's part, and `start` and `end` count in the flattened part.
+    """
     boxes = boxes_of(part, start, end)
     if parallel is None:
         return list(boxes)
@@ -218,7 +235,7 @@ def boxes_in_whole(part: Sequence[int], parallel: Parallel | None, start: int, e
 
 
 def parallel_of(parameter: nn.Parameter) -> Parallel | None:
-    """How `parameter` lies on its mesh, if it is a DTensor."""
+    """Return mesh and placements of `parameter` if it is a DTensor, otherwise None."""
     if type(parameter) is nn.Parameter:
         return None
     from torch.distributed.tensor import DTensor
@@ -229,7 +246,7 @@ def parallel_of(parameter: nn.Parameter) -> Parallel | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What of `tensor` lies on this rank: all of it, unless it is a DTensor."""
+    """Return the local part of `tensor` if it is a DTensor parameter, otherwise `tensor` itself."""
     parallel = isinstance(tensor, nn.Parameter) and parallel_of(tensor) is not None
     placed: Any = tensor
     return placed.detach().to_local() if parallel else tensor
@@ -237,20 +254,23 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The mesh of a model's DTensors: norms are combined over it too, and what is replicated on it counts once."""
+    """The tensor-parallel mesh of a model's DTensors, or no mesh if there are none.
+
+    Norms are combined over it in addition to the replica. A parameter that is replicated on it counts once.
+    """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
     coordinate: tuple[int, ...] = ()
 
     def copies(self, parallel: Parallel | None) -> list[dist.ProcessGroup]:
-        """The groups whose ranks have the same of a parameter."""
+        """Return the process groups of the mesh whose ranks hold the same part of a parameter."""
         if parallel is None:
             return list(self.groups)
         placed = zip(self.groups, parallel.placements, strict=True)
         return [group for group, placement in placed if placement.is_replicate()]
 
     def counts(self, parallel: Parallel | None) -> bool:
-        """Whether this rank's copy is the one that counts. A plain parameter is the same on the whole mesh."""
+        """Return whether this rank's copy counts in norms. A plain parameter is replicated on the entire mesh."""
         if parallel is None:
             return not any(self.coordinate)
         split = (placement.is_shard() for placement in parallel.placements)
@@ -258,6 +278,7 @@ class Mesh:
 
 
 def mesh_of(parameters: list[Parallel]) -> Mesh:
+    """Return the mesh of a model's DTensors, which all share one."""
     if not parameters:
         return Mesh()
     mesh = parameters[0].mesh

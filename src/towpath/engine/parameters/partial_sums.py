@@ -1,7 +1,8 @@
-"""A norm or a sum of which each rank knows its part, combined over the ranks only when its value is needed.
+"""Norms and sums of ShardTensors, which ranks combine only when the value is needed.
 
-So a list of them costs one all-reduce: the stock `clip_grad_norm_` takes a norm of every gradient, stacks them and
-takes the norm of the stack; the norms stay partial through the stack, and the last one is combined.
+Each rank first knows the part of its own slice (`Partial`). The delay saves all-reduces: PyTorch's `clip_grad_norm_`
+takes the norm of each gradient, stacks the norms, and takes the norm of the stack. The norms stay partial through the
+stack, and only the last one is combined, so the call costs one all-reduce.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-# The order of what was combined, since something was to be written to it.
+# The `order` of a Partial whose value was combined before a write to it.
 _WHOLE = "whole"
 
-# Both of our tensor classes work below autograd, in __torch_dispatch__, and need no hook above it.
+# `ShardTensor` and `Partial` work below autograd, in __torch_dispatch__, and need no hook above it.
 NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl  # pyright: ignore[reportPrivateUsage]
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """The ranks that share one full copy of the optimizer states; `slots[i]` is the slice of the i-th of them.
+    """The ranks that together hold one full copy of the optimizer states. `ShardSpec` and `Partial` hold it.
 
-    `beyond`: on a tensor-parallel mesh, the groups over which what the replica combined is combined once more.
-    `everyone`: all ranks that share the model, of which every one computes a loss of its own. `is_a_stage`: other ranks
-    have other parameters of the model.
+    `group` is their process group, or None if the replica is one rank. `slots[i]` is the slice of its i-th rank.
+    `rank` is this rank. `beyond` holds the groups of a tensor-parallel mesh, over which results are combined once more.
+    `everyone` is the group of all ranks that share the model, each of which computes a loss of its own. `is_a_stage`
+    says that other ranks have other parameters of the model, as with a pipeline.
     """
 
     group: dist.ProcessGroup | None
@@ -45,8 +47,8 @@ class Replica:
     beyond: tuple[dist.ProcessGroup, ...] = ()
     everyone: dist.ProcessGroup | None = None
     is_a_stage: bool = False
-    program: Program | None = None  # of the model, where several ranks share it
-    call: Call | None = Call.SHARED  # as what collectives of this replica are compared
+    program: Program | None = None  # the model's program log, if several ranks share the model
+    call: Call | None = Call.SHARED  # the kind of log entry under which ranks compare these collectives
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce `tensor` over the replica in place, and return it."""
@@ -64,7 +66,7 @@ class Replica:
             self.program.wait(dist.all_reduce(tensor, op, group=group, async_op=not tensor.is_cuda))
 
     def mean_of_everyone(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make `tensor` its mean over all ranks, and return it."""
+        """Average `tensor` over all ranks in place, and return it."""
         if self.everyone is not None:
             what = "the backward pass of full_tensor()"
             self._all_reduce(tensor, dist.ReduceOp.SUM, self.everyone, what, Call.PROGRAM)
@@ -73,10 +75,11 @@ class Replica:
 
 
 class Partial(torch.Tensor):
-    """Tensor of partial norms (`order` p) or sums. Stacking and casting keep it partial; all else combines it.
+    """A tensor of norms or sums of which this rank knows only its part. Operations on ShardTensors return it.
 
-    `print()` and `repr()` show this rank's part and combine nothing, so that a debugger on one rank does not wait for
-    the others.
+    `part` is this rank's part. `order` is the order of the norms, or "sum", or "whole" once the value is combined.
+    Stacking and casting keep the values partial, and most other operations combine them over `replica`. `print()` and
+    `repr()` show this rank's part and combine nothing, so that a debugger on one rank does not wait for other ranks.
     """
 
     part: torch.Tensor
@@ -92,16 +95,23 @@ class Partial(torch.Tensor):
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: `__new__` has set all attributes."""
 
     @staticmethod
     def norms_of(
         locals_: Sequence[torch.Tensor], order: float, replicas: Sequence[Replica], dtype: torch.dtype | None = None
     ) -> list[Partial]:
-        """Of each slice; taken together, since each call costs more than a small slice's norm."""
+        """Return the partial norm of each slice. One call computes many, because a call costs more than a small norm.
+
+        Args:
+            locals_: This rank's slices.
+            order: The order of the norms.
+            replicas: The replica of each slice.
+            dtype: The dtype of the results. By default, that of each slice.
+        """
         order = float(order)
-        # Sums of squares are taken in double, so that combining them neither overflows nor rounds. An empty slice has
-        # no norm of order inf or below zero.
+        # Norms are kept in float64, so that combining their squares neither overflows nor rounds. PyTorch defines no
+        # norm of order inf, or of an order below zero, for an empty slice. Such a slice gets the neutral element.
         neutral = math.inf if order < 0 else 0.0
         norms: list[torch.Tensor] = [torch.empty(0)] * len(locals_)
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -122,11 +132,12 @@ class Partial(torch.Tensor):
 
     @staticmethod
     def stacked(parts: Sequence[Partial], dim: int = 0) -> Partial:
+        """Stack Partials of one order and one replica to a Partial."""
         first = parts[0]
         return Partial(torch.stack([p.part for p in parts], dim), first.order, first.replica, first.dtype)
 
     def resolve(self) -> torch.Tensor:
-        """The combined value, plain. Every peer must get here."""
+        """Return the value, combined over the replica, as a plain tensor. Every rank of the replica must call it."""
         order, values = self.order, self.part
         if order == _WHOLE:
             return values.to(self.dtype)
@@ -144,7 +155,7 @@ class Partial(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Partial({self.order}, this rank's part: {self.part})"
 
-    # What PyTorch does only for plain tensors.
+    # Conversions that PyTorch implements only for plain tensors.
 
     def __format__(self, format_spec: str) -> str:
         return format(self.resolve(), format_spec) if format_spec else str(self)
@@ -153,10 +164,12 @@ class Partial(torch.Tensor):
         return round(self.item(), ndigits)
 
     def tolist(self) -> Any:
+        """Combine the value, and return it as a number or nested lists."""
         return self.resolve().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return self.resolve().numpy(force=True)  # what .cpu() returned may be another device's still
+        """Combine the value, and return it as a NumPy array."""
+        return self.resolve().numpy(force=True)  # after .cpu(), the value may still be on the GPU
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -185,27 +198,34 @@ class Partial(torch.Tensor):
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
-        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # as sum() begins
+        if packet is aten.add and type(args[1]) is int and args[1] == 0 and not kwargs:  # Python's sum() starts with 0
             return args[0].as_dtype(args[0].dtype)
         if packet is aten.sum and len(args) == 1 and args[0].order == "sum":
             return Partial(args[0].part.sum(), "sum", args[0].replica, args[0].dtype)
         return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
 
     def become_whole(self) -> None:
-        """Combine, before an operation such as `clamp_` writes to the value. Every peer must get here."""
+        """Combine the value in place, before an operation such as `clamp_` writes to it.
+
+        Every rank of the replica must call it.
+        """
         self.part, self.order = self.resolve(), _WHOLE
 
     def of_all(self) -> Partial:
-        """Of norms: the norm of all that they are of."""
+        """Return the partial norm of all elements, from the partial norms in this tensor."""
         assert isinstance(self.order, float)
         return Partial(torch.linalg.vector_norm(self.part, self.order), self.order, self.replica, self.dtype)
 
     def as_dtype(self, dtype: torch.dtype) -> Partial:
+        """Return the same Partial with results in `dtype`."""
         return Partial(self.part, self.order, self.replica, dtype)
 
 
 def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
-    """Of ShardTensors, of one model or of several; zero of none. Every rank that shares them must call it."""
+    """Return the norm of order `order` over all elements of ShardTensors, which may belong to several models.
+
+    Every rank that shares the tensors must call it. Without tensors the norm is zero.
+    """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
     norms: Any = torch._foreach_norm(tensors, order)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
@@ -214,7 +234,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
         by_replica.setdefault(id(norm.replica), []).append(norm)
     stacks = [Partial.stacked(each) for each in by_replica.values()]
     whole = [stack.of_all().resolve() for stack in stacks]
-    # Where an optimizer works in the host's memory, so do its norms.
+    # With offload, norms are on the host.
     return torch.linalg.vector_norm(torch.stack([each.to(whole[0].device) for each in whole]).double(), float(order))
 
 
@@ -230,7 +250,7 @@ def _alike(parts: Sequence[Any]) -> bool:
 
 
 def _stays_partial(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """The p-norm of p-norms, over everything: the parts combine to the p-norm of the whole."""
+    """Return whether an operation is the p-norm of all of a Partial's p-norms, and its result thus a partial p-norm."""
     order = float(args[1]) if len(args) > 1 else 2.0
     return len(args) <= 2 and args[0].order == order and kwargs.get("dim") is None
 

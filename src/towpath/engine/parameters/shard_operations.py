@@ -1,10 +1,11 @@
-"""What PyTorch's operations do with ShardTensors.
+"""Implements PyTorch's operations on ShardTensors.
 
-Elementwise operations and optimizers run on the slices; norms and sums are combined over the ranks that share the
-tensor (`partial_sums.py`); anything else raises `ShardTensorError`.
+Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
+tensor (`partial_sums.py`). Any other operation raises `ShardTensorError`.
 
-Writes are noticed here: every dispatched operation that writes to a parameter raises the version of the mark
-that it shares with its aliases (`_version` does not tell: foreach, fused and `.data` writes leave it as it was).
+This file also counts writes. Each dispatched operation that writes to a parameter raises the version of its mark,
+which the parameter shares with its aliases. PyTorch's `_version` would not do, because foreach, fused and `.data`
+writes do not change it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ aten = torch.ops.aten
 
 Arguments = Sequence[Any]
 
-# Elementwise in effect, though PyTorch does not tag them so.
+# Elementwise operations that PyTorch does not tag as pointwise.
 _ELEMENTWISE = {
     aten.alias,
     aten.clone,
@@ -47,13 +48,13 @@ _ELEMENTWISE = {
 
 
 def operation(func: Any) -> Handler:
-    """What carries out `func`, which has a ShardTensor among its arguments."""
+    """Return the handler that executes `func`, which has a ShardTensor among its arguments."""
     special = _SPECIAL.get(func.overloadpacket)
     if special is not None:
         return special
     if func.namespace == "aten":
         name = func._schema.name.removeprefix("aten::")
-        random = torch.Tag.nondeterministic_seeded in func.tags  # equal seeds would draw alike in every slice
+        random = torch.Tag.nondeterministic_seeded in func.tags  # with equal seeds all slices would get equal values
         if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
             return _listwise
         if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
@@ -66,7 +67,7 @@ _FOREACH_REDUCTIONS = {"_foreach_max", "_foreach_powsum"}
 
 @dataclass(frozen=True, slots=True)
 class _Writes:
-    """Which arguments an operation writes to."""
+    """The arguments that an operation writes to, by position and by name."""
 
     positions: tuple[int, ...]
     names: tuple[str, ...]
@@ -90,7 +91,7 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _check_writable(target: Any) -> None:
-    """What rests encoded is written as a whole."""
+    """Raise `ShardTensorError` if `target` is stored encoded, because such a parameter can only be written entirely."""
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
             f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
@@ -99,7 +100,7 @@ def _check_writable(target: Any) -> None:
 
 
 def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
-    """The slice of `value` that matches `where`, or the reason why there is none."""
+    """Return the slice of `value` that matches `where`, or raise `ShardTensorError` with the reason if none does."""
     if isinstance(value, ShardTensor):
         if value.span is not where:
             raise ShardTensorError(
@@ -112,7 +113,7 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
         return value.resolve()
     if isinstance(value, torch.Tensor) and value.numel() != 1:
         if value.shape == where.whole_shape and in_backward():
-            return where.part_of(value)  # alike on all ranks: what autograd makes of a sum's or a mean's gradient
+            return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
         optimizer = _calling_optimizer()
         made = "" if optimizer is None else f" If {type(optimizer).__name__} made it itself: {remedy_for(optimizer)}"
         raise ShardTensorError(
@@ -122,18 +123,19 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
             f"write a whole tensor into a parameter use copy_(); to read one use full_tensor().{made}"
         )
     if isinstance(value, torch.Tensor) and value.dim():
-        return value.reshape(())  # it broadcasts over any shape, also over a 1-D slice
+        return value.reshape(())  # a 0-D tensor broadcasts over a 1-D slice too
     return value
 
 
 def _matching(func: Any, value: Any, where: ShardSpec | None) -> Any:
-    """The same where there may be many; the common cases are told apart at once."""
+    """Return the slice of `value` that matches `where`, as `_local_of` does, with a fast path for long lists."""
     if type(value) is ShardTensor and value.span is where and type(value.held) is torch.Tensor:
         return value.held
     return value if where is None else _local_of(func, value, where)
 
 
 def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on the slices."""
     where = next(a.span for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
     local_args = [_local_of(func, a, where) for a in args]
     local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
@@ -153,13 +155,13 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
-    """An alias: the same span and the same mark, so that writes through it are noticed."""
+    """Return an alias with the same span and the same mark, so that writes through it count."""
     tensor: ShardTensor = args[0]
     return ShardTensor(tensor.held, tensor.span, tensor.mark)
 
 
 def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
-    """new_empty of the tensor's own shape, as PyTorch's stagers of checkpoints ask for on the CPU."""
+    """Run new_empty for the tensor's own shape only, as PyTorch's checkpoint stagers call it for the CPU."""
     tensor, size = args[0], args[1]
     if torch.Size(size) != tensor.shape:
         _refuse(func, args, kwargs)
@@ -168,14 +170,14 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
 
 
 def _sent(tensor: ShardTensor) -> tuple[Any, ...]:
-    """How multiprocessing sends it; pickle itself is refused."""
+    """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
     from towpath.engine.parameters.parallel import SentShard  # loads what only checkpoints need
 
     return SentShard, (tensor.shape, tensor.local.detach(), tensor.boxes())
 
 
 def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """foreach and fused operations: lists of tensors, matched index by index."""
+    """Run a foreach or fused operation on the slices. Its lists of tensors are matched index by index."""
     values = (*args, *kwargs.values())
     lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
     wheres: list[ShardSpec | None] = [None] * max(len(a) for a in lists)
@@ -200,7 +202,7 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """zero_, of one tensor or of a list. Ranks compare how many gradients were zeroed: see `Program`."""
+    """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
     several = isinstance(args[0], (list, tuple))
     for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
         if isinstance(tensor, ShardTensor) and tensor.mark is None and tensor.span.replica.program is not None:
@@ -209,7 +211,7 @@ def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """copy_: from a matching slice, or from the whole tensor, of which this rank's elements are taken."""
+    """Run copy_ from a matching slice, or from a full tensor, from which it takes this rank's elements."""
     target, source = args[0], args[1]
     if not isinstance(target, ShardTensor):
         _refuse(func, args, kwargs)
@@ -226,7 +228,7 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """index_put_ by a mask of the same parameter, as in grad[mask] = 0."""
+    """Run index_put_ with a mask of the same parameter, as in grad[mask] = 0."""
     target, indices = args[0], args[1]
     if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
         _refuse(func, args, kwargs)
@@ -238,7 +240,7 @@ def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """linalg_vector_norm(x, ord=2, dim=None, ...) and norm(x, p=2), of the whole tensor."""
+    """Return the partial norm over the full tensor, for linalg_vector_norm(x, ord=2, ...) and norm(x, p=2)."""
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
@@ -248,6 +250,7 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the norm of each tensor in a list, partial for ShardTensors."""
     order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     tensors = cast(Sequence[torch.Tensor], args[0])
@@ -260,6 +263,7 @@ def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[An
 
 
 def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Return the partial sum or mean over the full tensor."""
     tensor = args[0]
     if len(args) > 1 or kwargs.get("dim") is not None:
         _refuse(func, args, kwargs)
@@ -270,7 +274,7 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """max, min, amax, amin, any, all, equal: of the whole tensor, combined at once."""
+    """Run max, min, amax, amin, any, all or equal over the full tensor, and combine the result immediately."""
     tensor = args[0]
     if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
@@ -290,7 +294,7 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
-    """GradScaler: an overflow in one rank's slice is an overflow on every rank."""
+    """Unscale gradients for GradScaler. An overflow in one rank's slice counts on every rank that shares the tensor."""
     grads, found, scale = args
     replica = next(g.span.replica for g in grads if isinstance(g, ShardTensor))
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
@@ -298,6 +302,7 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
 
 
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
+    """Raise `ShardTensorError`: the operation needs the full tensor."""
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
     span = next(t.span for t in flat if isinstance(t, ShardTensor))
     optimizer = _calling_optimizer()
@@ -327,7 +332,7 @@ def _where_whole(span: ShardSpec) -> str:
 
 
 def _calling_optimizer() -> Optimizer | None:
-    """The optimizer whose step this is part of."""
+    """Return the optimizer on the call stack, if the operation is part of an optimizer's step."""
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
@@ -354,8 +359,8 @@ _SPECIAL: dict[Any, Handler] = {
 }
 
 
-# PyTorch works on lists of tensors at once (norms, clipping, and on a GPU each optimizer) if it knows that their class
-# allows it. DTensor enters itself alike.
+# PyTorch uses foreach operations (for norms, clipping, and on a GPU in each optimizer) only for tensor classes that it
+# lists as supported. DTensor adds itself to these lists in the same way.
 for _known in (known_to_clipping, known_to_optimizers):
     if ShardTensor not in _known:
         cast(list[type], _known).append(ShardTensor)

@@ -1,6 +1,7 @@
-"""A tensor with the global shape whose storage is this rank's contiguous 1-D slice of it.
+"""`ShardTensor`, the class of a sharded model's parameters and gradients, and what describes and stores its slice.
 
-What operations make of it stands in `shard_operations.py`; `full_tensor()` gathers.
+A ShardTensor has the shape of the full tensor, but stores only this rank's slice, contiguous and 1-D.
+`shard_operations.py` implements PyTorch's operations on it. `whole_tensors` all-gathers several of them at once.
 """
 
 from __future__ import annotations
@@ -30,43 +31,47 @@ if TYPE_CHECKING:
 
 # --- span -------------------------------------------------------------------------------------------------------------
 #
-# Which elements of a parameter a rank holds.
+# Describes which elements of a parameter a rank holds.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardSpec:
-    """Which elements of a tensor each rank holds: the part of it that lies in the rank's cut of the flat buffer.
+    """The elements of a tensor that each rank holds: those in the rank's slice of the bucket's flat buffer.
 
-    Compared by identity: two ShardTensors match element by element only if they carry the same Span.
+    Each ShardTensor has one, shared with its aliases, its gradient and its optimizer states. ShardSpecs are compared by
+    identity. Two ShardTensors match element by element only if they have the same ShardSpec.
     """
 
-    shape: torch.Size  # of what lies in the flat buffer: the tensor, or its part on a tensor-parallel mesh
-    offset: int  # of the tensor in the flat buffer
+    shape: torch.Size  # shape in the flat buffer: the full tensor's, or that of this rank's part of a DTensor
+    offset: int  # where the tensor starts in the flat buffer
     cut: int  # length of a slice of the flat buffer
-    slot: int  # which slice of the flat buffer this rank holds
+    slot: int  # number of the slice of the flat buffer that this rank holds
     replica: Replica
     parallel: Parallel | None = None
-    counts: bool = True  # in norms and sums; of what is the same on a whole mesh, only one copy does
-    holders: tuple[int, ...] = ()  # the ranks that hold the same slice, this one among them
-    name: str = ""  # of the parameter
-    unit: str = ""  # whose forward it is whole in; the root's has no name
+    counts: bool = True  # whether this copy counts in norms and sums; of copies on a tensor-parallel mesh, one does
+    holders: tuple[int, ...] = ()  # the ranks that hold the same slice, including this one
+    name: str = ""  # name of the parameter
+    unit: str = ""  # name of the unit in whose forward the parameter is unsharded; empty for the root
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
-        """Return itself: a copy of the tensor holds the same elements, and a process group cannot be copied."""
+        """Return `self`: a copy of the tensor holds the same elements, and a process group cannot be copied."""
         return self
 
     @property
     def whole_shape(self) -> torch.Size:
+        """The shape of the full tensor, across a tensor-parallel mesh too."""
         return self.shape if self.parallel is None else self.parallel.shape
 
     def counted(self, local: torch.Tensor) -> torch.Tensor:
+        """Return `local` if this rank's copy counts in norms and sums, otherwise no elements of it."""
         return local if self.counts else local[:0]
 
     def bounds(self, slot: int | None = None) -> tuple[int, int]:
-        """The elements [start, end) of the flattened tensor that the holder of `slot` has."""
+        """Return the elements [start, end) of the flattened tensor in slice `slot`, by default this rank's slice."""
         return overlap(self.offset, self.shape.numel(), self.cut, self.slot if slot is None else slot)
 
     def describe(self) -> str:
+        """Return a description of the parameter and its slice for error messages."""
         start, end = self.bounds()
         return (
             f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
@@ -74,12 +79,12 @@ class ShardSpec:
         )
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a tensor of the whole shape."""
+        """Return this rank's elements of `whole`, a tensor of the full shape."""
         start, end = self.bounds()
         return (whole if self.parallel is None else self.parallel.part_of(whole)).reshape(-1)[start:end]
 
     def in_cut(self) -> tuple[int, int]:
-        """The same elements, as positions in this rank's cut."""
+        """Return the same elements as positions [start, end) in this rank's slice of the flat buffer."""
         start, end = self.bounds()
         base = self.slot * self.cut - self.offset
         return (start - base, end - base) if end > start else (0, 0)
@@ -87,18 +92,21 @@ class ShardSpec:
 
 # --- encoded shard ----------------------------------------------------------------------------------------------------
 #
-# A shard of parameters that rests encoded: its scales, then its codes, as one message of the codec.
+# A shard of frozen parameters that is stored encoded (`frozen_codec=`).
 #
-# Blocks span neither parameters nor shards (`BucketSpec.in_blocks`), so each parameter's part can be read and written
-# by itself. What is written is compared first, block by block: one that decodes to what is written stays as it is,
-# since encoding it again might round it once more.
+# No block crosses the border of a parameter or a shard (`BucketSpec.in_blocks`), so each parameter's part can be read
+# and written by itself. A write compares block by block first. A block that already decodes to the new values is
+# left unchanged, because encoding it again might round it once more.
 
 
 class EncodedShard:
-    """Of `elements` elements, whole blocks, which users see in `dtype`."""
+    """One bucket's P shard, stored encoded: the scales, then the codes, as one message of the codec.
+
+    `Bucket` holds it for frozen parameters. It has `elements` elements in full blocks, and users see them in `dtype`.
+    """
 
     def __init__(self, codec: Codec, values: torch.Tensor) -> None:
-        """`values`: rounded here, and never again unless they are written."""
+        """Encode `values`. They are rounded here, and not again unless they are written to."""
         assert values.numel() % codec.block == 0
         self.codec, self.dtype, self.device = codec, values.dtype, values.device
         self.elements = values.numel()
@@ -109,14 +117,15 @@ class EncodedShard:
         self._codes = self.message[split:].view(len(self._scales), -1)  # [blocks, bytes]
 
     def part(self, start: int, end: int) -> EncodedSlice:
+        """Return the elements [start, end) as an `EncodedSlice`, for the ShardTensor of one parameter."""
         return EncodedSlice(self, start, end)
 
     def decode(self, out: torch.Tensor) -> None:
-        """All of it, in the dtype of `out`."""
+        """Decode all elements into `out`, in its dtype."""
         self._kernels.decode(self.codec, self.message, out)
 
     def read(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """The elements [start, end), which begin with a block."""
+        """Return the elements [start, end), decoded. `start` must be the start of a block."""
         out = torch.empty(-(-(end - start) // self.codec.block) * self.codec.block, dtype=dtype, device=self.device)
         if end > start:
             blocks = self._blocks(start, end)
@@ -125,7 +134,10 @@ class EncodedShard:
         return out[: end - start]
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """The elements from `start` on, which begin with a block. Zeros follow up to the end of the last one."""
+        """Encode `values` into the elements from `start` on, which must be the start of a block.
+
+        The rest of the last block becomes zero.
+        """
         end, size = start + values.numel(), self.codec.block
         if end == start:
             return
@@ -150,7 +162,7 @@ class EncodedShard:
 
 
 class EncodedSlice:
-    """Of one parameter: what its ShardTensor holds in place of a tensor."""
+    """The part of an `EncodedShard` for one parameter, which its ShardTensor holds in place of a tensor."""
 
     __slots__ = ("_end", "_shard", "_start")
 
@@ -159,25 +171,29 @@ class EncodedSlice:
 
     @property
     def codec(self) -> Codec:
+        """The codec of the encoded elements."""
         return self._shard.codec
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the decoded elements."""
         return self._shard.dtype
 
     @property
     def device(self) -> torch.device:
+        """The device that stores the encoded elements."""
         return self._shard.device
 
     def read(self) -> torch.Tensor:
-        """Decoded anew at each call: a copy, in which a write would be lost."""
+        """Decode and return the elements. The result is a copy, so writes to it have no effect."""
         return self._shard.read(self._start, self._end, self.dtype)
 
     def write(self, values: torch.Tensor) -> None:
+        """Encode `values` in place of the elements."""
         self._shard.write(self._start, values.to(self.dtype))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return the decoded elements on the host, which is what PyTorch's stagers of checkpoints ask for."""
+        """Return the decoded elements on the host, as PyTorch's checkpoint stagers expect."""
         return self.read().cpu()
 
 
@@ -185,12 +201,19 @@ aten = torch.ops.aten
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass."""
+    """Return whether autograd is running a backward pass."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 class ShardTensor(torch.Tensor):
-    """See the module's docstring. Made by `towpath.shard`; `to_local()` reads this rank's slice."""
+    """A tensor with the shape of the full tensor that stores only this rank's slice of it.
+
+    `towpath.shard` turns the model's parameters into ShardTensors. Optimizers step them, and their `.grad` is one too.
+    `to_local()` returns this rank's elements as a plain 1-D tensor. `full_tensor()` all-gathers the full tensor.
+
+    `held` is this rank's slice, `span` describes it, and `mark` counts the writes to it. Gradients and other results
+    of operations have no `mark`.
+    """
 
     held: torch.Tensor | EncodedSlice
     span: ShardSpec
@@ -211,35 +234,44 @@ class ShardTensor(torch.Tensor):
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is done in __new__."""
+        """Do nothing: `__new__` has set all attributes."""
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's elements; of what rests encoded a decoded copy."""
+        """This rank's elements, 1-D. For an encoded parameter, a decoded copy of them."""
         held = self.held
         return held if isinstance(held, torch.Tensor) else held.read()
 
     @property
     def rests_in(self) -> Codec | None:
-        """The codec that a frozen parameter rests in, if in any (`frozen_codec=`)."""
+        """The codec in which a frozen parameter is stored (`frozen_codec=`), or None."""
         return None if isinstance(self.held, torch.Tensor) else self.held.codec
 
     def write(self, values: torch.Tensor) -> None:
-        """This rank's elements, 1-D; encoded, if they rest so."""
+        """Write `values`, 1-D, to this rank's elements. They are encoded if the parameter is stored encoded."""
         if isinstance(self.held, torch.Tensor):
             self.held.copy_(values)
         else:
             self.held.write(values)
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements, 1-D, perhaps none. To write, use operations on the ShardTensor itself."""
+        """Return this rank's elements as a plain 1-D tensor, which may be empty.
+
+        Use it for reading. To write, use operations on the ShardTensor itself, so that the engine notices the write.
+        """
         return self.local
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, gathered from the ranks that share it. Every one of them must call this.
+        """Return the full tensor, all-gathered from the ranks that share it. Each of them must call this.
 
-        What is computed with it may be part of a loss: its backward pass takes the mean over all ranks, as that of
-        the forward does, and so every rank must walk it.
+        The result may be used in a loss. Its backward pass takes the mean of the gradients over all ranks, so every
+        rank must run that backward pass.
+
+        Returns:
+            A plain tensor of the full shape.
+
+        Raises:
+            StepError: A rank that shares the tensor did not make this call.
         """
         if self.requires_grad and torch.is_grad_enabled():
             return cast(torch.Tensor, _FullTensor.apply(self))
@@ -247,12 +279,12 @@ class ShardTensor(torch.Tensor):
 
     @property
     def data(self) -> ShardTensor:
-        """An alias outside autograd; writes through it are noticed."""
+        """An alias outside autograd. The engine notices writes through it."""
         return self.detach()  # pyright: ignore[reportReturnType]
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The values of `value`, whole or a matching slice. Dtype and device stay: they are the buffers'."""
+        """Copy `value`, a full tensor or a matching slice. Dtype and device cannot change, as the engine owns both."""
         if value.dtype != self.dtype or value.device != self.device:
             raise ShardTensorError(
                 f"got {value.dtype} on {value.device} for a parameter of {self.dtype} on {self.device}: a sharded "
@@ -262,15 +294,18 @@ class ShardTensor(torch.Tensor):
             self.copy_(value)
 
     def register_hook(self, hook: Any) -> NoReturn:
+        """Raise `ShardTensorError`: hooks would never run, because the gradient appears complete at the boundary."""
         raise ShardTensorError(
             "hooks on a sharded parameter would never run: its gradient appears at the boundary, complete. Read or "
             "change .grad after backward() instead."
         )
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> NoReturn:
+        """Raise `ShardTensorError`, as `register_hook` does."""
         self.register_hook(hook)
 
     def untyped_storage(self) -> NoReturn:
+        """Raise `ShardTensorError`: no storage has the shape of this tensor."""
         raise ShardTensorError(
             f"{self.span.name!r} has no memory of its shape: rank {self.span.replica.rank} holds a slice of it, "
             "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
@@ -279,20 +314,24 @@ class ShardTensor(torch.Tensor):
         )
 
     def storage(self) -> NoReturn:
+        """Raise `ShardTensorError`, as `untyped_storage` does."""
         self.untyped_storage()
 
     def data_ptr(self) -> int:
-        # PyTorch's stagers (dcp.async_save) take a 0 to mean that a tensor keeps its values in attributes, as a DTensor
-        # does, and copy those. Anybody else would be misled by a 0: safetensors would write no bytes.
+        """Return 0 to PyTorch's checkpoint stagers, and raise `ShardTensorError` for other callers."""
+        # To PyTorch's stagers (dcp.async_save), 0 means that a tensor keeps its values in attributes, as a DTensor
+        # does, and they copy those. Other callers would be misled by a 0: safetensors would write no bytes.
         caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
         if caller.startswith("torch.distributed."):
             return 0
         self.untyped_storage()
 
     def numpy(self, *, force: bool = False) -> NoReturn:
+        """Raise `ShardTensorError`: only the full tensor has a NumPy array."""
         raise ShardTensorError(f"{self} has no NumPy array: call full_tensor().detach().numpy() on every rank.")
 
     def tolist(self) -> NoReturn:
+        """Raise `ShardTensorError`: only the full tensor can become a list."""
         raise ShardTensorError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -313,7 +352,7 @@ class ShardTensor(torch.Tensor):
             "gets. Without gathering: towpath.checkpoint.save."
         )
 
-    # What torch.distributed.checkpoint asks of a tensor class: this rank's slice, as boxes of its shape ---------------
+    # The protocol of torch.distributed.checkpoint for tensor classes: this rank's slice, as boxes of the full shape ---
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         from towpath.engine.parameters.parallel import write_items  # loads what only checkpoints need
@@ -321,7 +360,7 @@ class ShardTensor(torch.Tensor):
         return write_items(fqn, self.local, self.shape, self.boxes())
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Asked for before this tensor is loaded, on every rank: also on those that hold none of it."""
+        """Return this rank's boxes. DCP calls this before it loads the tensor, also on ranks that hold none of it."""
         if self.rests_in is not None:
             raise ShardTensorError(
                 f"{self.span.name!r} rests in {self.rests_in}, where torch.distributed.checkpoint cannot write to it. "
@@ -334,13 +373,16 @@ class ShardTensor(torch.Tensor):
         return chunks_of(self.boxes())
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The box that begins at the index's offsets: a view of this rank's slice."""
+        """Return the box that starts at the offsets of `index`, as a view of this rank's slice."""
         from towpath.engine.parameters.parallel import box_at
 
         return box_at(index, self.local.detach(), self.boxes())
 
     def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
-        """Where this rank's elements lie in the whole tensor; or those `among` [start, end), counted as `span` does."""
+        """Return this rank's elements as boxes of the full tensor.
+
+        `among` limits the result to the elements [start, end), in the numbering of `span.bounds()`.
+        """
         span = self.span
         if not self.numel():
             return [Box((0,) * self.dim(), tuple(self.shape), 0, 0)]
@@ -356,12 +398,17 @@ class ShardTensor(torch.Tensor):
 def whole_tensors(
     batches: Sequence[Sequence[ShardTensor]], device: torch.device | None = None, wanted: bool = True
 ) -> Iterator[list[torch.Tensor]]:
-    """The whole of each tensor, batch by batch, in one all-gather a batch; nothing where it is not `wanted`.
+    """Yield the full tensors of each batch, with one all-gather per batch. All ranks must pass the same batches.
 
-    A batch is of one dtype and one replica, every rank of which must call this alike. The results are made on `device`
-    (their own unless given); beside them it takes, for all batches, as much memory as the largest of them is whole.
+    Args:
+        batches: ShardTensors, each batch of one dtype and one replica.
+        device: Where the full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save
+            device memory.
+        wanted: Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
+
+    One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     """
-    # Of each batch: [member of the replica, tensor] -> elements [start, end)
+    # The elements [start, end) of each tensor of each batch: batch → member of the replica → tensor.
     bounds = [[[part.span.bounds(slot) for part in batch] for slot in batch[0].span.replica.slots] for batch in batches]
     longest = [max(sum(end - start for start, end in each) for each in members) for members in bounds]
     shapes = [(len(members), length) for members, length in zip(bounds, longest, strict=True)]
@@ -405,13 +452,13 @@ def _divided(row: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> Sequence[t
 
 
 def _over_the_mesh(part: ShardTensor, whole: torch.Tensor) -> torch.Tensor:
-    """`whole` is all that the replica has of it; on a tensor-parallel mesh that may be a part again."""
+    """Return the full tensor of `part`. `whole` is what the replica holds: on a tensor-parallel mesh, only a part."""
     parallel = part.span.parallel
     return whole if parallel is None else parallel.wrap(whole.to(part.device)).full_tensor().to(whole.device)
 
 
 class _FullTensor(torch.autograd.Function):
-    """`full_tensor()` as a part of a graph."""
+    """`full_tensor()` in an autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
@@ -431,7 +478,10 @@ _chooses: Callable[[Any], Handler] | None = None
 
 
 def handlers_are_chosen_by(choose: Callable[[Any], Handler]) -> None:
-    """Before the first ShardTensor is made. (Handlers are made of ShardTensors: this module cannot import them.)"""
+    """Set the function that chooses the handler of an operation. Call this before the first ShardTensor is made.
+
+    The handlers use `ShardTensor`, so this module cannot import theirs.
+    """
     global _chooses
     _chooses = choose
 

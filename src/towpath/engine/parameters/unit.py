@@ -1,6 +1,7 @@
-"""One unit on one rank: the modules it belongs to, the memory of its whole weights, and the transfers it submits.
+"""One unit on one rank: its modules, the memory of its unsharded weights, and the transfers that it submits.
 
-What of this is done when, the step machine decides (`core/step.py`); `executor.py` carries it out.
+The step machine (`core/step.py`) decides when each method is called, and `engine/executor.py` calls it. The end of the
+file compares at each boundary what the ranks did.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from towpath.errors import StepError
 
 
 class Unit:
-    """The buckets of one unit, which are gathered, released and reduced together. `index`: its number in the model."""
+    """The modules and buckets that are unsharded, resharded and reduced together. The engine holds one for each unit.
+
+    `index` is the unit's number in the model. `views` are the unsharded parameters, `trainable` the buckets that train.
+    `owners` are the modules that hold the unit's parameters.
+    """
 
     def __init__(
         self,
@@ -41,7 +46,7 @@ class Unit:
         self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
         self.buckets, self.mark = buckets, mark
         self.trainable = [b for b in buckets if b.trainable]
-        self.checksums = torch.zeros(0, dtype=torch.int64)  # of the parameters, when unshard() made them whole
+        self.checksums = torch.zeros(0, dtype=torch.int64)  # checksums of the parameters at the time of unshard()
         self._queues = wiring.queues
         self._together: dict[Kind, list[Bucket]] = {}
         self._coalesced: dict[Kind, CoalescedTransfers] = {}
@@ -52,7 +57,8 @@ class Unit:
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for module, attribute in place.owners
         ]
-        # Where else a module has them: what it holds there while they are whole, and else.
+        # Lists, dicts and attributes that hold parameters too, with what they hold while the parameters are unsharded,
+        # and what they hold otherwise.
         self._kept = [
             (holder, key, exchanged(holder[key], place.parameter, view), holder[key])
             for bucket in buckets
@@ -61,24 +67,24 @@ class Unit:
         ]
         self._rank = wiring.rank
         self.views = tuple(view for bucket in buckets for view in bucket.views)
-        self._versions: list[int] = []  # of the views, as the engine left them
+        self._versions: list[int] = []  # versions of the views, as the engine left them
         self.note_versions()
-        # Where the whole weights live while it is this unit's turn: from, to.
+        # Addresses [start, end) of the memory of the unsharded weights, while the slot is this unit's.
         self._turns: list[tuple[int, int, Bucket]] = []
         owners = {id(m): m for bucket in buckets for place in bucket.layout.places for m, _ in place.owners}
-        self.owners = list(owners.values())  # the modules whose parameters these are
-        # These keep a list of their weights besides, and compute with that.
+        self.owners = list(owners.values())
+        # Recurrent modules compute with a list of their weights, which has to change with the parameters.
         self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
 
     def take(self, plan: UnitPlan, wiring: CommContext) -> None:
-        """From now on it travels by the transfers of `plan`."""
+        """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
             bucket.bind(planned, wiring)
         self._coalesce(wiring)
 
     def _coalesce(self, wiring: CommContext) -> None:
-        """Let the gathers that the plan has together travel as one message."""
+        """Prepare the gathers that the plan sends as one message."""
         for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
             self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
             if self._together[kind]:
@@ -86,25 +92,28 @@ class Unit:
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The user's."""
+        """The user's parameters, in the order of the flat buffers."""
         return (place.parameter for bucket in self.buckets for place in bucket.layout.places)
 
     # The modules ------------------------------------------------------------------------------------------------------
 
     def show(self, whole: bool) -> None:
-        """Let the modules' parameters be the whole views, or the ShardTensors again."""
+        """Give the modules the unsharded views as parameters if `whole`, otherwise the ShardTensors."""
         for parameters, attribute, view, parameter in self._entries:
             parameters[attribute] = view if whole else parameter
         for holder, key, shown, hidden in self._kept:
             found = _held(holder, key)
-            if found is shown or found is hidden:  # else it has become the user's to hold something else there
+            if found is shown or found is hidden:  # otherwise the user has put something else there
                 holder[key] = shown if whole else hidden
         for module in self._recurrent:
             names = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
             module._flat_weights = [module._parameters.get(n) for n in names]  # pyright: ignore
 
     def check_parameters(self) -> None:
-        """Around a forward: refuse what was done to the modules' parameters behind the engine's back."""
+        """Raise `StepError` if a module's parameter was replaced. Follow changes of `requires_grad`.
+
+        The engine calls this before a forward, and whenever modules or parameters were registered.
+        """
         for parameters, attribute, view, parameter in self._entries:
             found = parameters.get(attribute)
             if found is not parameter and found is not view:
@@ -128,18 +137,18 @@ class Unit:
 
     @property
     def _names(self) -> list[str]:
-        """Of the views."""
+        """The first name of each view's parameter."""
         return [place.names[0] for bucket in self.buckets for place in bucket.layout.places]
 
     def _name(self, view: nn.Parameter) -> str:
         return next(name for name, other in zip(self._names, self.views, strict=True) if other is view)
 
     def note_versions(self) -> None:
-        """From now on, what writes to the whole parameters was not asked to."""
+        """Note the versions of the views, so that `check_unwritten` finds writes from now on."""
         self._versions = [view._version for view in self.views]
 
     def check_unwritten(self) -> None:
-        """After a forward: refuse writes to the whole parameters inside it."""
+        """Raise `StepError` if the forward that just ended wrote to the unsharded parameters."""
         before = self._versions
         self.note_versions()
         now = self._versions
@@ -163,20 +172,22 @@ class Unit:
             )
         view.requires_grad_(parameter.requires_grad)
 
-    # Where the whole weights live -----------------------------------------------------------------------------------
+    # The memory of the unsharded weights ----------------------------------------------------------------------------
 
     @torch.inference_mode(False)
     def live_in(self, memory: Buffers) -> None:
+        """Keep the unsharded weights in `memory` from now on, which is that of the unit's slot."""
         buckets = [b for b in self.buckets if not b.always_whole]
         sizes = [(b.plan.compute_dtype, b.plan.numel) for b in buckets]
         for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
             bucket.live_in(memory[dtype][start : start + numel])
         self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in buckets]
-        # A graph that was kept (retain_graph) still reads the memory before: let autograd refuse it, for good.
+        # A graph that was kept (retain_graph) still reads the former memory. Raising the version by 2, which sealing
+        # never does, makes autograd refuse that graph permanently.
         self._raise_versions(2)
 
     def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
-        """After a forward: refuse outputs in memory that will be another unit's."""
+        """Raise `StepError` if a forward's output is in memory that will hold another unit's weights."""
         for output in outputs if self._turns else ():
             at = _address(output)
             for start, end, bucket in self._turns:
@@ -191,10 +202,11 @@ class Unit:
                     )
 
     def seal(self, sealed: bool) -> None:
-        """Let autograd refuse to compute with the views while their memory may hold another unit's weights.
+        """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again.
 
-        It compares the version of what it saved: raised here, and put back when the weights are whole again. Only a
-        tensor that left the unit by a way Towpath cannot watch (an attribute, say) meets the raised one.
+        Autograd compares the version of each tensor with the version that it saved. Sealing raises the version, and
+        unsealing restores it when the weights are unsharded again. Only a tensor that left the unit unseen by Towpath,
+        for example through an attribute, meets the raised version.
         """
         self._raise_versions(1 if sealed else -1)
 
@@ -205,7 +217,7 @@ class Unit:
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def publish(self) -> Handle | None:
-        """Send what was written to the parameters since, if it has to travel."""
+        """Submit the publish of the buckets that were written to since the last one. Return None if nothing is sent."""
         dirty = [b for b in self.buckets if b.dirty]
         for bucket in dirty:
             bucket.published = bucket.mark.version
@@ -215,6 +227,10 @@ class Unit:
         return self._queues.submit(Kind.PUBLISH, _bound(sending, Kind.PUBLISH), [b.publish for b in sending])
 
     def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
+        """Submit the all-gathers of the unit's weights, after the transfers in `after`.
+
+        `kind` is GATHER or BACKWARD_GATHER. With `keep_copy` the backward copy is saved from the result.
+        """
         sharded, together = [b for b in self.buckets if not b.always_whole], self._together[kind]
         works: list[Work] = [partial(b.gather, kind, keep_copy) for b in sharded if b not in together]
         begin: Work | None = partial(sharded[0].begin_gather, kind)
@@ -224,12 +240,13 @@ class Unit:
         return self._queues.submit(kind, _bound(sharded, kind), works, after, begin)
 
     def keep_copy(self) -> None:
+        """Save the backward copy of each bucket from its unsharded weights."""
         for bucket in self.buckets:
             if not bucket.always_whole:
                 bucket.keep(True)
 
     def collect(self, memory: Buffers | None) -> None:
-        """From now on gradients arrive in `memory`; without any, in the G shards themselves."""
+        """Let gradients arrive in `memory` from now on, or with None in the G shards themselves."""
         travelling = [b for b in self.trainable if b.gradients.reduces]
         for bucket, start in zip(travelling, _starts([_reduced(b) for b in travelling]), strict=True):
             bucket.gradients.begin(bucket.reduced_in(memory or {}, start))
@@ -238,7 +255,7 @@ class Unit:
                 bucket.gradients.begin(None)
 
     def reduce(self, memory: Buffers) -> Handle:
-        """Send this micro-step's gradients to the G shards."""
+        """Submit the reduce-scatter of this micro-step's gradients in `memory` to the G shards."""
         travelling = [b for b in self.trainable if b.gradients.reduces]
         for bucket in travelling:
             bucket.gradients.fill_missing()
@@ -247,7 +264,10 @@ class Unit:
         return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), works)
 
     def sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
-        """At the boundary: from the G shards to the mean of so many, over all ranks."""
+        """Submit the sync, which turns the G shards into means over `terms` gradients. Return None if there is none.
+
+        The executor submits it in the last micro-step.
+        """
         for bucket in self.trainable:
             if not bucket.gradients.reduces:
                 bucket.gradients.fill_missing()
@@ -259,27 +279,27 @@ class Unit:
 
 
 class Use:
-    """One forward pass of a unit whose graph may be walked backward. Lives as long as that graph."""
+    """One forward pass of a unit, for the hooks of its backward pass. It exists as long as the autograd graph."""
 
     __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
 
     def __init__(self, unit: Unit, passed: ForwardPass) -> None:
         self.unit, self.passed = unit, passed
-        self.entered: list[int] = []  # ids of its inputs, while its forward runs
-        # How many inputs want gradients; how many get one in this backward pass, and how many have it.
+        self.entered: list[int] = []  # ids of the inputs, while the forward runs
+        # How many inputs need a gradient, how many get one in this backward pass, and how many have it already.
         self.inputs = self.inputs_awaited = self.inputs_done = 0
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Where its elements begin; 0 if it has no memory of its own, as some subclasses."""
+    """Return the address of the tensor's first element, or 0 if it has no storage, as with some subclasses."""
     try:
-        return torch.Tensor.data_ptr(tensor)  # not that of a subclass, which may refuse
+        return torch.Tensor.data_ptr(tensor)  # the override of a subclass may raise
     except RuntimeError:
         return 0
 
 
 def is_transformed(value: object) -> bool:
-    """Whether a transform of torch.func has wrapped the tensor."""
+    """Return whether a transform of torch.func has wrapped `value`."""
     return isinstance(value, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value)  # pyright: ignore
 
 
@@ -295,12 +315,12 @@ def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[RankTransfer]:
 
 
 def _reduced(bucket: Bucket) -> tuple[str, int]:
-    """What of its gradients travels every micro-step: dtype and elements."""
+    """Return dtype and number of elements of the gradients that a bucket reduces in each micro-step."""
     return bucket.plan.reduce_dtype, bucket.plan.numel
 
 
 def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
-    """Where each of the sizes begins, in the memory of its dtype."""
+    """Return where each of the sizes starts in the memory of its dtype."""
     used: dict[str, int] = {}
     starts: list[int] = []
     for dtype, numel in sizes:
@@ -311,10 +331,10 @@ def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
 
 # --- usage ------------------------------------------------------------------------------------------------------------
 #
-# What the ranks compare at every boundary: which parameters got a gradient, and that they did the same things.
+# The ranks compare at every boundary which parameters got a gradient, and whether all ranks did the same.
 
 
-# How many boundaries lie between two comparisons of values, unless `shard(check_every=)` says otherwise.
+# Default of `shard(check_every=)`: how many boundaries pass between two comparisons of parameter values.
 CHECK_EVERY = 100
 
 _COLUMNS = 1021
@@ -323,7 +343,10 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @final
 class Usage:
-    """Of the units that train, in the order in which their gradients are delivered."""
+    """The check at each boundary, over the units that train in the order in which gradients are delivered.
+
+    `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
+    """
 
     def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: CommContext) -> None:
         self._trained, self._wiring = trained, wiring
@@ -333,9 +356,14 @@ class Usage:
         self.check_every = CHECK_EVERY if wiring.journal.compares(Call.VALUES) else 0
 
     def compare(self, boundary: int) -> list[bool]:
-        """Return, by parameter, whether any rank has a gradient of it; raise, on every rank, where ranks differ.
+        """Return for each parameter whether any rank has a gradient for it.
 
-        `boundary`: its number. With every `check_every`-th, values are looked at, to be compared with the next one.
+        Args:
+            boundary: The number of this boundary. At each `check_every`-th boundary checksums of the parameters are
+                taken, and the ranks compare them at the next boundary.
+
+        Raises:
+            StepError: The ranks have not done the same. Every rank raises it.
         """
         mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
         if not self._transfers:
@@ -362,9 +390,10 @@ class Usage:
 
 @final
 class Values:
-    """Checksums of what the optimizer writes to on this rank, bucket by bucket.
+    """Checksums of the memory that the optimizer writes to on this rank, one for each bucket.
 
-    They are taken at one boundary and read at the next: by then a GPU has long computed them, and nobody waits for it.
+    `Usage` takes them at one boundary and reads them at the next. By then a GPU has computed them, so reading does not
+    stall the host.
     """
 
     def __init__(self, trained: Sequence[Unit], device: torch.device) -> None:
@@ -374,6 +403,7 @@ class Values:
         self._is_taken = False
 
     def take(self) -> None:
+        """Start to compute the checksums, and to copy them to the host."""
         checksums = torch.stack([checksum(bucket) for _, bucket in self._buckets])
         self._on_host.copy_(checksums, non_blocking=True)
         if checksums.is_cuda:
@@ -382,7 +412,7 @@ class Values:
         self._is_taken = True
 
     def taken(self) -> Iterator[tuple[str, int]]:
-        """Yield what `take` has found since the last call, by unit."""
+        """Yield the unit and the checksum of each bucket, if `take` was called since the last time."""
         if not self._is_taken:
             return
         if self._end is not None:
@@ -393,11 +423,11 @@ class Values:
 
 
 def checksum(bucket: Bucket) -> torch.Tensor:
-    """Return a number that depends on every bit of the slice that the optimizer writes to, and on their order.
+    """Return a number that depends on each bit of the slice that the optimizer writes to, and on the order of the bits.
 
-    One pass over the memory adds up the columns of a matrix; what is done with the sums takes no time. The number of
-    columns is prime, so that no dimension of a parameter fits it. That of rows is odd, so that equal changes in all
-    rows do not cancel.
+    The slice is read once, as a matrix whose columns are summed. Work on the sums takes negligible time. The number of
+    columns is prime, so that a column does not match a dimension of a parameter. The number of rows is odd, so that
+    equal changes in all rows do not cancel.
     """
     values = bucket.master.detach()
     width = next(width for width in _INTEGERS if values.nbytes % width == 0 and width >= values.element_size())
