@@ -83,9 +83,9 @@ _MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "p
 _HOMES = {
     "Extent": "topology.cluster",
     "Placement": "core.placement",
-    "Precision": "core.precision",
+    "Precision": "core.formats",
     "Schedule": "core.schedule",
-    "ShardTensor": "engine.shard_tensor",
+    "ShardTensor": "engine.parameters.shard_tensor",
     "Stats": "observing",
     "Strategy": "core.strategy",
     "Topology": "topology.cluster",

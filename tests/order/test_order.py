@@ -333,7 +333,7 @@ def _without_wait(wait: str) -> str:
         if not (isinstance(action, Wait) and action.task.kind is kind):
             execute(self, action)
 
-    return _told(label, build, "_carry_out", without)
+    return _told(label, build, "_execute", without)
 
 
 HOST_WAITS = {"before it reads the mean gradients": Kind.SYNC, "before it writes over what is on its way": Kind.PUBLISH}
@@ -352,8 +352,8 @@ def _host_waits(kind: Kind) -> tuple[str, str]:
         dropped = isinstance(action, Wait) and action.task.kind is kind
         execute(self, Wait(action.task) if dropped else action)
 
-    return _told("zero3 offload=optimizer", Deep, "_carry_out", execute, written_between_passes), _told(
-        "zero3 offload=optimizer", Deep, "_carry_out", without, written_between_passes
+    return _told("zero3 offload=optimizer", Deep, "_execute", execute, written_between_passes), _told(
+        "zero3 offload=optimizer", Deep, "_execute", without, written_between_passes
     )
 
 

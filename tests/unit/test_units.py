@@ -12,6 +12,8 @@ from towpath.core.units import SMALL_UNIT, together
     [
         ([], []),
         ([5], [[0]]),
+        ([0, 5, 5], [[0, 1], [2]]),
+        ([0], [[0]]),
         ([4, 4, 4], [[0], [1], [2]]),  # three are as few as there may be: one computes while others travel
         ([4] * 6, [[0, 1], [2, 3], [4, 5]]),
         ([4] * 20, [[*range(6)], [*range(6, 12)], [*range(12, 18)], [18, 19]]),

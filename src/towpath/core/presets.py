@@ -161,24 +161,28 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     Args:
         name: A preset's name. `strategies()` lists them.
         topology: The nodes and ranks of the job. By default it is detected from the launcher.
-        weights: The codec of weights: 'int8', 'int4:64+hadamard', or 'none'. qwz and zero++ default to 'int8'.
-        gradients: The codec of gradients. qgz and zero++ default to 'int4'. With ddp, zero1, paro-nng and paro-nni it
-            may also be 'low-rank:4'.
-        feedback: The hops at which rounding errors of gradients are kept and added in the next step: 'first', 'second',
-            'both' or 'none'. The default is 'first' with low rank, else 'none'.
-        gradients_after: The optimizer step, counted from 0, from which the codec of gradients is used.
-        gradients_until: The optimizer step until which the codec of gradients is used. 0 means permanently.
-        route: The route of all transfers. The encoded gradients of qgz and zero++ follow it only if it is an all-to-all
-            route. By default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless route where a
-            group spans nodes.
-        frozen: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory allows.
-        frozen_codec: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
-        offload: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
-        group: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
-        params: The extent of parameters, for lins.
-        grads: The extent of gradients, for lins.
-        optimizer: The extent of optimizer states, for lins.
-        backward_params: The extent of the backward copy, for lins.
+        **options: Any of these:
+
+            - `weights`: The codec of weights: 'int8', 'int4:64+hadamard', or 'none'. qwz and zero++ default to
+              'int8'.
+            - `gradients`: The codec of gradients. qgz and zero++ default to 'int4'. With ddp, zero1, paro-nng and
+              paro-nni it may also be 'low-rank:4'.
+            - `feedback`: The hops at which rounding errors of gradients are kept and added in the next step: 'first',
+              'second', 'both' or 'none'. The default is 'first' with low rank, else 'none'.
+            - `gradients_after`: The optimizer step, counted from 0, from which the codec of gradients is used.
+            - `gradients_until`: The optimizer step until which the codec of gradients is used. 0 means permanently.
+            - `route`: The route of all transfers. The encoded gradients of qgz and zero++ follow it only if it is an
+              all-to-all route. By default ddp, zero1 to zero3 and hpz use 'flat'. The others use the best lossless
+              route where a group spans nodes.
+            - `frozen`: The Extent of frozen parameters, or 'as-trained'. By default each node has a copy where memory
+              allows.
+            - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
+            - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
+            - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
+            - `params`: The extent of parameters, for lins.
+            - `grads`: The extent of gradients, for lins.
+            - `optimizer`: The extent of optimizer states, for lins.
+            - `backward_params`: The extent of the backward copy, for lins.
 
     Raises:
         StrategyError: If the name or an option is unknown, or options contradict each other.

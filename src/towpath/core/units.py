@@ -122,9 +122,9 @@ def together(elements: Sequence[int]) -> list[list[int]]:
     """
     room = min(max(*elements, sum(elements) // FEWEST_UNITS, 0), SMALL_UNIT)
     batches: list[list[int]] = []
-    filled = room
+    filled = 0
     for i, count in enumerate(elements):
-        if filled + count <= room:
+        if batches and filled + count <= room:
             batches[-1].append(i)
             filled += count
         else:
