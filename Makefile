@@ -12,7 +12,8 @@
 #   make gpu      run what needs CUDA: tests, kernels, a trace. Commit the results that it writes.
 
 PYTHON ?= $(shell .ci/python)
-WORKERS ?= 2
+# One more than the cores of a small machine: tests on ranks wait for each other.
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
