@@ -58,7 +58,7 @@ def test_a_family_counts_its_fastest_member_once() -> None:
     assert row["4"] == "3.00, n = 1" and row["lossless"] == "yes"
 
 
-def test_micro_steps_have_separate_rows_and_lossless_ones_come_first() -> None:
+def test_micro_steps_have_their_own_rows_lossless_first() -> None:
     lines = [line(f"2x2-regime4-micro{steps}", **{"zero++": 1.0, "mics": 1.5, "fsdp2": 3.0}) for steps in (4, 1)]
     kinds = [row[:3] for row in summary.rows(lines)]
     assert kinds == [("1", "MiCS", "yes"), ("1", "ZeRO++", "no"), ("4", "MiCS", "yes"), ("4", "ZeRO++", "no")]
@@ -88,12 +88,12 @@ def test_another_model_precision_or_link_rate_is_left_out(name: str) -> None:
     assert summary.comparisons([line(name, mics=1.0, fsdp2=2.0)]) == []
 
 
-def test_a_failed_run_and_one_without_a_lossless_peer_are_left_out() -> None:
+def test_failed_runs_and_runs_without_a_peer_are_left_out() -> None:
     failed = line("2x2-regime4-micro1", mics=1.0, fsdp2=2.0) | {"failed": "rank 3 died"}
     assert summary.comparisons([failed, line("2x2-regime2-micro1", mics=1.0)]) == []
 
 
-def test_the_readme_table_has_the_range_and_median_of_the_fastest() -> None:
+def test_readme_table_has_range_and_median_of_the_fastest() -> None:
     lines = [
         line("2x2-regime8-micro1", **{"mics": 1.0, "paro-iig": 2.0, "mics_gradients=int4": 0.5, "fsdp2": 1.5}),
         line("4x2-regime8-micro4", mics=1.0, fsdp2=1.1),
