@@ -54,11 +54,12 @@ from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
 
-class HasMemory(Protocol):
-    """Interface of objects that hold memory for a model outside its engine, such as `MatrixSteps`."""
+class StepsMatrices(Protocol):
+    """Interface of objects that step full parameters of a model on their owners. It is that of `MatrixSteps`."""
 
     @property
     def nbytes(self) -> int: ...
+    def owns_parameter(self, parameter: torch.Tensor) -> bool: ...
 
 
 # --- registrations ----------------------------------------------------------------------------------------------------
@@ -132,8 +133,10 @@ class Engine:
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that `towpath.stats` has found
-        self.matrix_steps: weakref.WeakSet[HasMemory] = weakref.WeakSet()  # of optimizers that need unsharded matrices
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
+        self.matrix_steps: weakref.WeakSet[StepsMatrices] = (
+            weakref.WeakSet()
+        )  # of optimizers that need unsharded matrices
         registrations.count()
         self._registrations = registrations.made  # the count at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
@@ -317,8 +320,7 @@ class Engine:
         reached[unit] = reached.get(unit, False) or use.inputs_awaited > 0
         for bucket in unit.trainable:
             leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
-            ends_here = not reached[unit]
-            bucket.gradients.expected = sum(map(_will_run, leaves)) if ends_here else len(bucket.views)
+            bucket.gradients.expected = len(bucket.views) if reached[unit] else sum(map(_will_run, leaves))
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Accept the unsharded gradient that autograd has accumulated for parameter `index` of `bucket`."""
