@@ -392,6 +392,7 @@ def watch_optimizers() -> None:
         register_optimizer_step_post_hook(_stepped)
 
 
+@eager
 def adopt(optimizer: Optimizer) -> None:
     """Let an optimizer step sharded parameters, also if it was made before `shard`.
 
@@ -438,11 +439,15 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
             )
 
 
-@eager
 def _steps(optimizer: Optimizer, *_: Any) -> None:
     adopt(optimizer)
     _check_compiles(optimizer)
-    reference = weakref.ref(optimizer)
+    _note_running(optimizer)  # last, because a trial step has hooks, too
+
+
+@eager
+def _note_running(optimizer: Optimizer) -> None:
+    reference = weakref.ref(optimizer)  # weak, because a step that raises leaves the note behind
 
     def remedy() -> str:
         stepping = reference()
