@@ -325,6 +325,7 @@ def _refused() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
+        optimizer.zero_grad()
         with pytest.raises(ShardError, match="AdamW has already stepped"):
             accelerator.prepare(model, optimizer)
         model = Net()

@@ -139,7 +139,7 @@ def set_optimizer_state_dict(
     if not (engines and options.full_state_dict):
         pytorchs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
-    listed, parameters = _listed(optimizers), dict[str, nn.Parameter]()
+    listed, parameters = _listed(optimizers, check=False), dict[str, nn.Parameter]()
     owned = [optimizer for optimizer in listed if isinstance(optimizer, WholeMatrices)]
     whole = {id(p) for optimizer in owned for group in optimizer.param_groups for p in group["params"]}
 
@@ -193,10 +193,10 @@ def _engines(model: nn.Module) -> list[Engine]:
     return [e for e in (vars(m).get("towpath_engine") for m in model.modules()) if isinstance(e, Engine)]
 
 
-def _listed(optimizers: Optimizers) -> list[Optimizer]:
+def _listed(optimizers: Optimizers, check: bool = True) -> list[Optimizer]:
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in listed:
-        adopt(optimizer)
+        adopt(optimizer, check)
     return [member for optimizer in listed for member in members_of(optimizer)]
 
 

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -393,7 +393,7 @@ def watch_optimizers() -> None:
 
 
 @eager
-def adopt(optimizer: Optimizer) -> None:
+def adopt(optimizer: Optimizer, check: bool = True) -> None:
     """Let an optimizer step sharded parameters, also if it was made before `shard`.
 
     The hook before each step calls this, and so does what may see an optimizer before its first step, such as a
@@ -401,6 +401,10 @@ def adopt(optimizer: Optimizer) -> None:
 
     An optimizer that has stepped before `shard` is recognized by states as large as a full parameter. All others are
     right for a slice, too, such as the number of steps. An optimizer with such states alone may go on.
+
+    Args:
+        optimizer: The optimizer. It may have no sharded parameters.
+        check: Whether to check its states. Default: True. Pass False if they will be replaced.
 
     Raises:
         ShardError: The optimizer has stepped already.
@@ -417,8 +421,16 @@ def adopt(optimizer: Optimizer) -> None:
             engine = engine_with(parameter)
             if engine is not None:
                 engine.optimizers.add(optimizer)
-                _check_states(optimizer, parameter, state.get(parameter, {}), engine)
-    _adopted[optimizer] = seen
+                if check:
+                    _check_states(optimizer, parameter, state.get(parameter, {}), engine)
+    if optimizer not in _adopted:
+        with suppress(AttributeError):  # wrappers of other libraries, such as Accelerate's, have no hooks
+            optimizer.register_load_state_dict_post_hook(_loaded)
+    _adopted[optimizer] = seen if check else (0, 0)
+
+
+def _loaded(optimizer: Optimizer) -> None:
+    _adopted[optimizer] = 0, 0  # the next step checks the loaded states
 
 
 def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], engine: Engine) -> None:
