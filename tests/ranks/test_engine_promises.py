@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.utils.checkpoint import checkpoint
 
 import towpath
@@ -605,24 +606,107 @@ def _train_with_an_optimizer_made_before(label: str) -> None:
     twin.check_parameters()
 
 
-def test_an_optimizer_that_has_stepped_before_shard_is_refused(world: Worlds) -> None:
-    for message in world(2).run(_shard_after_a_step):
-        assert "optimizer" in message
-        assert "step" in message
+FULL = StateDictOptions(full_state_dict=True)
+STEPPED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
 
 
-def _shard_after_a_step() -> str:
-    """By `shard()` where it can tell; at the latest by the optimizer's next step, with the reason."""
-    model: Any = nn.Linear(5, 3)
-    optimizer = torch.optim.AdamW(model.parameters())
+@pytest.mark.parametrize("kind", STEPPED)
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_optimizers_that_stepped_before_shard_are_refused(world: Worlds, strategy: str, kind: str) -> None:
+    world(2).run(_step_before, strategy, kind)
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(errors.TowpathError) as caught:
-        sharded: Any = towpath.shard(model, "zero3", topology=Topology(2, 1))
-        sharded(torch.ones(2, 5)).sum().backward()
+
+
+def _step_before(strategy: str, kind: str) -> None:
+    model: Any = nn.Linear(5, 3)
+    optimizer = STEPPED[kind](model.parameters())
+    _stepped(model, optimizer)
+    towpath.shard(model, strategy, topology=Topology(2, 1))
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    model(torch.ones(2, 5)).sum().backward()
+    for _ in range(2):
+        words = rf"rank {dist.get_rank()}: {kind} has already stepped weight.*make a new optimizer afterwards"
+        with pytest.raises(errors.ShardError, match=words):
+            optimizer.step()
+    with pytest.raises(errors.ShardError, match=f"{kind} has already stepped"):
+        towpath.checkpoint.get_optimizer_state_dict(model, optimizer, options=FULL)
+    assert all(torch.equal(p.full_tensor(), b) for p, b in zip(model.parameters(), before, strict=True))
+    _stepped(model, STEPPED[kind](model.parameters()))
+
+
+def test_an_optimizer_without_states_may_step_before_shard(world: Worlds) -> None:
+    world(2).run(_step_without_states)
+
+
+def _step_without_states() -> None:
+    torch.manual_seed(7)
+    plain = nn.Linear(5, 3)
+    model = copy.deepcopy(plain)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        if step == 1:
+            towpath.shard(model, "zero3", topology=Topology(2, 1))
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            _stepped(each, optimizer)
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(found.full_tensor(), expected)
+
+
+def test_two_models_of_one_optimizer_made_before_train(world: Worlds) -> None:
+    """The optimizer steps one of them sharded and the other one not yet; then that one is sharded, and is refused."""
+    world(2).run(_share_an_optimizer)
+
+
+def _share_an_optimizer() -> None:
+    first, second = nn.Linear(5, 3), nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    towpath.shard(first, "zero3", topology=Topology(2, 1))
+    _stepped(first, optimizer)  # the second has no gradients, and so no states
+    towpath.shard(second, "zero3", topology=Topology(2, 1))
+    before = second.weight.full_tensor().clone()
+    (first(torch.ones(2, 5)) + second(torch.ones(2, 5))).sum().backward()
+    optimizer.step()
+    assert not torch.equal(second.weight.full_tensor(), before)
+    third = nn.Linear(5, 3)
+    optimizer.add_param_group({"params": list(third.parameters())})
+    optimizer.zero_grad()
+    _stepped(third, optimizer)
+    towpath.shard(third, "zero3", topology=Topology(2, 1))
+    with pytest.raises(errors.ShardError, match="has already stepped weight"):
         optimizer.step()
-    return str(caught.value)
+
+
+def test_one_rank_that_stepped_before_shard_leaves_none_waiting(world: Worlds) -> None:
+    first, second = world(2).run(_step_before_on_rank_0)
+    assert "AdamW has already stepped weight" in first[0] and second[0] == ""
+    for _, later in (first, second):
+        assert "rank 0" in later and "AdamW.step()" in later
+
+
+def _step_before_on_rank_0() -> tuple[str, str]:
+    model: Any = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if dist.get_rank() == 0:
+        _stepped(model, optimizer)
+    towpath.shard(model, "zero3", topology=Topology(2, 1))
+    model(torch.ones(2, 5)).sum().backward()
+    refused = ""
+    try:
+        optimizer.step()
+    except errors.ShardError as error:
+        refused = str(error)
+    with pytest.raises(errors.TowpathError) as caught:  # rank 0 goes on in vain
+        for _ in range(2):
+            model(torch.ones(2, 5)).sum().backward()
+    return refused, str(caught.value)
 
 
 def test_a_live_graph_is_refused_with_the_reason(world: Worlds) -> None:

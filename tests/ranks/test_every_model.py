@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -857,6 +858,45 @@ def test_parameters_replicated_on_the_tensor_parallel_mesh_train_exactly_and_cou
 
 def test_an_optimizer_made_before_a_tensor_parallel_model_is_sharded_stays_valid(world: Worlds) -> None:
     world(4).run(_check_tensor_parallel, "zero3", Topology(2, 1), SPLIT_MATRICES, True)
+
+
+@pytest.mark.parametrize("before", ["nothing", "a step", "a state dict"])
+def test_replaced_parameters_lead_an_optimizer_to_new_ones(world: Worlds, before: str) -> None:
+    world(4).run(_lead_to_new_ones, before)
+
+
+def _lead_to_new_ones(before: str) -> None:
+    mesh = _mesh()
+    model = _tensor_parallel(ParallelModel().double(), mesh, SPLIT_MATRICES)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if before == "a step":
+        _rows(model, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    replaced = [p for p in optimizer.param_groups[0]["params"] if isinstance(p, DTensor)]
+    assert replaced
+    towpath.shard(model, "zero3", topology=Topology(2, 1), group=mesh["dp"].get_group())
+    assert not any(p.to_local().numel() for p in replaced)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(2):  # the gradients of the first pass are dropped
+        optimizer.zero_grad(set_to_none=step == 0)
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+        scaler.scale(_rows(model, mesh["dp"].get_local_rank(), step)).backward()
+    scaler.unscale_(optimizer)
+    expected = float(nn.utils.clip_grad_norm_(model.parameters(), 1e9))
+    assert float(nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1e9)) == expected > 0
+    if before == "a step":
+        with pytest.raises(errors.ShardError, match="AdamW has already stepped"):
+            scaler.step(optimizer)
+        return
+    if before == "a state dict":
+        options = StateDictOptions(full_state_dict=True)
+        state = towpath.checkpoint.get_optimizer_state_dict(model, optimizer, options=options)
+        towpath.checkpoint.set_optimizer_state_dict(model, optimizer, state, options=options)
+    scaler.step(optimizer)
+    parameters = optimizer.param_groups[0]["params"]
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    assert all(p in optimizer.state for p in parameters)
 
 
 def test_whole_values_are_loaded_into_split_parameters(world: Worlds) -> None:

@@ -82,6 +82,7 @@ def get_optimizer_state_dict(
         return found
 
     if not (engines and options.full_state_dict):
+        _listed(optimizers)
         return pytorchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     tree = _alike("get_optimizer_state_dict", engines, collect)
     gathered = _gathered(tree, engines[0], options)
@@ -136,10 +137,10 @@ def set_optimizer_state_dict(
     Options of the groups (lr, betas, …) are loaded as well.
     """
     engines, options = _engines(model), options or StateDictOptions()
+    listed, parameters = _listed(optimizers, check=False), dict[str, nn.Parameter]()
     if not (engines and options.full_state_dict):
         pytorchs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
-    listed, parameters = _listed(optimizers, check=False), dict[str, nn.Parameter]()
     owned = [optimizer for optimizer in listed if isinstance(optimizer, WholeMatrices)]
     whole = {id(p) for optimizer in owned for group in optimizer.param_groups for p in group["params"]}
 
@@ -194,6 +195,7 @@ def _engines(model: nn.Module) -> list[Engine]:
 
 
 def _listed(optimizers: Optimizers, check: bool = True) -> list[Optimizer]:
+    """Return the optimizers one by one. Those made before `shard` then have the parameters of now (see `adopt`)."""
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in listed:
         adopt(optimizer, check)
