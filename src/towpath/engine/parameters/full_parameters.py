@@ -81,7 +81,8 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     try:
         with torch.no_grad():
             if modifier_rank is not None:
-                _take_from(engine, current, modifier_rank)
+                for bucket in (bucket for unit in current for bucket in unit.buckets):
+                    engine.wiring.groups.broadcast(bucket.full, modifier_rank)
             else:
                 _compare(engine, current)
             for unit in current:
@@ -91,12 +92,6 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
         for unit in pinned:
             engine.execute(engine.machine.unpin(unit.index))
             unit.note_versions()
-
-
-def _take_from(engine: Engine, units: list[Unit], rank: int) -> None:
-    for unit in units:
-        for bucket in unit.buckets:
-            engine.wiring.groups.broadcast(bucket.full, rank)
 
 
 def _compare(engine: Engine, units: list[Unit]) -> None:

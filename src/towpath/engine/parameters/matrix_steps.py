@@ -103,7 +103,12 @@ class MatrixSteps:
             gradients: Whether gradients are sent too. If True, the step covers the parameters that have a gradient. If
                 False, it covers all parameters, as a call of the optimizer's `eval()` does.
         """
-        self._reserve()
+        if not self._memory:
+            self._memory = {
+                dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=self._wiring.device)
+                for dtype, room in self.plan.room.items()
+                if room
+            }
         names = frozenset(name for name, p in self.parameters.items() if p.grad is not None) if gradients else self._all
         rounds = self.plan.step(None if names == self._all else names)
         failure: BaseException | None = None
@@ -126,15 +131,6 @@ class MatrixSteps:
             mark.written()
         if failure is not None:
             raise failure
-
-    def _reserve(self) -> None:
-        if not self._memory:
-            device = self._wiring.device
-            self._memory = {
-                dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=device)
-                for dtype, room in self.plan.room.items()
-                if room
-            }
 
     def states_of_owners(
         self, states: Mapping[torch.Tensor, dict[str, Any]], device: torch.device | None, wanted: bool

@@ -195,8 +195,10 @@ class Partial(torch.Tensor):
                     "rank would clip by another one. Call pipeline.clip_grad_norm_(max_norm)."
                 )
             return Partial.stacked(args[0], args[1] if len(args) > 1 else 0)
-        if packet is aten.linalg_vector_norm and _stays_partial(args, kwargs):
-            return args[0].of_all().resolve()
+        if packet is aten.linalg_vector_norm and len(args) <= 2 and kwargs.get("dim") is None:
+            order = float(args[1]) if len(args) > 1 else 2.0
+            if args[0].order == order:  # the p-norm of all p-norms
+                return args[0].of_all().resolve()
         if packet is aten.add and all(isinstance(a, Partial) and a.order == "sum" for a in args) and not kwargs:
             dtype = torch.promote_types(args[0].dtype, args[1].dtype)
             return Partial(args[0].part + args[1].part, "sum", args[0].replica, dtype)
@@ -249,12 +251,6 @@ def _alike(parts: Sequence[Any]) -> bool:
         and p.replica.group is first.replica.group
         for p in parts
     )
-
-
-def _stays_partial(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation is the p-norm of all of a Partial's p-norms, and its result thus a partial p-norm."""
-    order = float(args[1]) if len(args) > 1 else 2.0
-    return len(args) <= 2 and args[0].order == order and kwargs.get("dim") is None
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Partial]:
