@@ -172,3 +172,17 @@ def _refuse_plain_states() -> str:
     with pytest.raises(ShardTensorError) as caught:
         KeepsPlainStates(twin.sharded.parameters()).step()
     return str(caught.value)
+
+
+def test_stats_count_the_states_of_combined_optimizers_once(world: Worlds) -> None:
+    world(2).run(_count_once)
+
+
+def _count_once() -> None:
+    twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9))
+    assert towpath.stats(twin.sharded).memory_bytes["optimizer"] == 0
+    first, *others = twin.sharded.parameters()
+    twin.optimizer = towpath.optim.together(*(optim.SGD(ps, lr=0.1, momentum=0.9) for ps in ([first], others)))
+    twin.train(1)
+    held = sum(p.to_local().nbytes for p in (first, *others))
+    assert towpath.stats(twin.sharded).memory_bytes["optimizer"] == held
