@@ -85,8 +85,8 @@ def shard(
             of the topology. "mics" then shards over the second dim, as FSDP2 does.
         values: `values(name, start, end)` returns the initial elements [start, end) of the parameter `name` as a 1-D
             tensor. It raises KeyError for an unknown name. By default, rank 0's model has the values. Use it to load a
-            large model, because each rank then reads only the elements that it holds. After an error, build the model
-            again.
+            large model, because each rank then reads only the elements that it holds. If it fails on one rank, all
+            ranks raise, and the model must be built again.
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
         offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
             and steps on the CPU. By default, the strategy's own setting. Use it if the states do not fit on the GPU.

@@ -124,7 +124,10 @@ def choose_for(
     precision: Precision,
     offload: Offload | None,
 ) -> Strategy:
-    """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
+    """Return the strategy that the planner ranks first for a model and a workload. Rank 0 prints it, and why.
+
+    Every rank must call it, with the same arguments. `layouts` are the units of the model, as `lay_out` returns them.
+    """
     if topology.world == 1:
         return presets.strategy("ddp", topology, offload=offload)  # nothing to share
     dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")

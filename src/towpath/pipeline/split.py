@@ -24,8 +24,18 @@ from towpath.errors import ShardError
 
 
 def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module]:
-    """`count` stages of about as many parameters each, that share the memory of `model`'s parameters. `example`: what
-    the model is called with, tokens say; only its shape and dtype count."""
+    """Split `model` into `count` stages with about the same number of parameters each.
+
+    The stages share the memory of the model's parameters.
+
+    Args:
+        model: The model, with a row of blocks of one class in a ModuleList or Sequential.
+        count: The number of stages, at most the number of blocks.
+        example: An input of the model, such as tokens. Only its shape and dtype matter.
+
+    Raises:
+        ShardError: The model has too few blocks, or they do not run one after the other.
+    """
     return cut(model, blocks_in(model, lay_out(model)), count, example)
 
 
