@@ -15,8 +15,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
+from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
+from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -139,30 +140,28 @@ class PointToPoint(Collective):
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
     """
 
-    def __init__(self, route: str, binding: Binding, members: GroupRank) -> None:
-        self._route, self._binding, self._members = route, binding, members
-        parts = binding.parts(members)
-        plan = [
-            s
-            for s in sends(binding.op, route, members.group, members.nodes, parts)
-            if members.position in (s.source, s.target)
-        ]
-        self._cell = cell_elements(binding.elements, len(members.group.ranks), parts)
-        self._batches = self._in_batches(plan)
+    def __init__(self, transfer: Transfer, members: GroupRank) -> None:
+        self._op, self._members, self._tag = transfer.move.op, members, message_tag(transfer)
+        self._what = f"{self._op.value} by {transfer.route}"
+        self._own = slice(*transfer.bounds(members.slot))
+        messages = sends(self._op, transfer.route, members.group, members.nodes, transfer.parts)
+        plan = [s for s in messages if members.position in (s.source, s.target)]
+        self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts)
+        self._batches = self._in_batches(plan, transfer.elements)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
         crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.passages)]
         self._last_crossing = crossing[-1] if crossing else len(self._batches) - 1
         self._begun: list[tuple[_Batch, Posted]] | None = None
         self._cells = 1 + max((p.cell for b in self._batches for p in b.passages if p.cell is not None), default=-1)
 
-    def _in_batches(self, plan: list[Send]) -> list[_Batch]:
+    def _in_batches(self, plan: list[Send], elements: int) -> list[_Batch]:
         members, position = self._members, self._members.position
         added = [s for s in plan if s.adds and s.target == position]
         cells = dict(zip(added, cells_of(added), strict=True))
 
         def passage(send: Send) -> _Passage:
             leaves = send.source == position
-            start, end = piece_bounds(self._binding.elements, len(members.group.ranks), send.piece)
+            start, end = piece_bounds(elements, len(members.group.ranks), send.piece)
             return _Passage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
 
         def batch_of(send: Send) -> tuple[int, int, bool]:
@@ -181,8 +180,8 @@ class PointToPoint(Collective):
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Post the first step of an all-gather, which waits for no other rank. Do nothing for reductions."""
-        if self._binding.op is Op.ALL_GATHER:
-            mine = self._binding.own_slice(region, self._members)
+        if self._op is Op.ALL_GATHER:
+            mine = region[self._own]
             if mine.data_ptr() != shard.data_ptr():
                 mine.copy_(shard)
             # A gather adds nothing, and so it needs no wire buffer: all messages are received in the region.
@@ -203,14 +202,14 @@ class PointToPoint(Collective):
             if number == self._last_crossing:
                 workspace.links_free()
         self._complete(region, wire, under_way)
-        mine = self._binding.own_slice(region, self._members)
-        if self._binding.op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
+        mine = region[self._own]
+        if self._op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
             shard.copy_(mine)
 
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
         messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.passages]
-        where = f"{self._binding.op.value} by {self._route}, step {batch.step}"
-        return post(messages, self._members, where, batch.crossing, workspace.tag(self._binding.tag))
+        where = f"{self._what}, step {batch.step}"
+        return post(messages, self._members, where, batch.crossing, workspace.tag(self._tag))
 
     def _complete(
         self,

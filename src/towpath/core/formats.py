@@ -20,11 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from towpath.errors import StrategyError
 
+# Collectives send integers, too. Parameters are floating (`BucketSpec`).
 _ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
     "uint8": 1,
 }
 
@@ -38,14 +42,8 @@ FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element. Raise StrategyError for a dtype that cannot be sent."""
-    try:
-        return _ITEM_BYTES[dtype]
-    except KeyError:
-        raise StrategyError(
-            f"dtype {dtype!r} cannot travel; parameters may be {', '.join(FLOATING)}. "
-            "Keep tensors of other dtypes in buffers, or convert them before shard()."
-        ) from None
+    """Return the bytes of one element of a dtype that can be sent."""
+    return _ITEM_BYTES[dtype]
 
 
 def wide(dtype: str) -> str:

@@ -309,6 +309,15 @@ class Transfer:
         return parts_of(self.route, self.grid, size)
 
     @property
+    def grain(self) -> int:
+        """The start of each slice, and of each part of one, is a multiple of this: the codec's grain, or 1."""
+        return 1 if self.wire.encoding is None else self.wire.encoding.grain
+
+    def bounds(self, slot: int) -> tuple[int, int]:
+        """Return the start and end of slice `slot` in the region."""
+        return bounds(self.elements, self.move.members, slot, self.grain)
+
+    @property
     def inter_bytes(self) -> int:
         """Bytes sent between nodes, summed over all ranks."""
         return sum(self._sent.leaving)

@@ -31,7 +31,7 @@ from towpath.collectives.bound_transfer import (
     has_group_between_nodes,
     select,
 )
-from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
 from towpath.core.journal import CollectiveLog
 from towpath.core.schedule import QUEUES, WAYS
@@ -383,12 +383,12 @@ class CommContext:
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
-        return [self._bind(t) for t in transfers]
-
-    def _bind(self, transfer: Transfer) -> RankTransfer:
-        members = self._members(transfer)
-        collective = select(transfer, members, self._backend, self.device)
-        return RankTransfer(transfer, Binding.of(transfer), members, collective, self.record)
+        bound: list[RankTransfer] = []
+        for transfer in transfers:
+            members = self._members(transfer)
+            collective = select(transfer, members, self._backend, self.device)
+            bound.append(RankTransfer(transfer, members, collective, self.record))
+        return bound
 
     def bind_matrices(self, transfer: Transfer) -> BoundMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
@@ -410,6 +410,6 @@ class CommContext:
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
         """Return one transfer that sends `gathers`, which have the same members, as one message."""
-        bindings = [Binding.of(bound.transfer) for bound in gathers]
-        collective = CoalescedAllGather(bindings, gathers[0].members, self._backend, self.device)
+        transfers = [bound.transfer for bound in gathers]
+        collective = CoalescedAllGather(transfers, gathers[0].members, self._backend, self.device)
         return CoalescedTransfers(gathers, collective)
