@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from towpath.engine.executor import Batch, Engine, joined
-from towpath.engine.hooks import Entry, add_mixin, register_known_methods
+from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 
@@ -170,7 +170,9 @@ def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
             frame.f_locals.get("options"), "full_state_dict", False
         ):
             # Full tensors can be copied into slices, and inside `full_parameters` the parameters are unsharded.
-            if call == "set_model_state_dict" or (call == "get_model_state_dict" and engine.pinned == engine.units):
+            if call == "set_model_state_dict" or (
+                call == "get_model_state_dict" and engine.kept_unsharded == engine.units
+            ):
                 return
             raise ShardError(
                 f"PyTorch's own {call}(full_state_dict=True) knows DTensors only. Call towpath.checkpoint.{call} "
@@ -199,7 +201,7 @@ def check_class(model: nn.Module, strategy: str) -> None:
 
 def _check_parts(model: nn.Module, strategy: str) -> None:
     kind = type(model).__name__.removeprefix("FSDP")
-    if isinstance(model, Entry):
+    if isinstance(model, HookedModule):
         raise ShardError(
             f"the {kind} is a part of a model that is sharded already. Call shard() once, on the whole model. "
             f"units=[{kind}] makes a unit of each {kind}."

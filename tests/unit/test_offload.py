@@ -10,8 +10,10 @@ import pytest
 import towpath
 from tests.unit.test_plan_command import told, told_wide
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Submit, UnitFacts, Wait
+from towpath.core.step_state import Submit, Wait
 from towpath.core.strategy import Kind
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StrategyError
 from towpath.planner import clusters
 from towpath.planner.model import describe
@@ -39,7 +41,9 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
 
 def test_the_host_waits_for_what_it_reads_and_for_what_it_writes_over() -> None:
     for on_host in (True, False):
-        machine = StepMachine([UnitFacts("", root=True, steps_on_host=on_host), UnitFacts("a", steps_on_host=on_host)])
+        made = towpath.strategy("paro-iig", SHAPE, offload="optimizer" if on_host else None)
+        units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a")]
+        machine = StepMachine([plan_unit(made, unit, MIXED) for unit in units])
         machine.forward_begins(0, comes_back=True)
         passed = machine.graph_made(0)
         machine.forward_ends(0, graph_follows=True)

@@ -171,8 +171,8 @@ def test_each_queue_carries_out_what_the_schedule_has_in_its_order(name: str) ->
     made = strategy(name, Topology(2, 2))
     found = replayed(made, hardware(Topology(2, 2), latency=1e-5), micro_steps=2)
 
-    facts = [plan_unit(made, unit, Precision()).facts() for unit in UNITS]
-    expected = [(m, t.kind, facts[t.unit].name) for m, t in steady_tasks(facts, 2)]
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    expected = [(m, t.kind, plans[t.unit].name) for m, t in steady_tasks(plans, 2)]
     for queue in {e.track for e in found.events} - {"compute", "waiting"}:
         events = [e for e in sorted(found.events, key=lambda e: e.end) if e.track == queue]
         kinds = {e.kind for e in events} - {Kind.USAGE}

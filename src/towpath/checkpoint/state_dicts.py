@@ -270,7 +270,7 @@ def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], 
     engines[0].wiring.record.peers.come_together(f"{call}()")
     lines, found, failure = list[str](), StateDict(), None
     try:
-        if any(engine.pinned for engine in engines):
+        if any(engine.kept_unsharded for engine in engines):
             raise CheckpointError(f"{call} inside towpath.full_parameters(): call it before or after.")
         found = work()
         leaves = trees.tree_flatten_with_path(found)[0] if compare else []

@@ -17,7 +17,7 @@ from towpath.core.journal import journal_bytes
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.core.step_state import Action, ForwardPass, Submit, Task, UnitFacts, in_backward_order
+from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
 from towpath.core.strategy import AS_TRAINED, WIRED, Kind, Strategy
 from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
@@ -85,37 +85,37 @@ class Compute:
     part: Part
 
 
-def steady_tasks(facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Task]]:
+def steady_tasks(plans: Sequence[PlannedUnit], micro_steps: int) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
-    machine = settled(facts)
-    for micro_step, action in steady_step(machine, facts, micro_steps):
+    machine = settled(plans)
+    for micro_step, action in steady_step(machine, plans, micro_steps):
         if isinstance(action, Submit):
             yield micro_step, action.task
 
 
-def settled(facts: Sequence[UnitFacts]) -> StepMachine:
+def settled(plans: Sequence[PlannedUnit]) -> StepMachine:
     """Return a machine at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
-    machine = StepMachine(facts)
+    machine = StepMachine(plans)
     for _ in range(STEPS_BEFORE):
-        for _ in steady_step(machine, facts, 1):
+        for _ in steady_step(machine, plans, 1):
             pass
-        write_all(machine, facts)
+        write_all(machine, plans)
     return machine
 
 
-def write_all(machine: StepMachine, facts: Sequence[UnitFacts]) -> None:
+def write_all(machine: StepMachine, plans: Sequence[PlannedUnit]) -> None:
     """Report an optimizer step to the machine: it writes to every unit that trains."""
-    for index, unit in enumerate(facts):
-        if unit.trains:
+    for index, plan in enumerate(plans):
+        if plan.trains:
             machine.written(index)
 
 
-def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
+def staged_tasks(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that a pipeline stage submits in one steady step, each with the number of its micro-step.
 
     The stage computes `passes` in every step. The number of the micro-step rises when a backward pass ends.
     """
-    stage = settled_stage(facts, passes)
+    stage = settled_stage(plans, passes)
     for each in passes:
         for action in stage.walk(each):
             if isinstance(action, Submit):
@@ -125,26 +125,26 @@ def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Ite
             yield stage.micro_step, action.task
 
 
-def settled_stage(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> SteadyStage:
+def settled_stage(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> SteadyStage:
     """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
-    stage = SteadyStage(facts, passes)
+    stage = SteadyStage(plans, passes)
     for _ in range(STEPS_BEFORE):
         for each in passes:
             for _ in stage.walk(each):
                 pass
         for _ in stage.boundary_ends():
             pass
-        write_all(stage.machine, facts)
+        write_all(stage.machine, plans)
     return stage
 
 
 class SteadyStage:
     """The steady step of one pipeline stage, whose passes of different micro-batches interleave."""
 
-    def __init__(self, facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> None:
-        self.machine = StepMachine(facts)
+    def __init__(self, plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> None:
+        self.machine = StepMachine(plans)
         self.machine.staged = True
-        self._facts = facts
+        self._plans = plans
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
         self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes without all their gradients yet
         self.micro_step = 0  # how many backward passes of this step have ended
@@ -154,7 +154,7 @@ class SteadyStage:
         match each.kind:
             case PassKind.FORWARD:
                 passes = self._passes[each.micro_batch] = []
-                yield from _forward(self.machine, self._facts, passes)
+                yield from _forward(self.machine, self._plans, passes)
                 return
             case PassKind.INPUT_GRADIENTS:
                 yield from _input_gradients(self.machine, self._passes[each.micro_batch])
@@ -165,7 +165,7 @@ class SteadyStage:
                 rest = _weight_gradients
         last = self.micro_step == self._micro_batches - 1
         self.machine.boundary = last
-        yield from rest(self.machine, self._facts, self._passes.pop(each.micro_batch))
+        yield from rest(self.machine, self._plans, self._passes.pop(each.micro_batch))
         if not last:
             self.machine.micro_step_ended()
             self.micro_step += 1
@@ -178,25 +178,27 @@ class SteadyStage:
 
 
 def steady_step(
-    machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: int
+    machine: StepMachine, plans: Sequence[PlannedUnit], micro_steps: int
 ) -> Iterator[tuple[int, Action | Compute]]:
     """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
-        for action in _one_micro_step(machine, facts):
+        for action in _one_micro_step(machine, plans):
             yield micro_step, action
 
 
-def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action | Compute]:
+def _one_micro_step(machine: StepMachine, plans: Sequence[PlannedUnit]) -> Iterator[Action | Compute]:
     passes: list[ForwardPass] = []
-    yield from _forward(machine, facts, passes)
-    yield from _backward(machine, facts, passes)
+    yield from _forward(machine, plans, passes)
+    yield from _backward(machine, plans, passes)
     machine.micro_step_ended()
 
 
-def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
+def _forward(
+    machine: StepMachine, plans: Sequence[PlannedUnit], passes: list[ForwardPass]
+) -> Iterator[Action | Compute]:
     """Run the forward of all units, and append their forward passes to `passes`, the root's first."""
-    root, *others = range(len(facts))
+    root, *others = range(len(plans))
     for index in (root, *others):
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
@@ -209,17 +211,17 @@ def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[Forw
 
 
 def _backward(
-    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
+    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
     """Run the backward of all units. It ends with the last part of the root."""
     first, *rest = passes
     yield from machine.backward_begins(first)
     yield Compute(first.unit, Part.BACKWARD)
-    yield from _gradients(machine, facts, first.unit)
+    yield from _gradients(machine, plans, first.unit)
     for passed in reversed(rest):
         yield from machine.backward_begins(passed)
         yield Compute(passed.unit, Part.BACKWARD)
-        yield from _gradients(machine, facts, passed.unit)
+        yield from _gradients(machine, plans, passed.unit)
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
     yield Compute(first.unit, Part.BACKWARD_END)
@@ -240,19 +242,19 @@ def _input_gradients(machine: StepMachine, passes: Sequence[ForwardPass]) -> Ite
 
 
 def _weight_gradients(
-    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
+    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
     yield from machine.weight_gradients_begin(passes)
     for passed in in_backward_order(passes):
         yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
-        yield from _gradients(machine, facts, passed.unit)
+        yield from _gradients(machine, plans, passed.unit)
         yield from machine.weight_gradients_done(passed)
     yield from machine.weight_gradients_end(passes)
     yield from machine.backward_pass_ended()
 
 
-def _gradients(machine: StepMachine, facts: Sequence[UnitFacts], index: int) -> Sequence[Action]:
-    return machine.gradient_arrives(index) if facts[index].trains else ()
+def _gradients(machine: StepMachine, plans: Sequence[PlannedUnit], index: int) -> Sequence[Action]:
+    return machine.gradient_arrives(index) if plans[index].trains else ()
 
 
 def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
@@ -395,8 +397,7 @@ def _laid_out(
     """Yield the transfers of the tasks that the step machine submits in a steady step."""
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     plans = (*root, *(p for p in plans if not p.spec.kept))
-    facts = [plan.facts() for plan in plans]
-    for micro_step, task in staged_tasks(facts, passes) if passes else steady_tasks(facts, micro_steps):
+    for micro_step, task in staged_tasks(plans, passes) if passes else steady_tasks(plans, micro_steps):
         for transfer in plans[task.unit].steady_transfers(task.kind):
             yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)

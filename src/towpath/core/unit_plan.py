@@ -7,11 +7,10 @@ simulator and the planner all use the same plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, everyone
-from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.transfer import Needs, Range, Transfer
 from towpath.core.units import BucketSpec, UnitSpec
@@ -144,10 +143,34 @@ class BucketPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """The plans of all buckets of one unit, and what follows from them for the unit."""
+    """The plans of all buckets of one unit, and what follows from them for the unit.
+
+    The step machine reads the other fields in every micro-step (`PlannedUnit`), so they are computed once.
+    """
 
     spec: UnitSpec
     buckets: tuple[BucketPlan, ...]
+    name: str = field(init=False, compare=False)
+    root: bool = field(init=False, compare=False)
+    gathers: bool = field(init=False, compare=False)
+    copies: bool = field(init=False, compare=False)
+    trains: bool = field(init=False, compare=False)
+    reduces: bool = field(init=False, compare=False)
+    publishes: bool = field(init=False, compare=False)
+    steps_on_host: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("name", self.spec.name),
+            ("root", self.spec.kept),
+            ("gathers", bool(self.weight_needs)),
+            ("copies", any(b.backward_copy for b in self.buckets)),
+            ("trains", any(b.spec.trainable for b in self.buckets)),
+            ("reduces", bool(self.gradient_needs)),
+            ("publishes", any(b.publishes for b in self.buckets)),
+            ("steps_on_host", any(b.optimizer_on_host for b in self.buckets)),
+        ):
+            object.__setattr__(self, name, value)
 
     def transfers(self, kind: Kind) -> Iterator[Transfer]:
         """Yield the transfers of this kind, bucket by bucket."""
@@ -182,21 +205,6 @@ class UnitPlan:
             sum(t.region_bytes for t in b.transfers[kind]) for b in self.buckets if b.factored and kind is Kind.SYNC
         ]
         return largest([{"uint8": max([packed, *factors])}, *(t.wire_needs for t in self.transfers(kind))])
-
-    def facts(self, modules: int = 1) -> UnitFacts:
-        """Return what the step machine needs. `modules` is the number of modules with their forwards in this unit."""
-        trainable = [b for b in self.buckets if b.spec.trainable]
-        return UnitFacts(
-            self.spec.name,
-            root=self.spec.kept,
-            gathers=bool(self.weight_needs),
-            copies=any(b.backward_copy for b in self.buckets),
-            trains=bool(trainable),
-            reduces=bool(self.gradient_needs),
-            publishes=any(b.publishes for b in self.buckets),
-            steps_on_host=any(b.optimizer_on_host for b in self.buckets),
-            modules=modules,
-        )
 
     @property
     def weight_needs(self) -> Needs:

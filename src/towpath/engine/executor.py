@@ -48,7 +48,7 @@ from towpath.engine.checks.activity import EndOfBackward, FailedPasses
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit, Usage, Use
+from towpath.engine.parameters.unit import Unit, Usage
 from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
@@ -106,7 +106,7 @@ class Engine:
         self._writes = writes
         self.root = units[0]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
-        self.machine = StepMachine([u.plan.facts(len(u.modules)) for u in units], [u.mark for u in units])
+        self.machine = StepMachine([u.plan for u in units], [u.mark for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], wiring.device)
         self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], wiring.device)
         for unit in units:
@@ -125,7 +125,7 @@ class Engine:
         # How many calls into units have not returned, and how many transfers the step had before the outermost one.
         self._calls = self._before_call = 0
         # The units whose inputs get gradients in the running backward pass with `inputs=`. None outside such a pass.
-        self._goes_on_behind: set[int] | None = None
+        self._computes_inputs_of: set[int] | None = None
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._usage = Usage(strategy, self._trained, wiring)
@@ -149,9 +149,9 @@ class Engine:
         return self._writes.version
 
     @property
-    def pinned(self) -> list[Unit]:
-        """Units that are kept unsharded until they are unpinned."""
-        return [unit for unit in self.units if self.machine.is_pinned(unit.index)]
+    def kept_unsharded(self) -> list[Unit]:
+        """Units that are kept unsharded until `allow_reshard`."""
+        return [unit for unit in self.units if self.machine.is_kept_unsharded(unit.index)]
 
     # Actions of the step machine ------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Engine:
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
-        if not self.machine.is_pinned(unit.index):
+        if not self.machine.is_kept_unsharded(unit.index):
             unit.check_unwritten()
             if unit is not self.root:  # the root stays unsharded until the end of the backward pass
                 unit.check_returned(outputs)
@@ -279,55 +279,55 @@ class Engine:
 
     @eager
     @on_host
-    def output_gradient_arrives(self, use: Use, inputs: Sequence[Node], _: torch.Tensor) -> None:
+    def output_gradient_arrives(self, passed: ForwardPass, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
-        if use.passed.running or self._only_weight_gradients:
+        if passed.running or self._only_weight_gradients:
             return
-        use.inputs_done, use.inputs_awaited = 0, use.inputs
-        if self._goes_on_behind is not None:
-            self._expect_some(use, inputs, self._goes_on_behind)
+        passed.inputs_done, passed.inputs_awaited = 0, passed.inputs
+        if self._computes_inputs_of is not None:
+            self._expect_some(passed, inputs, self._computes_inputs_of)
         with self._maybe_first_of_a_backward_pass():
-            actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
+            actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
         self.execute(actions)
-        self.wiring.record.begins("backward", use.unit.name)
+        self.wiring.record.begins("backward", self.units[passed.unit].name)
 
     @eager
     @on_host
-    def input_gradient_done(self, use: Use, _: torch.Tensor) -> None:
+    def input_gradient_done(self, passed: ForwardPass, _: torch.Tensor) -> None:
         """Count the input gradients of a unit. After the last one, nothing is left to compute in its backward."""
-        use.inputs_done += 1
-        if use.inputs_done < use.inputs_awaited or self._only_weight_gradients:
+        passed.inputs_done += 1
+        if passed.inputs_done < passed.inputs_awaited or self._only_weight_gradients:
             return
-        self.wiring.record.ends("backward", use.unit.name)
-        self.execute(self.machine.input_gradients_done(use.passed))
+        self.wiring.record.ends("backward", self.units[passed.unit].name)
+        self.execute(self.machine.input_gradients_done(passed))
         if self._held_back is not None:
-            self._held_back.append(use.passed)
+            self._held_back.append(passed)
         else:
-            self.execute(self.machine.weight_gradients_done(use.passed))
+            self.execute(self.machine.weight_gradients_done(passed))
 
-    def _expect_some(self, use: Use, inputs: Sequence[Node], goes_on_behind: set[int]) -> None:
+    def _expect_some(self, passed: ForwardPass, inputs: Sequence[Node], computes_inputs_of: set[int]) -> None:
         """Count the gradients of the unit that a backward pass with `inputs=` will compute.
 
         No hook reports what autograd leaves out. If the pass ends in this unit, the unit has finished once the named
         parameters have gradients. If not, the weights may be read again afterwards, for the gradients of its inputs.
         """
-        unit = use.unit
-        use.inputs_awaited = sum(map(_will_run, inputs))
-        if use.inputs_awaited:
-            goes_on_behind.add(unit.index)
+        unit = self.units[passed.unit]
+        passed.inputs_awaited = sum(map(_will_run, inputs))
+        if passed.inputs_awaited:
+            computes_inputs_of.add(unit.index)
         for bucket in unit.trainable:
             leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
-            ends_here = unit.index not in goes_on_behind
+            ends_here = unit.index not in computes_inputs_of
             bucket.gradients.expected = sum(map(_will_run, leaves)) if ends_here else len(bucket.views)
 
     @contextmanager
     def passing_to_inputs(self) -> Generator[None]:
         """Mark a backward pass that computes the gradients of some tensors only (`inputs=`)."""
-        before, self._goes_on_behind = self._goes_on_behind, set()
+        before, self._computes_inputs_of = self._computes_inputs_of, set()
         try:
             yield
         finally:
-            self._goes_on_behind = before
+            self._computes_inputs_of = before
             for bucket in (bucket for unit in self.units for bucket in unit.trainable):
                 bucket.gradients.expected = len(bucket.views)
 

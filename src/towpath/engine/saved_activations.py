@@ -92,7 +92,9 @@ class _Staying:
         self._weights: set[int] = set()
 
     def __contains__(self, tensor: Any) -> bool:
-        if self._made != self._engine.weights.made:  # slots are made in the first steps and for pinned units
+        if (
+            self._made != self._engine.weights.made
+        ):  # slots are made in the first steps, and for units that are kept unsharded
             self._made = self._engine.weights.made
             self._weights = {_memory_of(b.full) for unit in self._engine.units for b in unit.buckets}
         return _memory_of(tensor) in self._weights or _memory_of(tensor) in self._always

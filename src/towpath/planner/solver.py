@@ -15,14 +15,14 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from towpath.core.formats import item_bytes
+from towpath.core.formats import Precision, item_bytes
 from towpath.core.placement import Placement, legal_placements
-from towpath.core.presets import name_of
+from towpath.core.presets import name_of, strategy
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
 from towpath.core.schedule import is_open, steady_tasks
-from towpath.core.step_state import UnitFacts
 from towpath.core.strategy import AS_TRAINED, GRADIENTS, WEIGHTS, WIRED, Kind, MoveShape, Strategy, move_shapes
 from towpath.core.unit_plan import UnitPlan, plan_unit
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.core.wire import Wire
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
@@ -33,7 +33,7 @@ from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
 from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds
 from towpath.sim.timeline import Timeline
-from towpath.topology.cluster import Extent
+from towpath.topology.cluster import Extent, Topology
 
 # A step of more micro-steps is replayed for so many of them: the others are like its last but one.
 _REPLAYED = 3
@@ -377,6 +377,8 @@ class Solver:
 def _submitted(root: bool) -> tuple[tuple[Kind, bool], ...]:
     """What the step machine submits for the root, or for another unit, if all of it has to travel: kinds, and whether
     in every micro-step or in one of them."""
-    facts = [UnitFacts("", root=True), UnitFacts("a"), UnitFacts("b"), UnitFacts("c")]
-    seen = {(task.kind, micro_step) for micro_step, task in steady_tasks(facts, 3) if task.unit == (0 if root else 2)}
+    every_kind = strategy("paro-iig", Topology(2, 2))
+    units = [UnitSpec(name, (BucketSpec((1,)),), kept=not name) for name in ("", "a", "b", "c")]
+    plans = [plan_unit(every_kind, unit, Precision()) for unit in units]
+    seen = {(task.kind, micro_step) for micro_step, task in steady_tasks(plans, 3) if task.unit == (0 if root else 2)}
     return tuple((kind, (kind, 1) in seen) for kind in WIRED if any(k is kind for k, _ in seen))

@@ -71,9 +71,8 @@ class SimulatedEngine:
         alike: int = 1,
     ) -> None:
         assert plans[0].spec.kept
-        self._plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
+        self.plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
         self._place, self._of, self._alike = place, of, alike
-        self.facts = [plan.facts() for plan in plans]
         self._queues: dict[str, deque[QueuedTask]] = {}  # what has not ended, in order, and perhaps the last that has
         self._started: dict[Demand, QueuedTask] = {}
         self._costs: dict[Transfer, _Cost] = {}
@@ -130,11 +129,11 @@ class SimulatedEngine:
             case SaveBackwardCopy(unit):
                 moved = sum(
                     b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
-                    for b in self._plans[unit].buckets
+                    for b in self.plans[unit].buckets
                     if b.backward_copy is not None
                 )
             case OpenGradients(unit):
-                moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self._plans[unit].buckets if b.spec.trainable)
+                moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self.plans[unit].buckets if b.spec.trainable)
             case SetGrads():
                 pass  # views, or what the sync has copied already
         return moved / self._hardware.memory_rate
@@ -167,7 +166,7 @@ class SimulatedEngine:
         if task.transfers:
             yield from task.transfers
             return
-        yield from self._plans[task.unit].steady_transfers(task.kind)
+        yield from self.plans[task.unit].steady_transfers(task.kind)
 
     def _cost_of(self, transfer: Transfer) -> _Cost:
         found = self._costs.get(transfer)
@@ -185,7 +184,7 @@ class SimulatedEngine:
         """Seconds that a queue works beside its transfers: it copies memory for the master's cast and the sum over
         micro-steps, and decodes what rests encoded and whole."""
         moved, decoding = 0, 0.0
-        for bucket in () if task.transfers else self._plans[task.unit].buckets:
+        for bucket in () if task.transfers else self.plans[task.unit].buckets:
             if not bucket.spec.trainable:
                 gathers = task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)
                 if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:
@@ -201,7 +200,7 @@ class SimulatedEngine:
 
     def _host_copies(self, task: Task) -> Iterator[PhaseCost]:
         """Between the device and the host's memory; what goes to the device is first rounded by the host."""
-        copied = [b for b in self._plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
+        copied = [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
         if not copied:
             return
         host = self._hardware.offloading
@@ -267,7 +266,7 @@ class SimulatedEngine:
         running.ended, running.before = True, None
         task, now = running.task, self._fluid.now
         running.timed.began, running.timed.ended = running.began, now
-        unit = task.transfers[0].unit if task.transfers else self.facts[task.unit].name
+        unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].name
         name = f"{task.kind.value} of {unit or 'root'}{self._of}"
         track = f"{QUEUES[task.kind]}{self._of}"
         self._timeline.sent(

@@ -129,7 +129,7 @@ class PipelineReplay:
 
     def _thread(self, rank: int) -> Thread:
         own = sorted(i for i, owner in self._owners.items() if owner == rank)
-        stages = {i: settled_stage(self._engines[i].facts, self._passes[i]) for i in own}
+        stages = {i: settled_stage(self._engines[i].plans, self._passes[i]) for i in own}
         for i in own:
             for action in stages[i].machine.publish():
                 yield from self._engines[i].execute(action, 0)
@@ -165,7 +165,7 @@ class PipelineReplay:
 
     def _compute(self, index: int, action: Compute) -> Iterator[Demand]:
         engine, seconds = self._engines[index], self._stages[index].seconds
-        name = f"{action.part.value} of {engine.facts[action.unit].name or 'root'}"
+        name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
         yield from engine.compute(seconds.of(action), name, seconds.share)
 
     # Messages --------------------------------------------------------------------------------------------------------

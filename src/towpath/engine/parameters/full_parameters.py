@@ -51,11 +51,11 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
         The units that were not unsharded before. Pass them to `reshard`.
     """
     engine.begin()
-    made = [u for u in (engine.units if units is None else units) if not engine.machine.is_pinned(u.index)]
+    made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
     with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
         engine.execute(engine.machine.publish())
         for unit in made:
-            engine.execute(engine.machine.pin(unit.index))
+            engine.execute(engine.machine.keep_unsharded(unit.index))
             for bucket in unit.buckets:
                 bucket.remember()
             unit.checksums = checksums(unit)
@@ -72,12 +72,12 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     Raises:
         StepError: Ranks wrote different values. The writes are not taken over.
     """
-    pinned = [unit for unit in engine.pinned if units is None or unit in units]
-    if not pinned:
+    kept = [unit for unit in engine.kept_unsharded if units is None or unit in units]
+    if not kept:
         return
     engine.tell_before_rewrite()
     # If the optimizer has stepped since `unshard`, the unsharded parameters are outdated and must not be taken over.
-    current = [unit for unit in pinned if engine.machine.is_whole(unit.index)]
+    current = [unit for unit in kept if engine.machine.is_whole(unit.index)]
     try:
         with torch.no_grad():
             if modifier_rank is not None:
@@ -88,8 +88,8 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
                 for bucket in unit.buckets:
                     bucket.write_back()
     finally:
-        for unit in pinned:
-            engine.execute(engine.machine.unpin(unit.index))
+        for unit in kept:
+            engine.execute(engine.machine.allow_reshard(unit.index))
             unit.note_versions()
 
 

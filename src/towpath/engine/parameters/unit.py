@@ -17,7 +17,7 @@ from towpath.collectives.bound_transfer import CoalescedTransfers, RankTransfer
 from towpath.collectives.collective import Workspace
 from towpath.core.journal import Call
 from towpath.core.schedule import usage_transfers
-from towpath.core.step_state import ForwardPass, ParamVersion
+from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.layout import Holder, UnitLayout, exchanged
@@ -276,18 +276,6 @@ class Unit:
             return None
         works = [partial(b.gradients.sync, terms) for b in sums]
         return self._queues.submit(Kind.SYNC, _bound(sums, Kind.SYNC), works, after)
-
-
-class Use:
-    """One forward pass of a unit, for the hooks of its backward pass. It exists as long as the autograd graph."""
-
-    __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
-
-    def __init__(self, unit: Unit, passed: ForwardPass) -> None:
-        self.unit, self.passed = unit, passed
-        self.entered: list[int] = []  # ids of the inputs, while the forward runs
-        # How many inputs need a gradient, how many get one in this backward pass, and how many have it already.
-        self.inputs = self.inputs_awaited = self.inputs_done = 0
 
 
 def _address(tensor: torch.Tensor) -> int:
