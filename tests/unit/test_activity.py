@@ -11,7 +11,7 @@ import torch
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
-from towpath.core.schedule import QUEUES, WAYS
+from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
@@ -72,7 +72,7 @@ def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest
     """So that whoever waits for the comparison can be told, meanwhile, that its peers will never come."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: object())
     device = torch.device("cuda")
-    kinds = {kind: type(make_stream(QUEUES[kind], device, WAYS[QUEUES[kind]])) for kind in Kind}
+    kinds = {kind: type(make_stream(QUEUES[kind], device, MAX_IN_FLIGHT[QUEUES[kind]])) for kind in Kind}
     assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == {Kind.USAGE}
     assert {stream for kind, stream in kinds.items() if kind is not Kind.USAGE} == {CudaStream}
 

@@ -15,7 +15,7 @@ from towpath.core.routes import Group, Op
 from towpath.core.strategy import Kind
 from towpath.core.transfer import Range, Transfer
 from towpath.core.wire import Wire
-from towpath.engine.streams.record import Record, Waits
+from towpath.engine.streams.record import Record, TransferWait
 from towpath.engine.streams.streams import HostTimer, Mark
 from towpath.topology.cluster import Topology
 
@@ -68,7 +68,7 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     for transfer in (first, second):
         with counted.running([transfer], micro_step=0):
             device.end += 2.0
-    waits = Waits(counted, [second])
+    waits = TransferWait(counted, [second])
     began = waits.mark()
     device.end += 0.5
     waits.waited(began, waits.mark())
@@ -119,7 +119,7 @@ def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:
 
 def test_ways_have_tags_of_their_own() -> None:
     buffers = WireBuffers(torch.device("cpu"))
-    tags = {Workspace(buffers, way, ways=2).tag(tag) for tag in range(8) for way in range(2)}
+    tags = {Workspace(buffers, buffer_index, depth=2).tag(tag) for tag in range(8) for buffer_index in range(2)}
     assert len(tags) == 16
 
 

@@ -18,10 +18,10 @@ from towpath.core.routes import (
     Op,
     Send,
     cells_of,
+    effective_route,
     parts_of,
     piece_bounds,
     sends,
-    travelled,
     wire_elements,
 )
 from towpath.core.strategy import Kind
@@ -165,9 +165,9 @@ def test_each_cable_carries_what_the_route_promises(op: Op, shape: Topology) -> 
 def test_where_there_is_one_kind_of_link_every_route_sends_what_flat_sends(route: str, shape: Topology) -> None:
     """But for one-hop, which a reduction with a codec takes there: by a ring every member would round."""
     if route == "one-hop":
-        assert travelled(route, Grid.of(nodes_of(shape))) == "one-hop"
+        assert effective_route(route, Grid.of(nodes_of(shape))) == "one-hop"
         return
-    assert travelled(route, Grid.of(nodes_of(shape))) in ("flat", "ring")
+    assert effective_route(route, Grid.of(nodes_of(shape))) in ("flat", "ring")
     for op in COLLECTIVES:
         assert plan_of(op, route, shape) == plan_of(op, "flat", shape)
 

@@ -64,20 +64,20 @@ class WireBuffers:
 class Workspace:
     """The memory and the tags of one transfer, from its submission to its end.
 
-    Transfers of one queue that run at the same time have different *ways*: different wire buffers and different tags.
+    Transfers of one queue that run at the same time have different buffer indices, and so different buffers and tags.
 
     Attributes:
-        buffers: The wire buffers of this way.
-        way: The number of the way.
-        ways: How many ways the queue has.
+        buffers: The wire buffers with this index.
+        buffer_index: Their index. Transfers with the same index never overlap.
+        depth: How many transfers of the queue may run at the same time.
         micro_step: The micro-step in which the transfer was submitted.
         watch: A callback for the work of codecs, if a trace records it.
         links_free: A function to call when the transfer no longer needs the links. The next transfer may then begin.
     """
 
     buffers: WireBuffers
-    way: int = 0
-    ways: int = 1
+    buffer_index: int = 0
+    depth: int = 1
     micro_step: int = 0
     watch: Watch | None = None
     links_free: Callable[[], None] = lambda: None
@@ -87,8 +87,8 @@ class Workspace:
         return self.buffers.take(numel, dtype)
 
     def tag(self, tag: int) -> int:
-        """Return the tag of messages of this way, for a collective whose tag is `tag`."""
-        return tag * self.ways + self.way
+        """Return the tag of this transfer's messages, for a collective whose tag is `tag`."""
+        return tag * self.depth + self.buffer_index
 
 
 @dataclass(frozen=True, slots=True)

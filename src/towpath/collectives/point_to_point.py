@@ -113,7 +113,7 @@ def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: Ru
 
 
 @dataclass(frozen=True, slots=True)
-class _Passage:
+class _RangeMessage:
     """A message of the plan at one of its ends: its range of the region, and its wire cell if it is added."""
 
     leaves: bool
@@ -130,7 +130,7 @@ class _Batch:
     step: int
     until: int
     crossing: bool
-    passages: tuple[_Passage, ...]
+    messages: tuple[_RangeMessage, ...]
 
 
 @final
@@ -149,20 +149,20 @@ class PointToPoint(Collective):
         self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts)
         self._batches = self._in_batches(plan, transfer.elements)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
-        crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.passages)]
+        crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.messages)]
         self._last_crossing = crossing[-1] if crossing else len(self._batches) - 1
         self._begun: list[tuple[_Batch, Posted]] | None = None
-        self._cells = 1 + max((p.cell for b in self._batches for p in b.passages if p.cell is not None), default=-1)
+        self._cells = 1 + max((p.cell for b in self._batches for p in b.messages if p.cell is not None), default=-1)
 
     def _in_batches(self, plan: list[Send], elements: int) -> list[_Batch]:
         members, position = self._members, self._members.position
         added = [s for s in plan if s.adds and s.target == position]
         cells = dict(zip(added, cells_of(added), strict=True))
 
-        def passage(send: Send) -> _Passage:
+        def message(send: Send) -> _RangeMessage:
             leaves = send.source == position
             start, end = piece_bounds(elements, len(members.group.ranks), send.piece)
-            return _Passage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
+            return _RangeMessage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
 
         def batch_of(send: Send) -> tuple[int, int, bool]:
             return send.step, send.until, members.crosses(send.target if send.source == position else send.source)
@@ -170,13 +170,13 @@ class PointToPoint(Collective):
         batches: list[_Batch] = []
         for (step, until, crossing), posted in groupby(sorted(plan, key=batch_of), key=batch_of):
             # A region with fewer elements than parts has empty parts. Both ends leave them out.
-            passages = tuple(p for p in map(passage, posted) if p.start < p.end)
-            if passages:
-                batches.append(_Batch(step, until, crossing, passages))
+            messages = tuple(p for p in map(message, posted) if p.start < p.end)
+            if messages:
+                batches.append(_Batch(step, until, crossing, messages))
         return batches
 
-    def _leaves_node(self, passage: _Passage) -> bool:
-        return self._members.nodes[passage.peer] != self._members.nodes[self._members.position]
+    def _leaves_node(self, message: _RangeMessage) -> bool:
+        return self._members.nodes[message.peer] != self._members.nodes[self._members.position]
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Post the first step of an all-gather, which waits for no other rank. Do nothing for reductions."""
@@ -207,7 +207,7 @@ class PointToPoint(Collective):
             shard.copy_(mine)
 
     def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
-        messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.passages]
+        messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.messages]
         where = f"{self._what}, step {batch.step}"
         return post(messages, self._members, where, batch.crossing, workspace.tag(self._tag))
 
@@ -228,13 +228,13 @@ class PointToPoint(Collective):
                 remaining.append((batch, posted))
                 continue
             posted.wait()
-            for passage in batch.passages:
-                if passage.cell is not None:
-                    region[passage.start : passage.end].add_(self._content(region, wire, passage))
+            for message in batch.messages:
+                if message.cell is not None:
+                    region[message.start : message.end].add_(self._content(region, wire, message))
         return remaining
 
-    def _content(self, region: torch.Tensor, wire: torch.Tensor, passage: _Passage) -> torch.Tensor:
-        if passage.cell is None:
-            return region[passage.start : passage.end]
-        start = passage.cell * self._cell
-        return wire[start : start + passage.end - passage.start]
+    def _content(self, region: torch.Tensor, wire: torch.Tensor, message: _RangeMessage) -> torch.Tensor:
+        if message.cell is None:
+            return region[message.start : message.end]
+        start = message.cell * self._cell
+        return wire[start : start + message.end - message.start]

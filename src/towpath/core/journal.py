@@ -319,7 +319,7 @@ class CollectiveLog:
         for scope, group in found[:2]:
             first, *others = scope.members(group)
             differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
-            texts.append(told_to(self.rank, next(d for d in differences if d is not None)))
+            texts.append(divergence_message(self.rank, next(d for d in differences if d is not None)))
         # The first difference may cause a second one, which may show better where the ranks differ.
         raise StepError(" Besides, on ".join(texts))
 
@@ -361,7 +361,7 @@ def difference(
     return None
 
 
-def told_to(rank: int, found: Difference) -> str:
+def divergence_message(rank: int, found: Difference) -> str:
     """Return the message of the error that `rank` raises for a difference."""
     if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (

@@ -49,7 +49,7 @@ QUEUES = {
 
 # How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
 # the previous one still distributes its data inside the nodes.
-WAYS = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
+MAX_IN_FLIGHT = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
 
 
 # --- steady step ------------------------------------------------------------------------------------------------------
@@ -332,8 +332,8 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> 
     """Return the bytes of one rank's slots, and of the wire buffers for transfers of these kinds."""
     root = [p for p in plans if p.spec.kept]
     others = [p for p in plans if not p.spec.kept]
-    ways = min(UNITS_IN_FLIGHT, len(others))
-    weights = ways * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
+    depth = min(UNITS_IN_FLIGHT, len(others))
+    weights = depth * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
         _bytes(p.weight_needs) for p in root
     )
     # The wire buffers of a queue are as large as its largest transfer needs.
@@ -344,9 +344,9 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> 
             wires[queue] = max(wires.get(queue, 0), numel)
     return {
         "weight slots": weights,
-        "gradient slots": ways * _bytes(largest(p.gradient_needs for p in _distinct(others)))
+        "gradient slots": depth * _bytes(largest(p.gradient_needs for p in _distinct(others)))
         + sum(_bytes(p.gradient_needs) for p in root),
-        "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
+        "wire": sum(MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
     }
 
 

@@ -48,7 +48,7 @@ class Gathers:
 
     def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
-        self._published = writes.version
+        self._published = writes.count
         self._in_vain: list[Task] = []  # gathers of prefetched units that were released before any use
         self.successors = Successors()
         root, *others = units
@@ -56,15 +56,15 @@ class Gathers:
         self.slots = Slots(gathered, slots if gathered else 0)
         for number, unit in enumerate(others):
             if unit.plan.gathers:  # neighbors in forward order never share a slot
-                unit.slot = self.slots.neighbour(number)
+                unit.slot = self.slots.shared(number)
         if root.plan.gathers:
             root.slot = self.slots.reserve(0)
 
     def publish(self) -> None:
         """Submit a publish for each unit that was written since the last call."""
-        if self._published == self._writes.version:
+        if self._published == self._writes.count:
             return
-        self._published = self._writes.version
+        self._published = self._writes.count
         for unit in self._units:
             if unit.published != unit.version and unit.plan.publishes:
                 if unit.plan.steps_on_host and unit.publication is not None:

@@ -155,15 +155,15 @@ class ParamVersion:
     Each write also counts in the next larger one, `of`: a bucket's in its unit, a unit's in the model.
     """
 
-    __slots__ = ("of", "version")
+    __slots__ = ("count", "of")
 
     def __init__(self, of: ParamVersion | None = None) -> None:
-        self.version = 0
+        self.count = 0
         self.of = of
 
     def written(self) -> None:
         """Count a write."""
-        self.version += 1
+        self.count += 1
         if self.of is not None:
             self.of.written()
 
@@ -342,7 +342,7 @@ class UnitState:
     @property
     def version(self) -> int:
         """The current version of the weights: how often they were written."""
-        return self.writes.version
+        return self.writes.count
 
     @property
     def running(self) -> bool:
@@ -383,7 +383,7 @@ class Slots:
         self._reserved[unit] = slot = Slot((unit,))
         return slot
 
-    def neighbour(self, number: int) -> Slot:
+    def shared(self, number: int) -> Slot:
         """Return the shared slot for the unit at this position in forward order. Neighbors get different slots."""
         return self._turns[number % len(self._turns)]
 

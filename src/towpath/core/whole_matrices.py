@@ -146,10 +146,10 @@ class MatrixPlan:
 
 @dataclass(frozen=True, slots=True)
 class Iterate:
-    """The action in which owners step the matrices of a round, in the memory with the number `way`."""
+    """The action in which owners step the matrices of a round, in the memory with the number `buffer_index`."""
 
     round: int
-    way: int
+    buffer_index: int
 
 
 def step_actions(

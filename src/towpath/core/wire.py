@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, travelled
+from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
 from towpath.errors import StrategyError
 
@@ -230,7 +230,7 @@ class Wire:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
-        return travelled(self.route, grid)
+        return effective_route(self.route, grid)
 
     def check(self, op: Op, what: str) -> None:
         """Check that the wire can execute `op`.

@@ -321,7 +321,7 @@ class _Shared:
 
 def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
     buckets: list[Bucket] = []
-    mark = ParamVersion(shared.writes)
+    version = ParamVersion(shared.writes)
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
@@ -329,8 +329,8 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
             replica = shared.frozen
         else:
             replica = shared.on_host if planned.optimizer_on_host else shared.trainable
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, mark))
-    return Unit(index, layout, plan, buckets, mark, shared.wiring)
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, version))
+    return Unit(index, layout, plan, buckets, version, shared.wiring)
 
 
 def _replica(strategy: Strategy, trains: bool, wiring: CommContext, mesh: Mesh) -> Replica:

@@ -106,7 +106,7 @@ class Engine:
         self._writes = writes
         self.root = units[0]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
-        self.machine = StepMachine([u.plan for u in units], [u.mark for u in units], [len(u.modules) for u in units])
+        self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], wiring.device)
         self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], wiring.device)
         for unit in units:
@@ -146,7 +146,7 @@ class Engine:
     @property
     def writes(self) -> int:
         """Number of writes to the model's parameters so far."""
-        return self._writes.version
+        return self._writes.count
 
     @property
     def kept_unsharded(self) -> list[Unit]:

@@ -122,7 +122,7 @@ class Bucket:
     """The parameters of one unit with one dtype, all trainable or all frozen, with their memory and transfers.
 
     `Unit` holds the buckets and calls them from the threads or streams of its transfers. The module's docstring lists
-    the memory. `views` are the unsharded parameters that modules compute with. `mark` counts the writes to the
+    the memory. `views` are the unsharded parameters that modules compute with. `version` counts the writes to the
     parameters, and `published` is the count at the last publish. `resting` is the encoded P shard, if there is one.
     """
 
@@ -142,7 +142,7 @@ class Bucket:
         self._optimizer = OptimizerMemory(plan, self.device)
         self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
         self.bind(plan, wiring)
-        self.mark = ParamVersion(writes)
+        self.version = ParamVersion(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
         # The P shard and the master are each rounded once, from the user's values.
@@ -172,7 +172,7 @@ class Bucket:
         ]
         for kind in changed:
             self.transfers[kind] = wiring.bind(plan.transfers[kind])
-        self.gradients.travel_by(plan, self.transfers, new_sync=Kind.SYNC in changed)
+        self.gradients.use_transfers(plan, self.transfers, new_sync=Kind.SYNC in changed)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -214,8 +214,8 @@ class Bucket:
         start, end = where.in_cut()
         attributes = dict(vars(parameter))
         held = self.resting.part(start, end) if self.resting else self.master[start:end]
-        shard = nn.Parameter(ShardTensor(held, where, self.mark), parameter.requires_grad)
-        shard.mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
+        shard = nn.Parameter(ShardTensor(held, where, self.version), parameter.requires_grad)
+        shard.version = self.version  # pyright: ignore[reportAttributeAccessIssue]
         if place.parallel is None:
             torch.utils.swap_tensors(parameter, shard)
         else:
@@ -242,7 +242,7 @@ class Bucket:
     @property
     def dirty(self) -> bool:
         """True if the parameters were written to since the last publish."""
-        return self.published != self.mark.version
+        return self.published != self.version.count
 
     def publish(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
@@ -296,7 +296,7 @@ class Bucket:
         now = self._slice(self.full, self.plan.params)
         if self.resting is not None:
             self.resting.write(0, now)
-            self.mark.written()
+            self.version.written()
             return
         before = self.shard if self._rounded is None else self._rounded
         if self.plan.has_master:
@@ -306,7 +306,7 @@ class Bucket:
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, self.shard, now))
         self._rounded = None
-        self.mark.written()
+        self.version.written()
 
     # Gradients ----------------------------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ class BucketGradients(ABC):
         self._arrived: set[int] = set()  # parameters whose memory holds a gradient: later ones are added to it
         self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
 
-    def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+    def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
         """Use the transfers of `plan` from now on. `new_sync` says that the transfers of the sync have changed."""
         self.plan = plan
 
@@ -391,7 +391,7 @@ class FlatGradients(BucketGradients):
         self._arriving: list[torch.Tensor] = []
         self._lent: list[weakref.ref[torch.Tensor]] = []
 
-    def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+    def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
         """Use the transfers of `plan` from now on. A new sync starts with fresh low-rank state."""
         self.plan, self._transfers = plan, transfers
         if new_sync:

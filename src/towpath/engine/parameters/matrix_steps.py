@@ -113,17 +113,17 @@ class MatrixSteps:
                     task.handle, task.after = self._submit(task, rounds[task.unit]), ()
                 case Wait(task):
                     cast(Handle, task.handle).wait()
-                case Iterate(number, way):
-                    wholes = self._wholes(rounds[number], way, gradients)
+                case Iterate(number, buffer_index):
+                    wholes = self._wholes(rounds[number], buffer_index, gradients)
                     try:
                         if wholes and failure is None:
                             iterate(wholes)
                     except BaseException as error:
                         failure = error
         for name in names:
-            mark = self.parameters[name].mark
-            assert mark is not None
-            mark.written()
+            version = self.parameters[name].version
+            assert version is not None
+            version.written()
         if failure is not None:
             raise failure
 
@@ -189,20 +189,20 @@ class MatrixSteps:
     def _weight(self, matrix: Matrix) -> torch.Tensor:
         return self.parameters[matrix.name].to_local().detach()
 
-    def _brought(self, each: Round, way: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _brought(self, each: Round, buffer_index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the memory in which this rank gathers gradient and weight of each matrix that it owns."""
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         start = 0
         for matrix in each.owned(self._slot):
             if not matrix.stays:
-                gradients, weights = self._memory[each.dtype][way]
+                gradients, weights = self._memory[each.dtype][buffer_index]
                 end = start + matrix.numel
                 found[matrix.name] = gradients[start:end], weights[start:end]
                 start = end
         return found
 
-    def _wholes(self, each: Round, way: int, gradients: bool) -> list[Whole]:
-        brought = self._brought(each, way)
+    def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[Whole]:
+        brought = self._brought(each, buffer_index)
         found: list[Whole] = []
         for matrix in each.owned(self._slot):
             there = brought.get(matrix.name)

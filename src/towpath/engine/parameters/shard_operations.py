@@ -3,7 +3,7 @@
 Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
 tensor (`partial_sums.py`). Any other operation raises `ShardTensorError`.
 
-This file also counts writes. Each dispatched operation that writes to a parameter raises the version of its mark,
+This file also counts writes. Each dispatched operation that writes to a parameter raises its `version`,
 which the parameter shares with its aliases. PyTorch's `_version` would not do, because foreach, fused and `.data`
 writes do not change it.
 """
@@ -86,8 +86,8 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     for position, name in zip(writes.positions, writes.names, strict=True):
         value = args[position] if position < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, ShardTensor) and tensor.mark is not None:
-                tensor.mark.written()
+            if isinstance(tensor, ShardTensor) and tensor.version is not None:
+                tensor.version.written()
 
 
 def _check_writable(target: Any) -> None:
@@ -155,9 +155,9 @@ def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 
 
 def _detach(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
-    """Return an alias with the same span and the same mark, so that writes through it count."""
+    """Return an alias with the same span and the same version, so that writes through it count."""
     tensor: ShardTensor = args[0]
-    return ShardTensor(tensor.held, tensor.span, tensor.mark)
+    return ShardTensor(tensor.held, tensor.span, tensor.version)
 
 
 def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
@@ -205,7 +205,7 @@ def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
     several = isinstance(args[0], (list, tuple))
     for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
-        if isinstance(tensor, ShardTensor) and tensor.mark is None and tensor.span.replica.program is not None:
+        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.span.replica.program is not None:
             tensor.span.replica.program.zeroed += 1
     return (_listwise if several else _elementwise)(func, args, kwargs)
 

@@ -211,26 +211,26 @@ class ShardTensor(torch.Tensor):
     `towpath.shard` turns the model's parameters into ShardTensors. Optimizers step them, and their `.grad` is one too.
     `to_local()` returns this rank's elements as a plain 1-D tensor. `full_tensor()` all-gathers the full tensor.
 
-    `held` is this rank's slice, `span` describes it, and `mark` counts the writes to it. Gradients and other results
-    of operations have no `mark`.
+    `held` is this rank's slice, `span` describes it, and `version` counts the writes to it. Gradients and other results
+    of operations have no `version`.
     """
 
     held: torch.Tensor | EncodedSlice
     span: ShardSpec
-    mark: ParamVersion | None
+    version: ParamVersion | None
 
     @staticmethod
     def __new__(
         cls: type[ShardTensor],
         held: torch.Tensor | EncodedSlice,
         where: ShardSpec,
-        mark: ParamVersion | None = None,
+        version: ParamVersion | None = None,
         requires_grad: bool = False,
     ) -> ShardTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls, where.whole_shape, dtype=held.dtype, device=held.device, requires_grad=requires_grad
         )
-        made.held, made.span, made.mark = held, where, mark
+        made.held, made.span, made.version = held, where, version
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -366,8 +366,8 @@ class ShardTensor(torch.Tensor):
                 f"{self.span.name!r} rests in {self.rests_in}, where torch.distributed.checkpoint cannot write to it. "
                 "Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
-        if self.mark is not None:
-            self.mark.written()
+        if self.version is not None:
+            self.version.written()
         from towpath.engine.parameters.parallel import chunks_of
 
         return chunks_of(self.boxes())

@@ -40,11 +40,11 @@ class Unit:
         layout: UnitLayout,
         plan: UnitPlan,
         buckets: list[Bucket],
-        mark: ParamVersion,
+        version: ParamVersion,
         wiring: CommContext,
     ) -> None:
         self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
-        self.buckets, self.mark = buckets, mark
+        self.buckets, self.version = buckets, version
         self.trainable = [b for b in buckets if b.trainable]
         self.checksums = torch.zeros(0, dtype=torch.int64)  # checksums of the parameters at the time of unshard()
         self._queues = wiring.queues
@@ -220,7 +220,7 @@ class Unit:
         """Submit the publish of the buckets that were written to since the last one. Return None if nothing is sent."""
         dirty = [b for b in self.buckets if b.dirty]
         for bucket in dirty:
-            bucket.published = bucket.mark.version
+            bucket.published = bucket.version.count
         sending = [b for b in dirty if b.plan.publishes]
         if not sending:
             return None

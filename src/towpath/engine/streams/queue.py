@@ -34,13 +34,13 @@ from towpath.collectives.bound_transfer import (
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
 from towpath.core.journal import CollectiveLog
-from towpath.core.schedule import QUEUES, WAYS
+from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import WIRED, Kind
 from towpath.core.transfer import Needs, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
-from towpath.engine.streams.record import Record, Waits, profiled
+from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
 from towpath.topology.groups import Groups
 
@@ -57,7 +57,7 @@ class Queues:
     def __init__(self, streams: Streams, device: torch.device, record: Record, journal: CollectiveLog) -> None:
         self._streams, self._device, self._record, self._journal = streams, device, record, journal
         self.micro_step = 0
-        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue, one per way
+        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and buffer index
         self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
         self._needs: dict[Kind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
         self._made_before = 0  # the number of buffers made before, which were replaced since
@@ -99,20 +99,20 @@ class Queues:
         stream = self._streams[QUEUES[kind]]
         job = Job(self._workspace(kind, stream), works, begin)
         with profiled("submit ", submitted):
-            return stream.submit(job, after, Waits(self._record, submitted))
+            return stream.submit(job, after, TransferWait(self._record, submitted))
 
     def _workspace(self, kind: Kind, stream: Stream) -> Workspace:
-        way, trace = stream.next_way(), self._record.trace
+        buffer_index, trace = stream.next_buffer_index(), self._record.trace
         return Workspace(
-            self._buffers_for(kind, stream)[way],
-            way,
-            stream.ways,
+            self._buffers_for(kind, stream)[buffer_index],
+            buffer_index,
+            stream.depth,
             self.micro_step,
             None if trace is None else trace.watch_codecs(self.micro_step),
         )
 
     def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
-        """Return the wire buffers of the queue, one per way. Make larger ones first if `kind` needs them."""
+        """Return the wire buffers of the queue, by their index. Make larger ones first if `kind` needs them."""
         # The submitting thread makes the buffers. If a job allocated memory on its own CUDA stream, the allocator could
         # give it to another stream too early.
         #
@@ -121,7 +121,9 @@ class Queues:
         size = largest([self._sizes.get(name, {}), self._needs.pop(kind, {})])
         if name not in self._buffers or size != self._sizes[name]:
             made = sum(b.made for b in self._buffers.get(name, ()))
-            self._buffers[name] = [WireBuffers(self._device, partial(stream.uses, way)) for way in range(stream.ways)]
+            self._buffers[name] = [
+                WireBuffers(self._device, partial(stream.uses, buffer_index)) for buffer_index in range(stream.depth)
+            ]
             self._sizes[name], self._made_before = size, self._made_before + made
             for buffers in self._buffers[name]:
                 buffers.reserve(size)
@@ -142,12 +144,12 @@ class Queues:
         return self._made_before + sum(b.made for each in self._buffers.values() for b in each)
 
 
-def make_stream(name: str, device: torch.device, ways: int) -> Stream:
-    """Return a new stream that runs the queue `name`, with `ways` jobs at a time."""
+def make_stream(name: str, device: torch.device, depth: int) -> Stream:
+    """Return a new stream that runs the queue `name`, with `depth` jobs at a time."""
     # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
     # while it waits, whether its peers can still come.
     on_device = device.type == "cuda" and name != QUEUES[Kind.USAGE]
-    return CudaStream(device, ways) if on_device else ThreadStream(name, ways)
+    return CudaStream(device, depth) if on_device else ThreadStream(name, depth)
 
 
 @final
@@ -171,7 +173,7 @@ class Streams:
 
     def __getitem__(self, name: str) -> Stream:
         if name not in self._streams:
-            self._streams[name] = make_stream(name, self._device, WAYS[name])
+            self._streams[name] = make_stream(name, self._device, MAX_IN_FLIGHT[name])
         return self._streams[name]
 
     def finish(self) -> None:
@@ -198,16 +200,16 @@ def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
 
 @final
 class ThreadStream(Stream):
-    """A stream on the CPU: one thread per way, and the threads take jobs in turn.
+    """A stream on the CPU: one thread per job that may be under way, and the threads take jobs in turn.
 
     The `begin` of a job may overlap with the job before it. The rest of the job runs after that one. gloo's collectives
     block these threads, while PyTorch computes on the training thread without the interpreter lock.
     """
 
-    def __init__(self, name: str, ways: int) -> None:
-        super().__init__(ways)
+    def __init__(self, name: str, depth: int) -> None:
+        super().__init__(depth)
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        for number in range(ways):
+        for number in range(depth):
             # Daemon threads, so that the program can end even if a peer never answers (`leave`).
             threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
         self._lock = threading.Lock()
@@ -227,12 +229,12 @@ class ThreadStream(Stream):
         """Wait until the last job has ended, successful or not."""
         self._last.ended.wait()
 
-    def uses(self, way: int, buffer: torch.Tensor) -> None:
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
         """Do nothing: Python references keep the buffer alive while jobs use it."""
 
     def close(self) -> None:
         """Let the threads end after the jobs that were submitted."""
-        for _ in range(self.ways):
+        for _ in range(self.depth):
             self._jobs.put(None)
 
     def __del__(self) -> None:

@@ -474,7 +474,7 @@ class Record:
 
 
 @final
-class Waits:
+class TransferWait:
     """A wait for these transfers. The handle of their job reports to it (`Waiting`), and it reports to the record."""
 
     def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:
