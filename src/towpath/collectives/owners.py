@@ -67,9 +67,10 @@ class OwnersExchange:
         """
         self._check(pieces, wholes)
         exchanged = self._piece_messages(pieces, wholes, workspace)
+        kernels = None if self._kernels is None else watched(self._kernels, workspace.watch)
         for piece in exchanged:
-            if piece.leaves:
-                self._encode(piece, workspace)
+            if piece.leaves and kernels is not None and self._codec is not None:
+                kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
         posted = [
             post(batch, self._members, f"{self._transfer.kind.value}", crossing, workspace.tag(0))
             for crossing in (False, True)
@@ -85,8 +86,8 @@ class OwnersExchange:
         for batch in posted:
             batch.wait()
         for piece in exchanged:
-            if not piece.leaves:
-                self._decode(piece, workspace)
+            if not piece.leaves and kernels is not None and self._codec is not None:
+                kernels.decode(self._codec, piece.content, piece.tensor)
 
     def _check(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor]) -> None:
         slot = self._members.slot
@@ -122,13 +123,3 @@ class OwnersExchange:
             if self._members.crosses(peer) is crossing:
                 found.append(Message(piece.leaves, peer, piece.content))
         return found
-
-    def _encode(self, piece: _PieceMessage, workspace: Workspace) -> None:
-        if self._kernels is not None and self._codec is not None:
-            kernels = watched(self._kernels, workspace.watch)
-            kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
-
-    def _decode(self, piece: _PieceMessage, workspace: Workspace) -> None:
-        if self._kernels is not None and self._codec is not None:
-            kernels = watched(self._kernels, workspace.watch)
-            kernels.decode(self._codec, piece.content, piece.tensor)

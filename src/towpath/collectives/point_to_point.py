@@ -149,7 +149,9 @@ class PointToPoint(Collective):
         self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts)
         self._batches = self._in_batches(plan, transfer.elements)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
-        crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.messages)]
+        node = members.nodes[members.position]
+        peers = [{members.nodes[message.peer] for message in batch.messages} for batch in self._batches]
+        crossing = [i for i, nodes in enumerate(peers) if nodes != {node}]
         self._last_crossing = crossing[-1] if crossing else len(self._batches) - 1
         self._begun: list[tuple[_Batch, Posted]] | None = None
         self._cells = 1 + max((p.cell for b in self._batches for p in b.messages if p.cell is not None), default=-1)
@@ -174,9 +176,6 @@ class PointToPoint(Collective):
             if messages:
                 batches.append(_Batch(step, until, crossing, messages))
         return batches
-
-    def _leaves_node(self, message: _RangeMessage) -> bool:
-        return self._members.nodes[message.peer] != self._members.nodes[self._members.position]
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Post the first step of an all-gather, which waits for no other rank. Do nothing for reductions."""

@@ -537,17 +537,11 @@ def job_schedule(
     for stages in pipelines:
         for stage in stages:
             found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
-        found += _sends(topology, stages, messages(order), compression)
+        for message in messages(order):
+            pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
+            outputs = stages[message.output_of].outputs
+            found += message_transfers(message, pairs, outputs, topology, compression)
     return JobSchedule(topology, tuple(found))
-
-
-def _sends(
-    topology: Topology, stages: Sequence[Stage], sent: Iterable[Message], compression: Compression
-) -> Iterator[Transfer]:
-    for message in sent:
-        source, target = stages[message.source], stages[message.target]
-        pairs = list(zip(source.ranks, target.ranks, strict=True))
-        yield from message_transfers(message, pairs, stages[message.output_of].outputs, topology, compression)
 
 
 def message_transfers(

@@ -243,7 +243,12 @@ class Wire:
             StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
         """
         if op is Op.SEND:
-            self._check_send(what)
+            if self.route != "flat":
+                raise StrategyError(f"{what}: a message from one rank to another has no route; got {self.route!r}.")
+            if self.feedback not in ("none", "first"):
+                raise StrategyError(
+                    f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
+                )
             return
         if op in WITH_OWNERS:
             self._check_owners(what)
@@ -264,14 +269,6 @@ class Wire:
         if op is Op.ALL_GATHER and self.feedback != "none":
             raise StrategyError(
                 f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed."
-            )
-
-    def _check_send(self, what: str) -> None:
-        if self.route != "flat":
-            raise StrategyError(f"{what}: a message from one rank to another has no route; got {self.route!r}.")
-        if self.feedback not in ("none", "first"):
-            raise StrategyError(
-                f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
             )
 
     def _check_owners(self, what: str) -> None:

@@ -436,7 +436,10 @@ class _Forward:
 
     @eager
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardPass | None, list[Node], Any, Any]:
-        self._engine.before_forward(self.unit, self._comes_back())
+        # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
+        module = self._module()
+        comes_back = torch.is_grad_enabled() or (module is not None and module.training)
+        self._engine.before_forward(self.unit, comes_back)
         # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
         machine, index = self._engine.machine, self.unit.index
         makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
@@ -453,11 +456,6 @@ class _Forward:
     @eager
     def _after(self, graph_follows: bool) -> None:
         self._engine.after_forward(self.unit, graph_follows)
-
-    def _comes_back(self) -> bool:
-        """Return whether a backward pass may follow. A reentrant checkpoint runs its forward without a graph."""
-        module = self._module()
-        return torch.is_grad_enabled() or (module is not None and module.training)
 
     def _enter(self, passed: ForwardPass | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
         """Cast the inputs to the compute dtype, and register hooks for their gradients if the forward makes a graph.

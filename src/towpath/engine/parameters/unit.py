@@ -119,7 +119,13 @@ class Unit:
             if found is not parameter and found is not view:
                 raise StepError(self._replaced(self._name(view), found))
             if parameter.requires_grad != view.requires_grad:
-                self._follow(view, parameter)
+                if not any(view is v for b in self.trainable for v in b.views):
+                    raise StepError(
+                        f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was frozen at shard() and has "
+                        "no gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and "
+                        "thawed later."
+                    )
+                view.requires_grad_(parameter.requires_grad)
 
     def _replaced(self, name: str, by: object) -> str:
         if is_transformed(by):
@@ -162,15 +168,6 @@ class Unit:
             "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
             "the parameter as it is: torch.nn.utils.parametrize does. The max_norm= of an embedding writes, too."
         )
-
-    def _follow(self, view: nn.Parameter, parameter: nn.Parameter) -> None:
-        if not any(view is v for b in self.trainable for v in b.views):
-            raise StepError(
-                f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was frozen at shard() and has no "
-                "gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and thawed "
-                "later."
-            )
-        view.requires_grad_(parameter.requires_grad)
 
     # The memory of the unsharded weights ----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import final
+from typing import cast, final
 
 import torch
 
@@ -97,19 +97,12 @@ class Queues:
             self._journal.note(kind, submitted[0].unit)
             self._record.peers.journal = self._journal
         stream = self._streams[QUEUES[kind]]
-        job = Job(self._workspace(kind, stream), works, begin)
+        index, trace = stream.next_buffer_index(), self._record.trace
+        watch = None if trace is None else trace.watch_codecs(self.micro_step)
+        buffers = self._buffers_for(kind, stream)[index]
+        job = Job(Workspace(buffers, index, stream.depth, self.micro_step, watch), works, begin)
         with profiled("submit ", submitted):
             return stream.submit(job, after, TransferWait(self._record, submitted))
-
-    def _workspace(self, kind: Kind, stream: Stream) -> Workspace:
-        buffer_index, trace = stream.next_buffer_index(), self._record.trace
-        return Workspace(
-            self._buffers_for(kind, stream)[buffer_index],
-            buffer_index,
-            stream.depth,
-            self.micro_step,
-            None if trace is None else trace.watch_codecs(self.micro_step),
-        )
 
     def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
         """Return the wire buffers of the queue, by their index. Make larger ones first if `kind` needs them."""
@@ -222,7 +215,7 @@ class ThreadStream(Stream):
             before, self._last = self._last, _Progress()
             job.workspace.links_free = self._last.links_free.open
             future: Future[None] = Future()
-            self._jobs.put((future, partial(_do, job, tuple(map(_thread_handle, after)), before, self._last)))
+            self._jobs.put((future, partial(_run, job, cast(Sequence[_ThreadHandle], after), before, self._last)))
             return _ThreadHandle(future, after, waiting)
 
     def finish(self) -> None:
@@ -256,7 +249,7 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
         del job, future, work  # a job would keep its model alive while this thread waits
 
 
-def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+def _run(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
     """Run one job on a thread of its stream. `before`: the progress of the preceding job. `mine`: that of this job."""
     # A collective opens `links_free` once it has posted its last messages between nodes. The next job may then `begin`
     # on its own thread, while this one still works inside the node. The rest of the next job waits for `ended`.
@@ -310,11 +303,6 @@ class _Latch:
         if not self._is_open:
             with self._lock:
                 pass
-
-
-def _thread_handle(handle: Handle) -> _ThreadHandle:
-    assert isinstance(handle, _ThreadHandle)
-    return handle
 
 
 @final
