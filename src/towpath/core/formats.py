@@ -283,7 +283,21 @@ class Precision:
             return given or Precision()
         policy: Any = given
         if type(policy).__name__ == "MixedPrecisionPolicy":
-            _check_policy(policy)
+            if policy.output_dtype is not None:
+                raise StrategyError(
+                    f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not "
+                    "cast its "
+                    "outputs. Leave output_dtype out, and cast where you use the output, as in "
+                    f"model(x).to({policy.output_dtype})."
+                )
+            if policy.param_dtype is not None and not policy.cast_forward_inputs:
+                raise StrategyError(
+                    f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): "
+                    "each unit "
+                    "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep "
+                    "the dtype "
+                    "of an input, pass it inside a list or a dict, which are handed on as they are."
+                )
             return Precision(policy.param_dtype, policy.reduce_dtype)
         if _full_name(policy) not in FLOATING:
             raise StrategyError(
@@ -340,22 +354,6 @@ class Precision:
 def _full_name(dtype: object) -> str:
     name = dtype_name(dtype)
     return _SHORT.get(name, name)
-
-
-def _check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise StrategyError for a policy that requires something that a sharded model does not do."""
-    if policy.output_dtype is not None:
-        raise StrategyError(
-            f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not cast its "
-            "outputs. Leave output_dtype out, and cast where you use the output, as in "
-            f"model(x).to({policy.output_dtype})."
-        )
-    if policy.param_dtype is not None and not policy.cast_forward_inputs:
-        raise StrategyError(
-            f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): each unit "
-            "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep the dtype "
-            "of an input, pass it inside a list or a dict, which are handed on as they are."
-        )
 
 
 def _kept_name(module: Any) -> str:

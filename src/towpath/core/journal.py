@@ -22,7 +22,7 @@ earlier ones into a digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -310,7 +310,13 @@ class CollectiveLog:
         Raises:
             StepError: If the digests of any group differ.
         """
-        found = list(self._disagreeing(combined))
+        found: list[tuple[Scope, int]] = []  # the groups whose members differ
+        for scope in self.scopes:
+            for group in range(scope.groups):
+                start = _SLOT_BYTES * (scope.first_slot + group)
+                digest = combined[start : start + _DIGEST_BYTES]
+                if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
+                    found.append((scope, group))
         page = self.page()
         self.turn()
         if not found:
@@ -322,15 +328,6 @@ class CollectiveLog:
             texts.append(divergence_message(self.rank, next(d for d in differences if d is not None)))
         # The first difference may cause a second one, which may show better where the ranks differ.
         raise StepError(" Besides, on ".join(texts))
-
-    def _disagreeing(self, combined: bytes) -> Iterator[tuple[Scope, int]]:
-        """Yield the groups whose members differ."""
-        for scope in self.scopes:
-            for group in range(scope.groups):
-                start = _SLOT_BYTES * (scope.first_slot + group)
-                digest = combined[start : start + _DIGEST_BYTES]
-                if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
-                    yield scope, group
 
 
 def difference(

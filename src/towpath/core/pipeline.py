@@ -108,20 +108,12 @@ def messages(order: Order) -> Iterator[Message]:
         forwards_left = sum(each.kind is PassKind.FORWARD for each in passes)
         for each in passes:
             forwards_left -= each.kind is PassKind.FORWARD
-            target = _target(each)
-            if target is not None and homes.get(target, rank) != rank:
+            if each.kind is PassKind.WEIGHT_GRADIENTS:
+                continue
+            target = each.stage + (1 if each.kind is PassKind.FORWARD else -1)
+            if homes.get(target, rank) != rank:
                 exposed = target < each.stage and not forwards_left
                 yield Message(each.stage, target, each.micro_batch, exposed)
-
-
-def _target(each: StagePass) -> int | None:
-    match each.kind:
-        case PassKind.FORWARD:
-            return each.stage + 1
-        case PassKind.BACKWARD | PassKind.INPUT_GRADIENTS:
-            return each.stage - 1
-        case PassKind.WEIGHT_GRADIENTS:
-            return None
 
 
 def as_computed(order: Order, halved: Set[int]) -> Order:

@@ -74,22 +74,6 @@ NONE = Extent(1)
 BEST_ROUTE: Route = "ho-ring"
 
 
-def _ddp(topology: Topology) -> Placement:
-    return Placement(NONE, NONE, NONE)
-
-
-def _zero1(topology: Topology) -> Placement:
-    return Placement(NONE, NONE, topology.whole)
-
-
-def _zero2(topology: Topology) -> Placement:
-    return Placement(NONE, topology.whole, topology.whole)
-
-
-def _zero3(topology: Topology) -> Placement:
-    return Placement(topology.whole, topology.whole, topology.whole)
-
-
 def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
     """Shard everything in each partition group (default: the node), and replicate it across groups."""
     group = group or Extent(topology.ranks_per_node)
@@ -113,8 +97,8 @@ def _lins(
     return Placement(params, grads, optimizer or Extent(topology.ranks_per_node), backward_params)
 
 
-def _paro(code: str) -> Callable[[Topology], Placement]:
-    """Return the PaRO placement of `code`: P, G and OS are each not sharded (n), in the node (i) or global (g)."""
+def _by_levels(code: str) -> Callable[[Topology], Placement]:
+    """Return a placer by PaRO's code: P, G and OS are each not sharded (n), in the node (i) or global (g)."""
 
     def place(topology: Topology) -> Placement:
         extent = {"n": NONE, "i": Extent(topology.ranks_per_node), "g": topology.whole}
@@ -124,17 +108,17 @@ def _paro(code: str) -> Callable[[Topology], Placement]:
 
 
 _PLACERS: dict[str, Callable[..., Placement]] = {
-    "ddp": _ddp,
-    "zero1": _zero1,
-    "zero2": _zero2,
-    "zero3": _zero3,
+    "ddp": _by_levels("nnn"),
+    "zero1": _by_levels("nng"),
+    "zero2": _by_levels("ngg"),
+    "zero3": _by_levels("ggg"),
     "mics": _mics,
     "hpz": _hpz,
-    "qwz": _zero3,
-    "qgz": _zero3,
+    "qwz": _by_levels("ggg"),
+    "qgz": _by_levels("ggg"),
     "zero++": _hpz,
     "lins": _lins,
-    **{f"paro-{p}{g}{o}": _paro(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
+    **{f"paro-{p}{g}{o}": _by_levels(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
 }
 
 
@@ -188,7 +172,11 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
         StrategyError: If the name or an option is unknown, or options contradict each other.
         PlacementError: If an extent does not fit the topology.
     """
-    placer = _placer(name)
+    if name not in _PLACERS:
+        raise StrategyError(
+            f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
+        )
+    placer = _PLACERS[name]
     rest: dict[str, Any] = {**options}
     _check_known(name, placer, rest)
     wires = {kind.value: rest.pop(kind.value) for kind in WIRED if kind.value in rest}
@@ -216,14 +204,6 @@ def name_of(placement: Placement, topology: Topology) -> str:
         if _PLACERS[name](topology) == placement:
             return name
     return "lins"
-
-
-def _placer(name: str) -> Callable[..., Placement]:
-    if name not in _PLACERS:
-        raise StrategyError(
-            f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
-        )
-    return _PLACERS[name]
 
 
 # PyTorch's names for the same placements, in lower case: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
