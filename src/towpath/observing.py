@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from towpath.core.transfer import Transfer
-from towpath.engine.build import optimizers_of
 from towpath.engine.executor import Engine, engine_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.record import BETWEEN, CODEC, COMPUTE, INSIDE, WAITING, Interval, Sums, Trace, TransferStats
@@ -247,18 +246,16 @@ def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
     """Return the bytes of the optimizer's states on the device, and in the host's memory."""
     buckets = [b for unit in engine.units for b in unit.buckets]
     on_host = {id(p.parameter): b.plan.optimizer_on_host for b in buckets for p in b.layout.places}
-    parameters = [p for unit in engine.units for p in unit.parameters]
-    if not engine.optimizers:
-        engine.optimizers.update(optimizers_of(parameters))
     held = [0, 0]
-    states = (
-        (value, on_host[id(parameter)])
+    # By identity, because the members of `towpath.optim.together` share their states with it.
+    states = {
+        id(state): (state, on_host[id(parameter)])
         for optimizer in engine.optimizers
         for parameter, state in optimizer.state.items()
         if id(parameter) in on_host
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and (isinstance(value, ShardTensor) or value.dim())
-    )
-    for value, where in states:
-        held[where] += (value.to_local() if isinstance(value, ShardTensor) else value).nbytes
+    }
+    for state, where in states.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and (isinstance(value, ShardTensor) or value.dim()):
+                held[where] += (value.to_local() if isinstance(value, ShardTensor) else value).nbytes
     return held[0], held[1]

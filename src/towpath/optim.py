@@ -25,6 +25,7 @@ from towpath.engine.build import agree
 from towpath.engine.checks.optimizers import Common, call_with, coupling, options_of
 from towpath.engine.executor import Engine, engine_with
 from towpath.engine.parameters.matrix_steps import MatrixSteps, Whole
+from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import ShardError, StepError, TowpathError
 
@@ -371,8 +372,8 @@ def whole_of(optimizer: Optimizer) -> list[WholeMatrices]:
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, or an empty list for any other object."""
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    """Return an optimizer's parameters as `shard` has left them, or an empty list for any other object."""
+    return [replacement_of(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def _kept(state: dict[str, Any], lent: Sequence[torch.Tensor | None]) -> dict[str, Any]:
@@ -399,7 +400,7 @@ def _memory_of(tensor: torch.Tensor) -> set[int]:
 def _checked(inner: Optimizer) -> list[Engine]:
     """Return the engines of an optimizer's parameters, in their order. Raise on every rank if it cannot be wrapped."""
     parameters = _parameters(inner)
-    found = [engine_with(p) if isinstance(p, ShardTensor) else None for p in parameters]
+    found = [engine_with(p) for p in parameters]
     engines = list(dict.fromkeys(engine for engine in found if engine is not None))
     failure: TowpathError | None = None
     try:

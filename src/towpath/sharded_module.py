@@ -5,10 +5,8 @@ The functions of the same names in `towpath` call these methods. Type checkers u
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -28,15 +26,6 @@ class ShardedModule(nn.Module):
     towpath_engine: Engine
     # True for a part that is sharded by itself on purpose, as the tied embeddings of a pipeline are.
     towpath_apart = False
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the children as before sharding.
-
-        PyTorch's state dict functions call this first. It raises `ShardError` for those that need DTensors.
-        """
-        frame = inspect.currentframe()
-        _refuse_state_dict(self.towpath_engine, frame.f_back if frame is not None else None)
-        return super().named_children()
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -156,29 +145,6 @@ def admit_accelerate(model: ShardedModule) -> None:
 
 def _sharded(model: ShardedModule) -> str:
     return f"{type(model).__name__}, which towpath.shard() has sharded,"
-
-
-def _refuse_state_dict(engine: Engine, frame: FrameType | None) -> None:
-    """Raise `ShardError` if PyTorch's state dict functions are called for full tensors.
-
-    PyTorch gathers DTensors only. It would return this rank's slices in place of full tensors, without an error. None
-    of its hooks gets the options of the call, so this looks for them in the frames of the callers, from `frame` on.
-    """
-    while frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-        call = frame.f_back.f_code.co_name if frame.f_back is not None else ""
-        if frame.f_code.co_name == "_verify_options" and getattr(
-            frame.f_locals.get("options"), "full_state_dict", False
-        ):
-            # Full tensors can be copied into slices, and inside `full_parameters` the parameters are unsharded.
-            if call == "set_model_state_dict" or (
-                call == "get_model_state_dict" and engine.kept_unsharded == engine.units
-            ):
-                return
-            raise ShardError(
-                f"PyTorch's own {call}(full_state_dict=True) knows DTensors only. Call towpath.checkpoint.{call} "
-                "instead, on every rank: it takes the same arguments."
-            )
-        frame = frame.f_back
 
 
 def check_class(model: nn.Module, strategy: str) -> None:

@@ -35,7 +35,7 @@ import towpath.collectives.native
 from towpath.codecs.kernels.dispatch import Kernels
 from towpath.collectives import point_to_point as messages
 from towpath.engine.parameters import gradients as optimizer_memory
-from towpath.engine.parameters import shard_tensor as encoded_shard
+from towpath.engine.parameters import shard_spec as encoded_shard
 from towpath.engine.parameters.partial_sums import Partial
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams import queue

@@ -23,8 +23,10 @@ from towpath.checkpoint.dcp.calls import described
 from towpath.checkpoint.memory.names import parameters_of
 from towpath.checkpoint.memory.optimizer import is_like, name_of
 from towpath.engine.build import agree
+from towpath.engine.checks.optimizers import adopt
 from towpath.engine.executor import Engine
-from towpath.engine.parameters.shard_tensor import ShardTensor, whole_tensors
+from towpath.engine.parameters.shard_spec import whole_tensors
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 from towpath.optim import WholeMatrices, members_of
 
@@ -193,6 +195,8 @@ def _engines(model: nn.Module) -> list[Engine]:
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    for optimizer in listed:
+        adopt(optimizer)
     return [member for optimizer in listed for member in members_of(optimizer)]
 
 

@@ -6,10 +6,9 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
-from torch.optim import Optimizer
 
 from towpath.core.formats import Precision
 from towpath.core.journal import Call, CollectiveLog
@@ -28,7 +26,7 @@ from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Kind, Strategy
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.wire import LowRank
-from towpath.engine.checks.optimizers import note_optimizer_steps, watch_optimizers
+from towpath.engine.checks.optimizers import watch_optimizers
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
 from towpath.engine.parameters.bucket import Bucket
@@ -133,14 +131,6 @@ def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Gr
     _check_modules(model)
     check_memory(places)
     find_kept(model, places)
-    parameters = {id(p.parameter): p.names[0] for p in places}
-    for optimizer in optimizers_of(p.parameter for p in places):
-        stepped = next((p for p in optimizer.state if id(p) in parameters), None)
-        if stepped is not None:
-            raise ShardError(
-                f"{type(optimizer).__name__} has already stepped {parameters[id(stepped)]}: its states are of whole "
-                "parameters. Call shard() before the first step, or make a new optimizer afterwards."
-            )
     for place in places:
         for module, _ in place.owners:
             if isinstance(module, nn.RNNBase):
@@ -208,21 +198,6 @@ def _in_use(parameter: nn.Parameter) -> str | None:
     return None
 
 
-def optimizers_of(parameters: Iterable[nn.Parameter]) -> Iterator[Optimizer]:
-    """Yield the living optimizers that hold one of `parameters`."""
-    wanted = {id(p) for p in parameters}
-    kinds = _with_subclasses(Optimizer)
-    for thing in gc.get_objects():  # PyTorch has no list of them. It takes 0.1 s in a large process
-        if type(thing) in kinds:
-            groups = getattr(thing, "param_groups", ())  # an optimizer whose constructor raised has none
-            if any(id(p) in wanted for group in groups for p in group["params"]):
-                yield thing
-
-
-def _with_subclasses(kind: type[Any]) -> set[type[Any]]:
-    return {kind}.union(*(_with_subclasses(c) for c in kind.__subclasses__()))
-
-
 def build(
     model: nn.Module,
     strategy: Strategy,
@@ -266,14 +241,12 @@ def build(
     )
     trainable, frozen = (_replica(strategy, trains, wiring, mesh) for trains in (True, False))
     shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
-    note_optimizer_steps()
     watch_optimizers()
     materialise_buffers(model, wiring.device)
-    with _optimizers_told(layouts):
-        plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
-        units = [
-            _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
-        ]
+    plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
+    units = [
+        _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
+    ]
     _fill_buffers(model, source, groups)  # after the parameters, because a module may initialize both together
     if values is not None:
         agree(groups, [], source.failure())
@@ -288,19 +261,6 @@ def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
         values = (buffer if passing else source.buffer(name, buffer)).detach().contiguous()
         groups.broadcast(values)
         buffer.data.copy_(values)
-
-
-@contextmanager
-def _optimizers_told(layouts: list[UnitLayout]) -> Generator[None]:
-    """Replace DTensors in the user's optimizers by the ShardTensors that are made meanwhile."""
-    # All other parameters keep their identity, so that optimizers need no change.
-    before = [(p.parameter, p) for p in _places(layouts) if p.parallel is not None]
-    optimizers = list(optimizers_of(parameter for parameter, _ in before)) if before else []
-    yield
-    exchanged = {id(parameter): place.parameter for parameter, place in before}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["params"] = [exchanged.get(id(p), p) for p in group["params"]]
 
 
 def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import traceback
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from itertools import islice
 from time import perf_counter
 from typing import Any, Protocol, TypeVar, cast
@@ -54,11 +54,12 @@ from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
 
 
-class HasMemory(Protocol):
-    """Interface of objects that hold memory for a model outside its engine, such as `MatrixSteps`."""
+class StepsMatrices(Protocol):
+    """Interface of objects that step full parameters of a model on their owners. It is that of `MatrixSteps`."""
 
     @property
     def nbytes(self) -> int: ...
+    def owns_parameter(self, parameter: torch.Tensor) -> bool: ...
 
 
 # --- registrations ----------------------------------------------------------------------------------------------------
@@ -88,8 +89,9 @@ class _Registrations:
 registrations = _Registrations()
 
 
-# All engines that are alive. An optimizer holds parameters only, and finds their engine here.
-_ALIVE: weakref.WeakSet[Engine] = weakref.WeakSet()
+# The units of all models that the running backward pass with `inputs=` has reached, and whether it goes on behind each,
+# because inputs of the unit get gradients. None outside such a pass.
+_reached: dict[Unit, bool] | None = None
 
 
 class Engine:
@@ -124,8 +126,6 @@ class Engine:
         self._only_weight_gradients = False
         # How many calls into units have not returned, and how many transfers the step had before the outermost one.
         self._calls = self._before_call = 0
-        # The units whose inputs get gradients in the running backward pass with `inputs=`. None outside such a pass.
-        self._computes_inputs_of: set[int] | None = None
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._usage = Usage(strategy, self._trained, wiring)
@@ -133,11 +133,15 @@ class Engine:
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that `towpath.stats` has found
-        self.matrix_steps: weakref.WeakSet[HasMemory] = weakref.WeakSet()  # of optimizers that need unsharded matrices
+        self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
+        self.matrix_steps: weakref.WeakSet[StepsMatrices] = (
+            weakref.WeakSet()
+        )  # of optimizers that need unsharded matrices
         registrations.count()
         self._registrations = registrations.made  # the count at the last search of the model
-        _ALIVE.add(self)
+        for parameter in (p for unit in units for p in unit.parameters):
+            assert isinstance(parameter, ShardTensor)
+            parameter.span.replica.engine = weakref.ref(self)
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
@@ -284,8 +288,8 @@ class Engine:
         if passed.running or self._only_weight_gradients:
             return
         passed.inputs_done, passed.inputs_awaited = 0, passed.inputs
-        if self._computes_inputs_of is not None:
-            self._expect_some(passed, inputs, self._computes_inputs_of)
+        if _reached is not None:
+            self._expect_some(passed, inputs, _reached)
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
         self.execute(actions)
@@ -305,7 +309,7 @@ class Engine:
         else:
             self.execute(self.machine.weight_gradients_done(passed))
 
-    def _expect_some(self, passed: ForwardPass, inputs: Sequence[Node], computes_inputs_of: set[int]) -> None:
+    def _expect_some(self, passed: ForwardPass, inputs: Sequence[Node], reached: dict[Unit, bool]) -> None:
         """Count the gradients of the unit that a backward pass with `inputs=` will compute.
 
         No hook reports what autograd leaves out. If the pass ends in this unit, the unit has finished once the named
@@ -313,23 +317,10 @@ class Engine:
         """
         unit = self.units[passed.unit]
         passed.inputs_awaited = sum(map(_will_run, inputs))
-        if passed.inputs_awaited:
-            computes_inputs_of.add(unit.index)
+        reached[unit] = reached.get(unit, False) or passed.inputs_awaited > 0
         for bucket in unit.trainable:
             leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
-            ends_here = unit.index not in computes_inputs_of
-            bucket.gradients.expected = sum(map(_will_run, leaves)) if ends_here else len(bucket.views)
-
-    @contextmanager
-    def passing_to_inputs(self) -> Generator[None]:
-        """Mark a backward pass that computes the gradients of some tensors only (`inputs=`)."""
-        before, self._computes_inputs_of = self._computes_inputs_of, set()
-        try:
-            yield
-        finally:
-            self._computes_inputs_of = before
-            for bucket in (bucket for unit in self.units for bucket in unit.trainable):
-                bucket.gradients.expected = len(bucket.views)
+            bucket.gradients.expected = len(bucket.views) if reached[unit] else sum(map(_will_run, leaves))
 
     def gradient(self, unit: Unit, bucket: Bucket, index: int, grad: torch.Tensor) -> None:
         """Accept the unsharded gradient that autograd has accumulated for parameter `index` of `bucket`."""
@@ -523,7 +514,10 @@ class Engine:
 
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
-    return next((e for e in _ALIVE for unit in e.units if any(p is parameter for p in unit.parameters)), None)
+    if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
+        return None
+    engine = parameter.span.replica.engine
+    return cast(Engine | None, engine()) if engine is not None else None
 
 
 def _will_run(node: Node) -> bool:
@@ -537,18 +531,24 @@ def _will_run(node: Node) -> bool:
 @contextmanager
 def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
     """Run a backward pass with `inputs=`. Yield the unsharded views for those inputs that are ShardTensors."""
-    wanted = {id(each) for each in inputs if isinstance(each, ShardTensor)}
+    global _reached
+    named = {id(each): engine_with(each) for each in inputs if isinstance(each, ShardTensor)}
     views: list[nn.Parameter] = []
-    with ExitStack() as stack:
-        for engine in list(_ALIVE):
-            buckets = [bucket for unit in engine.units for bucket in unit.trainable]
-            pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
-            named = [(place, view) for place, view in pairs if id(place.parameter) in wanted and view.requires_grad]
-            if named:
-                engine.wiring.program.ends_at([place.names[0] for place, _ in named])
-                views += [view for _, view in named]
-            stack.enter_context(engine.passing_to_inputs())
+    for engine in dict.fromkeys(engine for engine in named.values() if engine is not None):
+        buckets = [bucket for unit in engine.units for bucket in unit.trainable]
+        pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
+        wanted = [(place, view) for place, view in pairs if id(place.parameter) in named and view.requires_grad]
+        if wanted:
+            engine.wiring.program.ends_at([place.names[0] for place, _ in wanted])
+            views += [view for _, view in wanted]
+    before, reached = _reached, dict[Unit, bool]()
+    _reached = reached
+    try:
         yield views
+    finally:
+        _reached = before
+        for bucket in (bucket for unit in reached for bucket in unit.trainable):
+            bucket.gradients.expected = len(bucket.views)
 
 
 def engine_of(model: nn.Module) -> Engine:

@@ -26,7 +26,7 @@ from towpath.core.strategy import Strategy
 from towpath.engine.build import agree
 from towpath.errors import CheckpointError, ShardError, TopologyError
 from towpath.integrations.saved_states import FOLDER, load_from, save_into
-from towpath.integrations.sharding import Replaced, Sharding, is_sharded, need_process_group, not_installed
+from towpath.integrations.sharding import Sharding, is_sharded, need_process_group, not_installed, take_over
 from towpath.sharded_module import admit_accelerate
 from towpath.topology.groups import Groups
 
@@ -69,7 +69,6 @@ class Accelerator(accelerate.Accelerator):
 
     def _begin(self, sharding: Sharding) -> None:
         self.sharding = sharding
-        self._replaced: list[Replaced] = []
         self._is_saving = False
         plugins = [kind for variable, kind in _PLUGINS.items() if parse_flag_from_env(variable)]
         if self.distributed_type not in _KNOWN or plugins:
@@ -141,9 +140,9 @@ class Accelerator(accelerate.Accelerator):
         agree(Groups(), [], failure, "prepare()")
         if self.device_placement if device_placement is None else device_placement:
             model.to(self.device)
-        self._replaced.append(self.sharding.apply(model, self.mixed_precision))
+        self.sharding.apply(model, self.mixed_precision)
         for optimizer in self._optimizers:
-            self._replaced[-1].tell(_plain(optimizer))
+            take_over(_plain(optimizer), model)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -158,8 +157,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=placement, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        for replaced in self._replaced:
-            replaced.tell(_plain(optimizer))
+        take_over(_plain(optimizer))
         return super().prepare_optimizer(optimizer, device_placement)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:

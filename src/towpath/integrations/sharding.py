@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,13 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from towpath.api import shard
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import Preset
 from towpath.core.strategy import Offload, Strategy
+from towpath.engine.checks.optimizers import adopt
+from towpath.engine.executor import engine_of, engine_with
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError
@@ -55,7 +56,7 @@ class Sharding:
     def of(strategy: str | Strategy | Sharding) -> Sharding:
         return strategy if isinstance(strategy, Sharding) else Sharding(strategy)
 
-    def apply(self, model: nn.Module, mixed: str = "no") -> Replaced:
+    def apply(self, model: nn.Module, mixed: str = "no") -> None:
         """Shard `model` in place. `mixed`: the framework's mixed precision, "no", "bf16" or "fp16"."""
         precision = self.precision
         if precision is None and mixed != "no":
@@ -65,7 +66,6 @@ class Sharding:
                     "Sharding(…, precision=towpath.Precision(…))."
                 )
             precision = Precision(params=_MIXED[mixed], reduce=torch.float32)
-        before = dict(model.named_parameters(remove_duplicate=False))
         shard(
             model,
             self.strategy,
@@ -77,37 +77,31 @@ class Sharding:
             offload=self.offload,
             check_every=self.check_every,
         )
-        after = dict(model.named_parameters(remove_duplicate=False))
-        return Replaced(before, after)
 
 
-class Replaced:
-    """By which parameters of a sharded model those from before were replaced."""
+def take_over(optimizer: Optimizer, model: nn.Module | None = None) -> None:
+    """Prepare `optimizer` for the sharded parameters that it has, also if it was made before the model was sharded.
 
-    def __init__(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-        self._by: Any = WeakIdKeyDictionary()
-        for name, parameter in before.items():
-            self._by[parameter] = after[name]
+    Args:
+        optimizer: The optimizer. If it has no sharded parameters, nothing is done.
+        model: A sharded model. If the optimizer has none of its parameters, nothing is done. By default, any model.
 
-    def tell(self, optimizer: Optimizer) -> None:
-        """`optimizer`, if it was made before the model was sharded, steps its parameters as they are now."""
-        if not any(parameter in self._by for group in optimizer.param_groups for parameter in group["params"]):
-            return
-        for member in members_of(optimizer):
-            if needs_whole_matrices(member):
-                name = type(member).__name__
-                raise ShardError(
-                    f"{name} computes with whole matrices, of which each rank has a part. Pass "
-                    f"towpath.optim.whole_matrices({name}(…)) instead, or towpath.optim.together() of it and others."
-                )
-        for group in optimizer.param_groups:
-            for number, parameter in enumerate(group["params"]):
-                replacement = self._by.get(parameter)
-                if replacement is not None:
-                    optimizer.state.pop(parameter, None)  # an empty one: `shard` refuses what has stepped
-                    group["params"][number] = replacement
-        for whole in whole_of(optimizer):
-            whole.share_out()
+    Raises:
+        ShardError: The optimizer has stepped already, or needs whole matrices and is not wrapped.
+    """
+    adopt(optimizer)
+    engines = {engine_with(p) for group in optimizer.param_groups for p in group["params"]} - {None}
+    if not engines or (model is not None and engine_of(model) not in engines):
+        return
+    for member in members_of(optimizer):
+        if needs_whole_matrices(member):
+            name = type(member).__name__
+            raise ShardError(
+                f"{name} computes with whole matrices, of which each rank has a part. Pass "
+                f"towpath.optim.whole_matrices({name}(…)) instead, or towpath.optim.together() of it and others."
+            )
+    for whole in whole_of(optimizer):
+        whole.share_out()
 
 
 def needs_whole_matrices(optimizer: Optimizer) -> bool:

@@ -22,6 +22,7 @@ from towpath.checkpoint.disk.manifest import Manifest
 from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
 from towpath.checkpoint.disk.safe_open import DamagedError, shown
 from towpath.checkpoint.memory.names import Named
+from towpath.engine.checks.optimizers import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
@@ -33,6 +34,7 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new 
 
 def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """The tensors, and all that is none."""
+    adopt(optimizer)
     tensors: dict[str, torch.Tensor] = {}
     names = {id(p): name for name, p in model.parameters.items()}
     groups: list[dict[str, Any]] = []
@@ -124,6 +126,7 @@ class Loading:
     """`targets` are to be filled, then `finish()`."""
 
     def __init__(self, optimizer: Optimizer, model: Named, manifest: Manifest) -> None:
+        adopt(optimizer)
         self._optimizer, self._manifest = optimizer, manifest
         self._saved: dict[str, Any] = manifest.values["optimizer"]
         if self._saved["kind"] != kind_of(optimizer):

@@ -5,7 +5,8 @@ with some of its parameters at a time: those that this rank owns, round by round
 only if the step of a parameter does not depend on the others. So one copy of the optimizer steps all parameters at
 once, another steps one parameter at a time, and both must agree.
 
-`watch_optimizers` finds out whether an optimizer compiles its step. torch.compile cannot trace ShardTensors.
+`watch_optimizers` installs the hooks around each step. Before the first step, `adopt` prepares an optimizer that was
+made before `shard`, and another trial step finds out whether the optimizer compiles its step.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -29,10 +30,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from towpath.engine.checks.program import Program
+from towpath.engine.executor import Engine, engine_with
+from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.shard_tensor import ShardSpec, ShardTensor
+from towpath.engine.parameters.shard_spec import ShardSpec
+from towpath.engine.parameters.shard_tensor import ShardTensor, running_step
 from towpath.engine.streams.streams import eager
-from towpath.errors import ShardTensorError
+from towpath.errors import ShardError, ShardTensorError
 from towpath.logs import logger
 
 _LOG = logger("engine")
@@ -218,51 +222,36 @@ def _state_of_none(optimizer: Optimizer) -> str | None:
 # Trial steps with slices --------------------------------------------------------------------------------------------
 
 
-_checked: WeakSet[Optimizer] = WeakSet()
-_watching: list[Any] = []
+_compiled: WeakSet[Optimizer] = WeakSet()  # optimizers that were tried
 
 
-def watch_optimizers() -> None:
-    """Check each optimizer in this process before its first step on ShardTensors."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_check))
-
-
-def _check(optimizer: Optimizer, *_: Any) -> None:
+def _check_compiles(optimizer: Optimizer) -> None:
     """Raise an error with a remedy if the optimizer's step is compiled, which would fail on ShardTensors."""
-    if type(optimizer).__module__.split(".")[0] in ("torch", "towpath") or optimizer in _checked:
+    if type(optimizer).__module__.split(".")[0] in ("torch", "towpath") or optimizer in _compiled:
         return
     first = next((p for group in optimizer.param_groups for p in group["params"][:1] if type(p) is ShardTensor), None)
     if first is None:
         return
-    _checked.add(optimizer)
-    failure = _failure_to_compile(optimizer)
-    if failure is not None:
-        raise ShardTensorError(
-            f"rank {first.span.replica.rank}: {type(optimizer).__name__} compiles its step, and torch.compile cannot "
-            f"trace ShardTensors ({failure}). {remedy_for(optimizer)}"
-        )
+    _compiled.add(optimizer)
 
+    def as_slice(tensor: torch.Tensor) -> ShardTensor:  # all of it, so that no operation communicates
+        return ShardTensor(tensor.view(-1), ShardSpec(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
 
-def _failure_to_compile(optimizer: Optimizer) -> str | None:
-    """Return the compiler's error message of a trial step on small slices; None if the compiler does not fail."""
-    # Any other error is left to the real step, whose message is about the real tensors.
     try:
         with _undisturbed({p.device for p in _parameters(optimizer)}, compiles=True):
-            slices = small_copy(optimizer, _as_slice)
-            _checked.add(slices)
+            slices = small_copy(optimizer, as_slice)
+            _compiled.add(slices)
             for p in _parameters(slices):
                 p.grad = torch.ones_like(p)
             slices.step()
     except Exception as error:
-        if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-            return str(error).partition("\n")[0]
-    return None
-
-
-def _as_slice(tensor: torch.Tensor) -> ShardTensor:
-    """Return a ShardTensor that this rank holds completely, so that no operation communicates."""
-    return ShardTensor(tensor.view(-1), ShardSpec(tensor.shape, 0, tensor.numel(), 0, Replica(None, (0,), 0)))
+        # Any other error is left to the real step, whose message is about the real tensors.
+        if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+            return
+        raise ShardTensorError(
+            f"rank {first.span.replica.rank}: {type(optimizer).__name__} compiles its step, and torch.compile cannot "
+            f"trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
+        ) from None
 
 
 def remedy_for(optimizer: Optimizer) -> str:
@@ -292,7 +281,13 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
     for p in _parameters(optimizer):
         small = torch.randn([min(side, _SIDE) for side in p.shape], generator=random_numbers)
         memo[id(p)] = nn.Parameter(held_as(small.to(p.device, p.dtype)), p.requires_grad)
-    groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, _kind_of_group)]
+
+    def kind_of_group(
+        group: dict[str, Any],
+    ) -> str:  # the flags and names by which an optimizer may treat it differently
+        return repr({k: v for k, v in options_of(group).items() if isinstance(v, (bool, str, type(None)))})
+
+    groups = [_small_group(group, memo) for group in _seldom_alike(optimizer.param_groups, kind_of_group)]
     memo[id(optimizer.param_groups)], memo[id(optimizer.state)] = groups, defaultdict[Any, Any](dict)
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -305,7 +300,7 @@ def small_copy(optimizer: Optimizer, held_as: Callable[[torch.Tensor], torch.Ten
 
 
 def _small_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    small = _seldom_alike([memo[id(p)] for p in group["params"]], _shape_of)
+    small = _seldom_alike([memo[id(p)] for p in group["params"]], lambda p: tuple(p.shape))
     options = copy.deepcopy(options_of(group), memo)
     rate = options.get("lr")
     if isinstance(rate, torch.Tensor):
@@ -313,15 +308,6 @@ def _small_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
     elif isinstance(rate, (int, float)):
         options["lr"] = max(rate, _LEARNING_RATE)
     return {**options, "params": list(small)}
-
-
-def _shape_of(parameter: torch.Tensor) -> tuple[int, ...]:
-    return tuple(parameter.shape)
-
-
-def _kind_of_group(group: dict[str, Any]) -> str:
-    """Return the flags and names among a group's options, by which an optimizer may treat groups differently."""
-    return repr({key: value for key, value in options_of(group).items() if isinstance(value, (bool, str, type(None)))})
 
 
 def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Iterator[Any]:
@@ -381,9 +367,10 @@ def _random_states(devices: set[torch.device]) -> list[torch.Tensor]:
     return [torch.get_rng_state(), *(torch.get_device_module(d).get_rng_state(d) for d in others)]
 
 
-# --- steps that ranks compare -----------------------------------------------------------------------------------------
+# --- every step -------------------------------------------------------------------------------------------------------
 #
-# PyTorch calls a hook after every step of an optimizer. The hook notes the step in the log of each model it stepped.
+# PyTorch calls hooks around every step of an optimizer. The one before it prepares the optimizer for its sharded
+# parameters. The one after it notes the step in the log of each model that it stepped, so that ranks can compare them.
 
 # Options of a parameter group that do not change the result of a step. They need not be equal on all ranks.
 _HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "differentiable"}
@@ -391,15 +378,87 @@ _HOW = {"params", "param_names", "name", "foreach", "fused", "capturable", "diff
 # Optimizers that step other parameters, too, and were warned about.
 _mixed: WeakSet[Optimizer] = WeakSet()
 
+# The number of models that were sharded, and for each adopted optimizer that number and the number of its groups then.
+_models = 0
+_adopted: WeakKeyDictionary[Optimizer, tuple[int, int]] = WeakKeyDictionary()
 
-@cache
-def note_optimizer_steps() -> None:
-    """Register the hook that notes every optimizer step in this process. Later calls do nothing."""
-    register_optimizer_step_post_hook(_stepped)
+
+def watch_optimizers() -> None:
+    """Watch every optimizer step in this process. `build` calls this for each model."""
+    global _models
+    _models += 1
+    if _models == 1:
+        register_optimizer_step_pre_hook(_steps)
+        register_optimizer_step_post_hook(_stepped)
+
+
+@eager
+def adopt(optimizer: Optimizer) -> None:
+    """Let an optimizer step sharded parameters, also if it was made before `shard`.
+
+    The hook before each step calls this, and so does what may see an optimizer before its first step, such as a
+    checkpoint. `shard` changes plain parameters in place. It replaces DTensors, which lead to their replacements.
+
+    An optimizer that has stepped before `shard` is recognized by states as large as a full parameter. All others are
+    right for a slice, too, such as the number of steps. An optimizer with such states alone may go on.
+
+    Raises:
+        ShardError: The optimizer has stepped already.
+    """
+    seen = _models, len(optimizer.param_groups)
+    if _adopted.get(optimizer) == seen:
+        return
+    state = cast(dict[Any, Any], optimizer.state)
+    for group in optimizer.param_groups:
+        for number, before in enumerate(group["params"]):
+            parameter = group["params"][number] = replacement_of(before)
+            if parameter is not before and before in state:
+                state[parameter] = state.pop(before)
+            engine = engine_with(parameter)
+            if engine is not None:
+                engine.optimizers.add(optimizer)
+                _check_states(optimizer, parameter, state.get(parameter, {}), engine)
+    _adopted[optimizer] = seen
+
+
+def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], engine: Engine) -> None:
+    for value in state.values():
+        # A tensor with one element may be a number of steps.
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.numel() > 1
+        if (
+            whole
+            and value.shape == parameter.shape
+            and not any(s.owns_parameter(parameter) for s in engine.matrix_steps)
+        ):
+            assert isinstance(parameter, ShardTensor)
+            raise ShardError(
+                f"rank {engine.wiring.rank}: {type(optimizer).__name__} has already stepped {parameter.span.name}: its "
+                "states are of whole parameters. Call shard() before the first step, or make a new optimizer "
+                "afterwards. If load_state_dict() loaded them: call towpath.checkpoint.set_optimizer_state_dict "
+                "instead."
+            )
+
+
+def _steps(optimizer: Optimizer, *_: Any) -> None:
+    adopt(optimizer)
+    _check_compiles(optimizer)
+    _note_running(optimizer)  # last, because a trial step has hooks, too
+
+
+@eager
+def _note_running(optimizer: Optimizer) -> None:
+    reference = weakref.ref(optimizer)  # weak, because a step that raises leaves the note behind
+
+    def remedy() -> str:
+        stepping = reference()
+        return remedy_for(stepping) if stepping is not None else ""
+
+    running_step.optimizer, running_step.remedy = type(optimizer).__name__, remedy
 
 
 @eager
 def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    running_step.take()
     # For each model, the number of its parameters in each group. An optimizer may step several models, and other ranks
     # may have other ones, as the stages of a pipeline.
     stepped: dict[Program, dict[int, int]] = {}
@@ -419,7 +478,10 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
                 "average their gradients: shard the whole model, or average them yourself.",
                 *(_name(optimizer), len(beside), tuple(beside[0].shape)),
             )
-        options = [_hyperparameters(group) for group in optimizer.param_groups]
+        options = [
+            tuple((name, _plain(value)) for name, value in group.items() if name not in _HOW)
+            for group in optimizer.param_groups
+        ]
         for program, counts in stepped.items():
             details = tuple((("parameters", count), *options[number]) for number, count in counts.items())
             program.stepped(_name(optimizer), details)
@@ -428,10 +490,6 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
 def _name(optimizer: Optimizer) -> str:
     inner = getattr(optimizer, "inner", None)  # the optimizer in a wrapper of `towpath.optim`
     return type(optimizer).__qualname__ + (f"({_name(inner)})" if isinstance(inner, Optimizer) else "")
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, _plain(value)) for name, value in group.items() if name not in _HOW)
 
 
 def _plain(value: Any) -> Any:

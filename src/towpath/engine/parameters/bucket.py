@@ -32,10 +32,10 @@ from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch
 from towpath.engine.parameters.gradients import OptimizerMemory, gradients_of, slice_of, slice_within
 from towpath.engine.parameters.initialise import Flat
 from towpath.engine.parameters.low_rank_sync import LowRankSync
-from towpath.engine.parameters.parallel import Mesh
+from towpath.engine.parameters.parallel import Mesh, lead_to
 from towpath.engine.parameters.partial_sums import Replica
-from towpath.engine.parameters.shard_operations import operation
-from towpath.engine.parameters.shard_tensor import EncodedShard, ShardSpec, ShardTensor, handlers_are_chosen_by
+from towpath.engine.parameters.shard_spec import EncodedShard, ShardSpec
+from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.streams.queue import CommContext
 from towpath.errors import ShardTensorError
 
@@ -115,9 +115,6 @@ def live_in(view: nn.Parameter, memory: torch.Tensor) -> None:
     torch.Tensor.data.__set__(view, memory)  # pyright: ignore
 
 
-handlers_are_chosen_by(operation)
-
-
 class Bucket:
     """The parameters of one unit with one dtype, all trainable or all frozen, with their memory and transfers.
 
@@ -195,8 +192,8 @@ class Bucket:
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: Mesh) -> None:
         """Turn the user's parameter into a ShardTensor. It stays the same object, so optimizers keep working.
 
-        A DTensor cannot be changed in place, because its class has slots. The modules then get another object, and
-        `build` gives it to the optimizers.
+        A DTensor cannot be changed in place, because its class has slots. The modules then get another object, to which
+        the DTensor leads. Optimizers that have the DTensor follow it at their next step (`checks/optimizers.py`).
         """
         parameter, cut = place.parameter, self.plan.optimizer
         where = ShardSpec(
@@ -224,6 +221,7 @@ class Bucket:
                 module._parameters[attribute] = shard  # pyright: ignore[reportPrivateUsage]
             for holder, key in place.kept:
                 holder[key] = exchanged(holder[key], parameter, shard)
+            lead_to(parameter, shard)
         vars(place.parameter).update(attributes)
 
     # Weights ------------------------------------------------------------------------------------------------------

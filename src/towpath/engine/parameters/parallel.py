@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -285,3 +286,46 @@ def mesh_of(parameters: list[Parallel]) -> Mesh:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank outside the mesh holds no DTensor on it"
     return Mesh(tuple(mesh.get_all_groups()), tuple(coordinate))
+
+
+# --- replaced parameters ----------------------------------------------------------------------------------------------
+#
+# `shard` replaces a parameter that is a DTensor. An optimizer that was made before still has the DTensor, until `adopt`
+# exchanges it at the optimizer's next step (`checks/optimizers.py`).
+
+
+@cache
+def _replaced() -> type[DTensor]:
+    """Return the class of DTensors that were replaced."""
+    from torch.distributed.tensor import DTensor
+
+    class Replaced(DTensor):
+        """A DTensor parameter that `shard` has replaced by `towpath_replacement`. It has no elements any more.
+
+        Its gradient is that of the replacement. So clipping, unscaling and zero_grad() work before the first step.
+        """
+
+        __slots__ = ()
+        towpath_replacement: nn.Parameter
+
+        @property
+        def grad(self) -> torch.Tensor | None:
+            return self.towpath_replacement.grad
+
+        @grad.setter
+        def grad(self, gradient: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.towpath_replacement.grad = gradient
+
+    return Replaced
+
+
+def lead_to(parameter: nn.Parameter, replacement: nn.Parameter) -> None:
+    """Let a DTensor parameter, from which `shard` has taken the values, lead to its replacement. Free its memory."""
+    replaced: Any = parameter
+    replaced.towpath_replacement, replaced._local_tensor = replacement, replaced._local_tensor.new_empty(0)
+    replaced.__class__ = _replaced()
+
+
+def replacement_of(parameter: nn.Parameter) -> nn.Parameter:
+    """Return the parameter that has replaced `parameter`, which is `parameter` itself in most cases."""
+    return getattr(parameter, "towpath_replacement", parameter)

@@ -8,7 +8,7 @@ stack, and only the last one is combined, so the call costs one all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ class Replica:
     is_a_stage: bool = False
     program: Program | None = None  # the model's program log, if several ranks share the model
     call: Call | None = Call.SHARED  # the kind of log entry under which ranks compare these collectives
+    # The model's engine, by which parameters lead to it. It is weak, because optimizers may outlive the model.
+    engine: Callable[[], object] | None = None
 
     def combine(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce `tensor` over the replica in place, and return it."""

@@ -1,203 +1,55 @@
-"""`ShardTensor`, the class of a sharded model's parameters and gradients, and what describes and stores its slice.
+"""`ShardTensor`, the class of a sharded model's parameters and gradients, and PyTorch's operations on it.
 
-A ShardTensor has the shape of the full tensor, but stores only this rank's slice, contiguous and 1-D.
-`shard_operations.py` implements PyTorch's operations on it. `whole_tensors` all-gathers several of them at once.
+A ShardTensor has the shape of the full tensor, but stores only this rank's slice, contiguous and 1-D (`shard_spec.py`).
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
+from torch.optim.optimizer import _foreach_supported_types as known_to_optimizers  # pyright: ignore
+from torch.utils._foreach_utils import _foreach_supported_types as known_to_clipping  # pyright: ignore
 
-from towpath.codecs.kernels.dispatch import kernels_for
-from towpath.collectives.native import all_gather_single
-from towpath.core.formats import SCALE_BYTES, Codec
+from towpath.core.formats import Codec
 from towpath.core.step_state import ParamVersion
-from towpath.core.units import overlap
-from towpath.engine.parameters.parallel import Box, Parallel, boxes_in_whole
-from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Replica
+from towpath.engine.parameters.parallel import Box, boxes_in_whole
+from towpath.engine.parameters.partial_sums import NO_TORCH_FUNCTION, Partial
+from towpath.engine.parameters.shard_spec import EncodedSlice, ShardSpec, whole_tensors
 from towpath.errors import ShardTensorError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-
-# --- span -------------------------------------------------------------------------------------------------------------
-#
-# Describes which elements of a parameter a rank holds.
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardSpec:
-    """The elements of a tensor that each rank holds: those in the rank's slice of the bucket's flat buffer.
-
-    Each ShardTensor has one, shared with its aliases, its gradient and its optimizer states. ShardSpecs are compared by
-    identity. Two ShardTensors match element by element only if they have the same ShardSpec.
-    """
-
-    shape: torch.Size  # shape in the flat buffer: the full tensor's, or that of this rank's part of a DTensor
-    offset: int  # where the tensor starts in the flat buffer
-    cut: int  # length of a slice of the flat buffer
-    slot: int  # number of the slice of the flat buffer that this rank holds
-    replica: Replica
-    parallel: Parallel | None = None
-    counts: bool = True  # whether this copy counts in norms and sums; of copies on a tensor-parallel mesh, one does
-    holders: tuple[int, ...] = ()  # the ranks that hold the same slice, including this one
-    name: str = ""  # name of the parameter
-    unit: str = ""  # name of the unit in whose forward the parameter is unsharded; empty for the root
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
-        """Return `self`: a copy of the tensor holds the same elements, and a process group cannot be copied."""
-        return self
-
-    @property
-    def whole_shape(self) -> torch.Size:
-        """The shape of the full tensor, across a tensor-parallel mesh too."""
-        return self.shape if self.parallel is None else self.parallel.shape
-
-    def counted(self, local: torch.Tensor) -> torch.Tensor:
-        """Return `local` if this rank's copy counts in norms and sums, otherwise no elements of it."""
-        return local if self.counts else local[:0]
-
-    def bounds(self, slot: int | None = None) -> tuple[int, int]:
-        """Return the elements [start, end) of the flattened tensor in slice `slot`, by default this rank's slice."""
-        return overlap(self.offset, self.shape.numel(), self.cut, self.slot if slot is None else slot)
-
-    def describe(self) -> str:
-        """Return a description of the parameter and its slice for error messages."""
-        start, end = self.bounds()
-        return (
-            f"parameter {self.name!r} of shape {tuple(self.whole_shape)} in unit {self.unit or 'root'!r}, of which "
-            f"rank {self.replica.rank} holds the elements [{start}:{end}]"
-        )
-
-    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's elements of `whole`, a tensor of the full shape."""
-        start, end = self.bounds()
-        return (whole if self.parallel is None else self.parallel.part_of(whole)).reshape(-1)[start:end]
-
-    def in_cut(self) -> tuple[int, int]:
-        """Return the same elements as positions [start, end) in this rank's slice of the flat buffer."""
-        start, end = self.bounds()
-        base = self.slot * self.cut - self.offset
-        return (start - base, end - base) if end > start else (0, 0)
-
-
-# --- encoded shard ----------------------------------------------------------------------------------------------------
-#
-# A shard of frozen parameters that is stored encoded (`frozen_codec=`).
-#
-# No block crosses the border of a parameter or a shard (`BucketSpec.in_blocks`), so each parameter's part can be read
-# and written by itself. A write compares block by block first. A block that already decodes to the new values is
-# left unchanged, because encoding it again might round it once more.
-
-
-class EncodedShard:
-    """One bucket's P shard, stored encoded: the scales, then the codes, as one message of the codec.
-
-    `Bucket` holds it for frozen parameters. It has `elements` elements in full blocks, and users see them in `dtype`.
-    """
-
-    def __init__(self, codec: Codec, values: torch.Tensor) -> None:
-        """Encode `values`. They are rounded here, and not again unless they are written to."""
-        assert values.numel() % codec.block == 0
-        self.codec, self.dtype, self.device = codec, values.dtype, values.device
-        self.elements = values.numel()
-        self._kernels = kernels_for(values.device)
-        self.message = self._encoded(values)
-        split = SCALE_BYTES * codec.scales(self.elements)
-        self._scales = self.message[:split].view(-1, SCALE_BYTES)  # [blocks, bytes]
-        self._codes = self.message[split:].view(len(self._scales), -1)  # [blocks, bytes]
-
-    def part(self, start: int, end: int) -> EncodedSlice:
-        """Return the elements [start, end) as an `EncodedSlice`, for the ShardTensor of one parameter."""
-        return EncodedSlice(self, start, end)
-
-    def decode(self, out: torch.Tensor) -> None:
-        """Decode all elements into `out`, in its dtype."""
-        self._kernels.decode(self.codec, self.message, out)
-
-    def read(self, start: int, end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements [start, end), decoded. `start` must be the start of a block."""
-        out = torch.empty(-(-(end - start) // self.codec.block) * self.codec.block, dtype=dtype, device=self.device)
-        if end > start:
-            blocks = self._blocks(start, end)
-            message = torch.cat([self._scales[blocks].flatten(), self._codes[blocks].flatten()])
-            self._kernels.decode(self.codec, message, out)
-        return out[: end - start]
-
-    def write(self, start: int, values: torch.Tensor) -> None:
-        """Encode `values` into the elements from `start` on, which must be the start of a block.
-
-        The rest of the last block becomes zero.
-        """
-        end, size = start + values.numel(), self.codec.block
-        if end == start:
-            return
-        padded = torch.nn.functional.pad(values.detach(), (0, -values.numel() % size))
-        blocks = self._blocks(start, end)
-        before = self.read(start, start + padded.numel(), values.dtype)
-        changed = (padded != before).view(-1, size).any(1, keepdim=True)
-        message = self._encoded(padded)
-        split = SCALE_BYTES * self.codec.scales(padded.numel())
-        for held, now in ((self._scales[blocks], message[:split]), (self._codes[blocks], message[split:])):
-            held.copy_(torch.where(changed, now.view(held.shape), held))
-
-    def _blocks(self, start: int, end: int) -> slice:
-        assert start % self.codec.block == 0, (start, self.codec)
-        return slice(start // self.codec.block, -(-end // self.codec.block))
-
-    def _encoded(self, values: torch.Tensor) -> torch.Tensor:
-        nbytes = self.codec.encoded_bytes(values.numel())
-        message = torch.empty(nbytes, dtype=torch.uint8, device=values.device)
-        self._kernels.encode(self.codec, values.contiguous(), message)
-        return message
-
-
-class EncodedSlice:
-    """The part of an `EncodedShard` for one parameter, which its ShardTensor holds in place of a tensor."""
-
-    __slots__ = ("_end", "_shard", "_start")
-
-    def __init__(self, shard: EncodedShard, start: int, end: int) -> None:
-        self._shard, self._start, self._end = shard, start, end
-
-    @property
-    def codec(self) -> Codec:
-        """The codec of the encoded elements."""
-        return self._shard.codec
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the decoded elements."""
-        return self._shard.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device that stores the encoded elements."""
-        return self._shard.device
-
-    def read(self) -> torch.Tensor:
-        """Decode and return the elements. The result is a copy, so writes to it have no effect."""
-        return self._shard.read(self._start, self._end, self.dtype)
-
-    def write(self, values: torch.Tensor) -> None:
-        """Encode `values` in place of the elements."""
-        self._shard.write(self._start, values.to(self.dtype))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Return the decoded elements on the host, as PyTorch's checkpoint stagers expect."""
-        return self.read().cpu()
-
-
 aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class RunningStep:
+    """The optimizer whose step is running, for error messages. Hooks set it around each step (`checks/optimizers.py`).
+
+    `remedy` returns what the user can do if the optimizer cannot step slices.
+    """
+
+    optimizer: str = ""
+    remedy: Callable[[], str] = str
+
+    def take(self) -> tuple[str, Callable[[], str]]:
+        """Return both, and forget them. PyTorch calls no hook after a step that raised."""
+        taken, self.optimizer, self.remedy = (self.optimizer, self.remedy), "", str
+        return taken
+
+
+running_step = RunningStep()
+
+Arguments = Sequence[Any]
+Handler = Callable[[Any, Arguments, dict[str, Any]], Any]
 
 
 def in_backward() -> bool:
@@ -318,13 +170,13 @@ class ShardTensor(torch.Tensor):
         self.untyped_storage()
 
     def data_ptr(self) -> int:
-        """Return 0 to PyTorch's checkpoint stagers, and raise `ShardTensorError` for other callers."""
-        # To PyTorch's stagers (dcp.async_save), 0 means that a tensor keeps its values in attributes, as a DTensor
-        # does, and they copy those. Other callers would be misled by a 0: safetensors would write no bytes.
-        caller = sys._getframe(1).f_globals.get("__name__", "")  # pyright: ignore[reportPrivateUsage]
-        if caller.startswith("torch.distributed."):
-            return 0
-        self.untyped_storage()
+        """Return 0, as for any tensor that wraps others. For a parameter, raise `ShardTensorError`."""
+        # To PyTorch's checkpoint stagers (dcp.async_save), 0 means that a tensor keeps its values in attributes, as a
+        # DTensor does, and they copy those. A state dict holds aliases of the parameters, and they get these. A kernel
+        # that is given the parameter itself would read and write at address 0.
+        if isinstance(self, torch.nn.Parameter):
+            self.untyped_storage()
+        return 0
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         """Raise `ShardTensorError`: only the full tensor has a NumPy array."""
@@ -395,68 +247,6 @@ class ShardTensor(torch.Tensor):
         return _operation(func)(func, args, kwargs or {})
 
 
-def whole_tensors(
-    batches: Sequence[Sequence[ShardTensor]], device: torch.device | None = None, wanted: bool = True
-) -> Iterator[list[torch.Tensor]]:
-    """Yield the full tensors of each batch, with one all-gather per batch. All ranks must pass the same batches.
-
-    Args:
-        batches: ShardTensors, each batch of one dtype and one replica.
-        device: Where the full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save
-            device memory.
-        wanted: Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.
-
-    One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
-    """
-    # The elements [start, end) of each tensor of each batch: batch → member of the replica → tensor.
-    bounds = [[[part.span.bounds(slot) for part in batch] for slot in batch[0].span.replica.slots] for batch in batches]
-    longest = [max(sum(end - start for start, end in each) for each in members) for members in bounds]
-    shapes = [(len(members), length) for members, length in zip(bounds, longest, strict=True)]
-    needed = [prod(shape) * batch[0].itemsize for shape, batch in zip(shapes, batches, strict=True)]
-    memory = torch.empty(max(needed, default=0), dtype=torch.uint8, device=batches[0][0].device if batches else None)
-    for batch, members, shape, nbytes in zip(batches, bounds, shapes, needed, strict=True):
-        gathered = memory[:nbytes].view(batch[0].dtype).view(shape)
-        yield _gathered(batch, members, gathered, device, wanted)
-
-
-def _gathered(
-    batch: Sequence[ShardTensor],
-    members: Sequence[Sequence[tuple[int, int]]],
-    gathered: torch.Tensor,
-    device: torch.device | None,
-    wanted: bool,
-) -> list[torch.Tensor]:
-    replica = batch[0].span.replica
-    mine = replica.slots.index(batch[0].span.slot)
-    for place, part in zip(_divided(gathered[mine], members[mine]), batch, strict=True):
-        place.copy_(part.local.detach())
-    if replica.group is not None:
-        assert replica.program is not None
-        names = ", ".join(repr(part.span.name) for part in batch[:3]) + (" …" if len(batch) > 3 else "")
-        with replica.program.shared(f"full_tensor() of {names}", replica.call):
-            on_host = not gathered.is_cuda
-            replica.program.wait(all_gather_single(gathered.view(-1), gathered[mine], replica.group, async_op=on_host))
-    parallel = any(part.span.parallel is not None for part in batch)
-    if not (wanted or parallel):
-        return []
-    wholes = [torch.empty(part.span.shape, dtype=part.dtype, device=device or part.device) for part in batch]
-    for row, each in zip(gathered, members, strict=True):
-        for whole, (start, end), piece in zip(wholes, each, _divided(row, each), strict=True):
-            whole.view(-1)[start:end].copy_(piece)
-    return [_over_the_mesh(part, whole) for part, whole in zip(batch, wholes, strict=True)] if parallel else wholes
-
-
-def _divided(row: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> Sequence[torch.Tensor]:
-    lengths = [end - start for start, end in bounds]
-    return row[: sum(lengths)].split(lengths)
-
-
-def _over_the_mesh(part: ShardTensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor of `part`. `whole` is what the replica holds: on a tensor-parallel mesh, only a part."""
-    parallel = part.span.parallel
-    return whole if parallel is None else parallel.wrap(whole.to(part.device)).full_tensor().to(whole.device)
-
-
 class _FullTensor(torch.autograd.Function):
     """`full_tensor()` in an autograd graph."""
 
@@ -472,21 +262,331 @@ class _FullTensor(torch.autograd.Function):
         return ShardTensor(ctx.span.part_of(mean).clone(), ctx.span)
 
 
-Handler = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+# --- operations -------------------------------------------------------------------------------------------------------
+#
+# Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
+# tensor (`partial_sums.py`). Any other operation raises `ShardTensorError`.
+#
+# The handlers also count writes. Each dispatched operation that writes to a parameter raises its `version`,
+# which the parameter shares with its aliases. PyTorch's `_version` would not do, because foreach, fused and `.data`
+# writes do not change it.
 
-_chooses: Callable[[Any], Handler] | None = None
-
-
-def handlers_are_chosen_by(choose: Callable[[Any], Handler]) -> None:
-    """Set the function that chooses the handler of an operation. Call this before the first ShardTensor is made.
-
-    The handlers use `ShardTensor`, so this module cannot import theirs.
-    """
-    global _chooses
-    _chooses = choose
+# Elementwise operations that PyTorch does not tag as pointwise.
+_ELEMENTWISE = {
+    aten.alias,
+    aten.clone,
+    aten._to_copy,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.empty_like,
+    aten.full_like,
+    aten.fill_,
+    aten.masked_fill,
+    aten.masked_fill_,
+}
 
 
 @lru_cache(maxsize=1024)
 def _operation(func: Any) -> Handler:
-    assert _chooses is not None, "see handlers_are_chosen_by"
-    return _chooses(func)
+    """Return the handler that executes `func`, which has a ShardTensor among its arguments."""
+    special = _SPECIAL.get(func.overloadpacket)
+    if special is not None:
+        return special
+    if func.namespace == "aten":
+        name = func._schema.name.removeprefix("aten::")
+        random = torch.Tag.nondeterministic_seeded in func.tags  # with equal seeds all slices would get equal values
+        if name.startswith(("_foreach_", "_fused_")) and name not in _FOREACH_REDUCTIONS:
+            return _listwise
+        if (torch.Tag.pointwise in func.tags or func.overloadpacket in _ELEMENTWISE) and not random:
+            return _elementwise
+    return _refuse
+
+
+_FOREACH_REDUCTIONS = {"_foreach_max", "_foreach_powsum"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Writes:
+    """The arguments that an operation writes to, by position and by name."""
+
+    positions: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+@lru_cache(maxsize=1024)
+def _writes(func: Any) -> _Writes:
+    written = [
+        (i, a.name) for i, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return _Writes(tuple(i for i, _ in written), tuple(name for _, name in written))
+
+
+def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    writes = _writes(func)
+    for position, name in zip(writes.positions, writes.names, strict=True):
+        value = args[position] if position < len(args) else kwargs.get(name)
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, ShardTensor) and tensor.version is not None:
+                tensor.version.written()
+
+
+def _check_writable(target: Any) -> None:
+    """Raise `ShardTensorError` if `target` is stored encoded, because such a parameter can only be written entirely."""
+    if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
+        raise ShardTensorError(
+            f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
+            "p.copy_(whole tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
+        )
+
+
+def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
+    """Return the slice of `value` that matches `where`, or raise `ShardTensorError` with the reason if none does."""
+    if isinstance(value, ShardTensor):
+        if value.span is not where:
+            raise ShardTensorError(
+                f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and "
+                f"{tuple(where.whole_shape)}, hold slices that do not match element by element. Use full_tensor() on "
+                "both."
+            )
+        return value.local
+    if isinstance(value, Partial):
+        return value.resolve()
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        if value.shape == where.whole_shape and in_backward():
+            return where.part_of(value)  # autograd expands the gradient of a sum or a mean, the same on all ranks
+        name, remedy = running_step.take()
+        made = f" If {name} made it itself: {remedy()}" if name else ""
+        raise ShardTensorError(
+            f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced alike. "
+            f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
+            "make a new one; or its states were loaded whole: call towpath.checkpoint.set_optimizer_state_dict. To "
+            f"write a whole tensor into a parameter use copy_(); to read one use full_tensor().{made}"
+        )
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value.reshape(())  # a 0-D tensor broadcasts over a 1-D slice too
+    return value
+
+
+def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run an elementwise operation on the slices."""
+    where = next(a.span for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
+    local_args = [_local_of(func, a, where) for a in args]
+    local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
+    writes = _writes(func)
+    if writes.positions:
+        target = args[0] if writes.positions[0] == 0 else kwargs[writes.names[0]]
+        if not isinstance(target, ShardTensor):
+            _refuse(func, args, kwargs)  # a slice cannot be written into a plain tensor
+        _check_writable(target)
+        func(*local_args, **local_kwargs)
+        _mark_written(func, args, kwargs)
+        return target
+    out = func(*local_args, **local_kwargs)
+    if isinstance(out, torch.Tensor):
+        return ShardTensor(out, where)
+    return tuple(ShardTensor(o, where) for o in out)
+
+
+def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTensor:
+    """Run new_empty for the tensor's own shape only, as PyTorch's checkpoint stagers call it for the CPU."""
+    tensor, size = args[0], args[1]
+    if torch.Size(size) != tensor.shape:
+        _refuse(func, args, kwargs)
+    start, end = tensor.span.bounds()
+    return ShardTensor(func(tensor.local, [end - start], **kwargs), tensor.span)
+
+
+def _sent(tensor: ShardTensor) -> tuple[Any, ...]:
+    """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
+    from towpath.engine.parameters.parallel import SentShard  # loads what only checkpoints need
+
+    return SentShard, (tensor.shape, tensor.local.detach(), tensor.boxes())
+
+
+def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run a foreach or fused operation on the slices. Its lists of tensors are matched index by index."""
+    values = (*args, *kwargs.values())
+    lists = [a for a in values if isinstance(a, (list, tuple)) and any(isinstance(t, torch.Tensor) for t in a)]
+    wheres: list[ShardSpec | None] = [None] * max(len(a) for a in lists)
+    for tensors in lists:
+        for i, tensor in enumerate(tensors):
+            if wheres[i] is None and isinstance(tensor, ShardTensor):
+                wheres[i] = tensor.span
+
+    def unwrap(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            # The first two cases are those of `_local_of`, too. They are here because the lists are long.
+            return [
+                t.held
+                if type(t) is ShardTensor and t.span is where and type(t.held) is torch.Tensor
+                else t
+                if where is None
+                else _local_of(func, t, where)
+                for t, where in zip(value, wheres, strict=False)
+            ]
+        return value.resolve() if isinstance(value, Partial) else value
+
+    for position in _writes(func).positions:
+        for tensor in args[position] if position < len(args) else ():
+            _check_writable(tensor)
+    out = func(*map(unwrap, args), **{k: unwrap(v) for k, v in kwargs.items()})
+    _mark_written(func, args, kwargs)
+    if out is None or not isinstance(out, (list, tuple)):
+        return out
+    return [o if where is None else ShardTensor(o, where) for o, where in zip(out, wheres, strict=True)]
+
+
+def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
+    several = isinstance(args[0], (list, tuple))
+    for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
+        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.span.replica.program is not None:
+            tensor.span.replica.program.zeroed += 1
+    return (_listwise if several else _elementwise)(func, args, kwargs)
+
+
+def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run copy_ from a matching slice, or from a full tensor, from which it takes this rank's elements."""
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardTensor):
+        _refuse(func, args, kwargs)
+    whole = isinstance(source, torch.Tensor) and not isinstance(source, (ShardTensor, Partial))
+    if whole and source.shape == target.shape:
+        source = target.span.part_of(source)
+    else:
+        source = _local_of(func, source, target.span)
+    if not isinstance(source, torch.Tensor) or not source.dim():
+        source = torch.empty_like(target.local).copy_(source)
+    target.write(source)
+    _mark_written(func, args, kwargs)
+    return target
+
+
+def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run index_put_ with a mask of the same parameter, as in grad[mask] = 0."""
+    target, indices = args[0], args[1]
+    if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
+        _refuse(func, args, kwargs)
+    _check_writable(target)
+    mask, value = (_local_of(func, v, target.span) for v in (indices[0], args[2]))
+    func(target.local, [mask], value, *args[3:])
+    _mark_written(func, args, kwargs)
+    return target
+
+
+def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Return the partial norm over the full tensor, for linalg_vector_norm(x, ord=2, ...) and norm(x, p=2)."""
+    tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+    if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
+        _refuse(func, args, kwargs)
+    local = tensor.span.counted(tensor.local)
+    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.span.replica], kwargs.get("dtype"))
+    return norm
+
+
+def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the norm of each tensor in a list, partial for ShardTensors."""
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    tensors = cast(Sequence[torch.Tensor], args[0])
+    ours = [t for t in tensors if isinstance(t, ShardTensor)]
+    parts = Partial.norms_of([t.span.counted(t.local) for t in ours], order, [t.span.replica for t in ours], dtype)
+    norms = iter(parts)
+    return [
+        next(norms) if isinstance(t, ShardTensor) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
+    ]
+
+
+def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Return the partial sum or mean over the full tensor."""
+    tensor = args[0]
+    if len(args) > 1 or kwargs.get("dim") is not None:
+        _refuse(func, args, kwargs)
+    total = tensor.span.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
+    if func.overloadpacket is aten.mean:
+        total = total / tensor.numel()
+    return Partial(total, "sum", tensor.span.replica, total.dtype)
+
+
+def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+    """Run max, min, amax, amin, any, all or equal over the full tensor, and combine the result immediately."""
+    tensor = args[0]
+    if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
+        _refuse(func, args, kwargs)
+    replica = tensor.span.replica
+    packet = func.overloadpacket
+    if packet is aten.equal:
+        same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], tensor.span)), device=tensor.device)
+        return bool(replica.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
+    if packet in (aten.any, aten.all):
+        found = packet(tensor.local).to(torch.uint8)
+        return replica.combine(found, dist.ReduceOp.MAX if packet is aten.any else dist.ReduceOp.MIN).to(torch.bool)
+    largest = packet in (aten.max, aten.amax)
+    info = torch.finfo(tensor.dtype) if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype)
+    neutral = torch.full((), info.min if largest else info.max, dtype=tensor.dtype, device=tensor.device)
+    value = cast(torch.Tensor, packet(tensor.local)) if tensor.local.numel() else neutral
+    return replica.combine(value.clone(), dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
+
+
+def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
+    """Unscale gradients for GradScaler. An overflow in one rank's slice counts on every rank that shares the tensor."""
+    grads, found, scale = args
+    replica = next(g.span.replica for g in grads if isinstance(g, ShardTensor))
+    func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
+    replica.combine(found, dist.ReduceOp.MAX)
+
+
+def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
+    """Raise `ShardTensorError`: the operation needs the full tensor."""
+    flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
+    span = next(t.span for t in flat if isinstance(t, ShardTensor))
+    name, remedy = running_step.take()
+    if name:
+        raise ShardTensorError(
+            f"rank {span.replica.rank}: {name} works on whole tensors ({func}), and each rank holds slices of them. "
+            f"{remedy()}"
+        )
+    raise ShardTensorError(
+        f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "
+        "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
+        "`with towpath.full_parameters(model):`."
+    )
+
+
+def _where_whole(span: ShardSpec) -> str:
+    if not span.unit:
+        return (
+            "It is whole inside model(...), and inside any method of the model that "
+            "towpath.register_forward_method(model, name) has made an entry."
+        )
+    return (
+        "It is whole inside the forward of that unit, and inside methods of the unit's module that "
+        "towpath.register_forward_method(module, name) has made entries. Where the model computes with it outside, "
+        "leave the unit to the root: pass the other units as units= to shard()."
+    )
+
+
+_SPECIAL: dict[Any, Handler] = {
+    # The alias has the same version, so that writes through it count.
+    aten.detach: lambda _, args, __: ShardTensor(args[0].held, args[0].span, args[0].version),
+    aten.copy_: _copy,
+    aten.zero_: _zero,
+    aten._foreach_zero_: _zero,
+    aten.new_empty: _new_empty,
+    aten.index_put_: _put,
+    aten.linalg_vector_norm: _norm,
+    aten.norm: _norm,
+    aten._foreach_norm: _foreach_norm,
+    aten.sum: _sum,
+    aten.mean: _sum,
+    aten._amp_foreach_non_finite_check_and_unscale_: _unscale,
+    **dict.fromkeys((aten.max, aten.min, aten.amax, aten.amin, aten.any, aten.all, aten.equal), _extreme),
+}
+
+
+# PyTorch uses foreach operations (for norms, clipping, and on a GPU in each optimizer) only for tensor classes that it
+# lists as supported. DTensor adds itself to these lists in the same way.
+for _known in (known_to_clipping, known_to_optimizers):
+    if ShardTensor not in _known:
+        cast(list[type], _known).append(ShardTensor)
+ForkingPickler.register(ShardTensor, _sent)
