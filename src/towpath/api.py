@@ -20,12 +20,12 @@ from torch import nn
 
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
+from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import Preset
 from towpath.core.schedule import Schedule, decided, is_open
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
-from towpath.core.whole_matrices import WholeParameter
 from towpath.engine.build import agreement, build, check_exchangeable
 from towpath.engine.executor import Batch, engine_of
 from towpath.engine.hooks import attach, check_arguments
@@ -389,7 +389,7 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
         raise ShardError(
             "full_tensor: expected a ShardTensor, such as a parameter of a model that towpath.shard() returned, or its "
             f".grad; got a plain {type(parameter).__name__}. Inside a forward and inside full_parameters() parameters "
-            "are whole: use them as they are."
+            "are unsharded: use them as they are."
         )
     return parameter.full_tensor()
 
@@ -413,7 +413,7 @@ def schedule(
     *,
     topology: Topology | None = None,
     memory: int | None = None,
-    whole_matrices: Iterable[str] = (),
+    owner_stepped: Iterable[str] = (),
 ) -> Schedule:
     """Return the transfers of one optimizer step, with the bytes per link class, without any communication.
 
@@ -428,14 +428,14 @@ def schedule(
         topology: The topology for a preset's name. By default, that of a sharded model, or the detected one.
         memory: The bytes that a rank has. They decide where frozen parameters are stored if the strategy leaves that
             open. By default, the value that `shard` found for a sharded model, otherwise enough.
-        whole_matrices: Names of the parameters that a `towpath.optim.whole_matrices` optimizer steps. The transfers of
+        owner_stepped: Names of the parameters that a `towpath.optim.owner_stepped` optimizer steps. The transfers of
             its step come first, before the following forward pass.
 
     Returns:
         The schedule of a steady step, which the engine follows.
 
     Raises:
-        StrategyError: The strategy is unknown or invalid, or a name in `whole_matrices` is not a trainable parameter.
+        StrategyError: The strategy is unknown or invalid, or a name in `owner_stepped` is not a trainable parameter.
         TopologyError: `topology` differs from that of the strategy.
     """
     if isinstance(strategy, str):
@@ -456,11 +456,11 @@ def schedule(
     else:
         layouts, specs = [], units_from_numels(model_or_numels)
     strategy = decided(strategy, specs, precision or Precision(), memory).strategy
-    stepped = tuple(_whole_parameters(layouts, whole_matrices))
+    stepped = tuple(_whole_parameters(layouts, owner_stepped))
     return derive_schedule(strategy, specs, micro_steps, precision, whole=stepped)
 
 
-def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[WholeParameter]:
+def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[OwnedParameter]:
     """Yield the unit, bucket and index of each named parameter."""
     wanted = set(names)
     for unit, layout in enumerate(layouts):
@@ -468,9 +468,9 @@ def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> It
             for index, place in enumerate(bucket.places):
                 if bucket.spec.trainable and not wanted.isdisjoint(place.names):
                     wanted.difference_update(place.names)
-                    yield WholeParameter(place.names[0], tuple(place.shape), unit, number, index)
+                    yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index)
     if wanted:
         raise StrategyError(
-            f"schedule: whole_matrices has {', '.join(sorted(wanted))}; expected names of the model's trainable "
+            f"schedule: owner_stepped has {', '.join(sorted(wanted))}; expected names of the model's trainable "
             "parameters."
         )

@@ -52,7 +52,7 @@ class ShardedModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The attribute that DistributedDataParallel reads first. It raises `ShardError`, as the model needs no DDP."""
         raise ShardError(
-            f"{_sharded(self)} was given to DistributedDataParallel, which needs whole parameters. Leave out "
+            f"{_sharded(self)} was given to DistributedDataParallel, which needs full parameters. Leave out "
             "DistributedDataParallel: the model reduces its gradients itself. In a framework, give the model, before "
             "shard(), to towpath.integrations.accelerate, towpath.integrations.transformers or "
             "towpath.integrations.lightning, with a strategy."

@@ -26,9 +26,9 @@ from towpath.collectives.collective import Collective, GroupRank
 from towpath.core.formats import Codec
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import FEEDBACK, Wire
+from towpath.core.transport import FEEDBACK, Transport
 from towpath.topology.cluster import Topology
 
 Worlds = Callable[[int], World]
@@ -63,9 +63,9 @@ def _members(shape: Topology, local_major: bool = False) -> GroupRank:
     return GroupRank(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
-def _transfer(op: Op, wire: Wire, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:
+def _transfer(op: Op, transport: Transport, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:
     move = GroupCollective(op, 1, (members.group,))
-    return Transfer(Kind.SYNC, Range("block", "float", elements, dtype), move, wire, shape)
+    return Transfer(TransferKind.GRAD_SYNC, Range("block", "float", elements, dtype), move, transport, shape)
 
 
 def _select(transfer: Transfer, members: GroupRank) -> Collective:
@@ -100,7 +100,7 @@ def _gather(shape: Topology) -> None:
         route = ("flat", "ho-ring", "hierarchical", "ring", "two-hop")[number]
         members = _members(shape, local_major=number % 2 == 1)
         whole = _each(shape, elements, dtype)[0]
-        transfer = _transfer(Op.ALL_GATHER, Wire(route, codec), shape, elements, dtype, members)
+        transfer = _transfer(Op.ALL_GATHER, Transport(route, codec), shape, elements, dtype, members)
         start, end = transfer.bounds(members.slot)
         region = torch.zeros_like(whole)
         _select(transfer, members).run(region, whole[start:end], workspace())
@@ -126,7 +126,7 @@ def _reduce(shape: Topology, op: Op) -> None:
         each = _each(shape, elements, dtype)
         exact = each.double().sum(0)
         region = each[rank].clone()
-        transfer = _transfer(op, Wire(route, codec), shape, elements, dtype, members)
+        transfer = _transfer(op, Transport(route, codec), shape, elements, dtype, members)
         start, end = transfer.bounds(members.slot)
         _select(transfer, members).run(region, region[start:end], workspace())
         # Every rank's own values are rounded once; sums of a node, and of all for an all-reduce, once more each.
@@ -166,8 +166,8 @@ class Oracle:
     """The reduction in plain torch, of every rank's values at once: no slices, no parts, no messages."""
 
     def __init__(self, transfer: Transfer, members: GroupRank, feedback: str) -> None:
-        assert transfer.wire.encoding is not None
-        self.codec, self.nodes = transfer.wire.encoding, members.nodes
+        assert transfer.transport.encoding is not None
+        self.codec, self.nodes = transfer.transport.encoding, members.nodes
         self.hops = len(hops_of(transfer.route, members.grid))
         fed = {"none": (), "first": (0,), "second": (self.hops - 1,), "both": (0, 1)}[feedback]
         self.kept: dict[tuple[int, int], torch.Tensor] = {
@@ -223,7 +223,7 @@ def _as_the_oracle(shape: Topology) -> None:
         route = ("two-hop", "one-hop")[number % 3 == 2]
         op = (Op.REDUCE_SCATTER, Op.ALL_REDUCE)[number % 2]
         members = _members(shape)
-        transfer = _transfer(op, Wire(route, codec, feedback), shape, elements, dtype, members)
+        transfer = _transfer(op, Transport(route, codec, feedback), shape, elements, dtype, members)
         collective, oracle = _select(transfer, members), Oracle(transfer, members, feedback)
         start, end = transfer.bounds(members.slot)
         for turn in range(3):
@@ -246,7 +246,9 @@ def _telescope(shape: Topology) -> None:
     elements, turns = 1009, 6
     for codec in ("int4:64", "int8:whole", "int4:256+hadamard+stochastic", "e5m2"):
         members = _members(shape)
-        transfer = _transfer(Op.REDUCE_SCATTER, Wire("two-hop", codec, "both"), shape, elements, "float32", members)
+        transfer = _transfer(
+            Op.REDUCE_SCATTER, Transport("two-hop", codec, "both"), shape, elements, "float32", members
+        )
         collective = _select(transfer, members)
         start, end = transfer.bounds(members.slot)
         came_out, went_in = torch.zeros(2, elements, dtype=torch.float64)
@@ -284,8 +286,8 @@ def test_what_is_not_finite_is_seen_by_every_rank_and_poisons_no_feedback(world:
 def _overflow() -> None:
     shape, elements = Topology(2, 2), 512
     members = _members(shape)
-    wire = Wire("two-hop", "int4:64", "both")
-    collective = _select(_transfer(Op.ALL_REDUCE, wire, shape, elements, "float32", members), members)
+    transport = Transport("two-hop", "int4:64", "both")
+    collective = _select(_transfer(Op.ALL_REDUCE, transport, shape, elements, "float32", members), members)
     for poison in (float("nan"), float("inf"), 0.0):
         region = torch.ones(elements)
         if dist.get_rank() == 3:
@@ -308,13 +310,13 @@ def _change() -> None:
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
     for step in range(4):
         entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
-        executed = {(t.elements, t.wire) for t in towpath.stats(model).last_step if t.kind is Kind.REDUCE}
+        executed = {(t.elements, t.transport) for t in towpath.stats(model).last_step if t.kind is TransferKind.REDUCE}
         planned = towpath.schedule(strategy.at(step), entry.make(torch.float32)).transfers
-        assert executed == {(t.elements, t.wire) for t in planned if t.kind is Kind.REDUCE}
-        assert {wire.encoding is not None for _, wire in executed} == {step < 2}
+        assert executed == {(t.elements, t.transport) for t in planned if t.kind is TransferKind.REDUCE}
+        assert {transport.encoding is not None for _, transport in executed} == {step < 2}
         if step < 3:
             model.zero_grad()
-    plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero3", shape, reduce=Wire("two-hop")))
+    plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero3", shape, reduce=Transport("two-hop")))
     entry.loss(plain, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
@@ -340,13 +342,17 @@ def _weights_change() -> None:
     x = torch.ones(2, 8)
     for after in (0, 2):
         torch.manual_seed(0)
-        codec = Wire(codec="int8", after=after)
+        codec = Transport(codec="int8", after=after)
         strategy = replace(towpath.strategy("zero3", Topology(2, 2)), gather=codec, backward_gather=codec)
         model: Any = towpath.shard(nn.Sequential(_TwoDtypes(), _TwoDtypes()), strategy, units=[_TwoDtypes])
         for step in range(4):
             out = model(x)
             out.sum().backward()
-            executed = {t.wire.encoding is not None for t in towpath.stats(model).last_step if t.kind is Kind.GATHER}
+            executed = {
+                t.transport.encoding is not None
+                for t in towpath.stats(model).last_step
+                if t.kind is TransferKind.GATHER
+            }
             assert executed == {step >= after}
             model.zero_grad()
         outputs.append(out.detach())
@@ -362,7 +368,7 @@ def test_what_the_optimizer_works_on_is_never_rounded_by_what_it_publishes(
 
 def _published(served: dict[str, int]) -> None:
     shape, entry = Topology(2, 2), MODELS["gpt"]
-    strategy = replace(towpath.strategy("zero1", shape), publish=Wire(codec="int8", **served))
+    strategy = replace(towpath.strategy("zero1", shape), param_sync=Transport(codec="int8", **served))
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     before = [p.full_tensor().clone() for p in model.parameters()]

@@ -22,9 +22,9 @@ from towpath.collectives.bound_transfer import CoalescedAllGather, RankTransfer,
 from towpath.collectives.collective import Collective, GroupRank
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology
 
@@ -49,7 +49,7 @@ def _members(shape: Topology, local_major: bool = False, group: Any = None) -> G
 
 def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:
     payload = Range("block", "float", elements, dtype)
-    return Transfer(Kind.SYNC, payload, GroupCollective(op, 1, (members.group,)), Wire(route), shape)
+    return Transfer(TransferKind.GRAD_SYNC, payload, GroupCollective(op, 1, (members.group,)), Transport(route), shape)
 
 
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Collective:

@@ -44,13 +44,13 @@ from towpath.core.step_state import (
     Wait,
     Weights,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StepError
 from towpath.topology.cluster import Extent, Topology
 
-GATHERS = (Kind.GATHER, Kind.BACKWARD_GATHER)
+GATHERS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
 Content = tuple[int, int]  # the weights of which unit, and of which version
 
 
@@ -64,7 +64,7 @@ class Planned:
     copies: bool = False
     trains: bool = True
     reduces: bool = True
-    publishes: bool = True
+    has_param_sync: bool = True
     steps_on_host: bool = False
 
 
@@ -98,9 +98,9 @@ class Watched:
                 case Submit(task):
                     self.queues[QUEUES[task.kind]].append(task)
                     self.after[task] = task.after
-                    if task.kind is Kind.SYNC:
+                    if task.kind is TransferKind.GRAD_SYNC:
                         self.synced.append(task.unit)
-                    if task.kind is Kind.REDUCE:
+                    if task.kind is TransferKind.REDUCE:
                         assert self.gradients.get(task.unit) is task.slot is not None
                 case Wait(task):
                     self.finish(task, ())
@@ -126,7 +126,7 @@ class Watched:
                 case CheckRanks():
                     assert self.machine.boundary
                 case SetGrads():
-                    assert not self.queues["sync"], "delivered before it was there"
+                    assert not self.queues["grad_sync"], "delivered before it was there"
                     self.delivered += 1
             if self.draw.random() < 0.3:  # a queue goes on by itself
                 queue = self.draw.choice(list(self.queues.values()) or [deque()])
@@ -148,18 +148,18 @@ class Watched:
     def complete(self, task: Task) -> None:
         self.done.add(task)
         match task.kind:
-            case Kind.PUBLISH:
+            case TransferKind.PARAM_SYNC:
                 self.published[task.unit] = self.versions[task.unit]
-            case Kind.GATHER | Kind.BACKWARD_GATHER:
+            case TransferKind.GATHER | TransferKind.BACKWARD_GATHER:
                 assert task.slot is not None
                 users = [u for u in self.computing if self.lives_in[u] is task.slot]
                 assert not users, f"{task} overwrites the weights that unit {users} computes with"
-                copies = task.kind is Kind.BACKWARD_GATHER and self.plans[task.unit].copies
+                copies = task.kind is TransferKind.BACKWARD_GATHER and self.plans[task.unit].copies
                 version = self.copies[task.unit] if copies else self.published[task.unit]
                 self.content[task.slot] = (task.unit, version)
                 if task.keep_copy and self.plans[task.unit].copies:
                     self.copies[task.unit] = version
-            case Kind.REDUCE:
+            case TransferKind.REDUCE:
                 self.reduced.append(task.unit)
                 self.gradients[task.unit] = None  # the slot is another's from here on
             case _:
@@ -263,12 +263,12 @@ class Watched:
     def write(self, unit: int) -> None:
         self.versions[unit] += 1
         self.machine.written(unit)
-        if not self.plans[unit].publishes:
+        if not self.plans[unit].has_param_sync:
             self.published[unit] = self.versions[unit]
 
 
 def plans_of(draw: random.Random, units: int) -> list[Planned]:
-    gathers, reduces, publishes = (draw.random() < 0.7 for _ in range(3))
+    gathers, reduces, has_param_sync = (draw.random() < 0.7 for _ in range(3))
     copies = gathers and draw.random() < 0.4
     return [
         Planned(
@@ -278,7 +278,7 @@ def plans_of(draw: random.Random, units: int) -> list[Planned]:
             copies=copies and i > 0,
             trains=draw.random() < 0.8,
             reduces=reduces,
-            publishes=publishes,
+            has_param_sync=has_param_sync,
         )
         for i in range(units)
     ]
@@ -373,7 +373,7 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
                 watched.execute(watched.machine.abandoned())
                 watched.reduced, watched.synced, watched.gradients = [], [], {}
                 assert not any(watched.shown)
-                watched.queues["sync"].clear()
+                watched.queues["grad_sync"].clear()
                 continue
             watched.end_backward()
             watched.optimizer_step()
@@ -384,7 +384,7 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
 def test_units_kept_unsharded_are_fresh_after_a_write(draw: random.Random, units: int) -> None:
     watched = Watched(plans_of(draw, units), draw)
     for _ in range(3):
-        watched.execute(watched.machine.publish())
+        watched.execute(watched.machine.param_sync())
         for unit in range(units):
             watched.execute(watched.machine.keep_unsharded(unit))
             watched.check_whole(unit)
@@ -445,7 +445,7 @@ def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
     said: list[Action] = []
     watched.note(said)
     watched.step()
-    gathered = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is Kind.GATHER]
+    gathered = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is TransferKind.GATHER]
     begun = [a.unit for a in said if isinstance(a, SwapParameters) and a.whole][:6]
     assert gathered == begun == [0, 1, 2, 3, 4, 5] and UNITS_IN_FLIGHT == 2
     for unit in range(2, 6):
@@ -461,13 +461,15 @@ def test_a_transfer_waits_for_nothing_but_what_it_needs() -> None:
     watched.note(said)
     for _ in range(3):
         watched.step()
-    seen: dict[Kind, set[tuple[Kind, bool]]] = defaultdict(set)
+    seen: dict[TransferKind, set[tuple[TransferKind, bool]]] = defaultdict(set)
     for task in (action.task for action in said if isinstance(action, Submit)):
         seen[task.kind] |= {(t.kind, t.unit == task.unit or t.slot is task.slot) for t in task.after}
-    gathers = {(Kind.GATHER, True), (Kind.BACKWARD_GATHER, True)}
-    assert seen[Kind.GATHER] == seen[Kind.BACKWARD_GATHER] == {(Kind.PUBLISH, True), *gathers}
-    assert seen[Kind.SYNC] == {(Kind.REDUCE, True)}
-    assert not seen[Kind.REDUCE] and not seen[Kind.PUBLISH]
+    gathers = {(TransferKind.GATHER, True), (TransferKind.BACKWARD_GATHER, True)}
+    assert (
+        seen[TransferKind.GATHER] == seen[TransferKind.BACKWARD_GATHER] == {(TransferKind.PARAM_SYNC, True), *gathers}
+    )
+    assert seen[TransferKind.GRAD_SYNC] == {(TransferKind.REDUCE, True)}
+    assert not seen[TransferKind.REDUCE] and not seen[TransferKind.PARAM_SYNC]
 
 
 def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None:
@@ -481,7 +483,11 @@ def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None
     for passed in reversed(passes):
         watched.backward(passed)
     watched.end_backward()
-    gathered = {a.task for a in said if isinstance(a, Submit) and a.task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)}
+    gathered = {
+        a.task
+        for a in said
+        if isinstance(a, Submit) and a.task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
+    }
     assert {task.unit for task in gathered} >= {1}
     assert gathered <= {a.task for a in said if isinstance(a, Wait)}
 
@@ -508,7 +514,7 @@ def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -
         gathered = [
             (a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.slot in watched.content
         ]
-        assert (Kind.GATHER, 3) not in gathered and (Kind.BACKWARD_GATHER, 3) in gathered
+        assert (TransferKind.GATHER, 3) not in gathered and (TransferKind.BACKWARD_GATHER, 3) in gathered
         watched.optimizer_step()
 
 
@@ -519,7 +525,7 @@ def test_what_rests_encoded_on_every_rank_is_decoded_as_if_it_were_gathered() ->
     trains, frozen = BucketSpec((512,)), BucketSpec((512 * 512,), trainable=False)
     units = [UnitSpec("", (trains,), kept=True), UnitSpec("a", (frozen,)), UnitSpec("b", (frozen, trains))]
     plans = [plan_unit(resting, unit, precision) for unit in units]
-    assert not any(t for plan in plans for t in plan.transfers(Kind.GATHER))
+    assert not any(t for plan in plans for t in plan.transfers(TransferKind.GATHER))
     assert [plan.gathers for plan in plans] == [False, True, True]
     assert [plan.trains for plan in plans] == [True, False, True]
     assert not plan_unit(strategy("ddp", topology, frozen=Extent(1)), units[1], precision).gathers
@@ -529,7 +535,7 @@ def test_what_rests_encoded_on_every_rank_is_decoded_as_if_it_were_gathered() ->
     watched.note(said)
     watched.step()
     decoded = [(a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.kind in GATHERS]
-    assert (Kind.GATHER, 1) in decoded and (Kind.GATHER, 2) in decoded
+    assert (TransferKind.GATHER, 1) in decoded and (TransferKind.GATHER, 2) in decoded
     assert {unit for _, unit in decoded} == {1, 2}
 
 
@@ -549,7 +555,7 @@ def test_a_slot_goes_when_its_unit_may_reshard() -> None:
     watched.note(said)
     gc.disable()
     try:
-        watched.execute(watched.machine.publish())
+        watched.execute(watched.machine.param_sync())
         for unit in range(2):
             watched.execute(watched.machine.keep_unsharded(unit))
         own = [weakref.ref(action.slot) for action in said if isinstance(action, AssignSlot)]

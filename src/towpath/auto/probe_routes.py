@@ -11,9 +11,9 @@ from towpath.collectives.bound_transfer import has_group_between_nodes, select
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Grid, Group, Op, Route
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.planner.profile import route_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -67,7 +67,9 @@ def _collective(
         numel = max(1, size // 4 // count) * count
         region = torch.zeros(numel, device=device)
         move = GroupCollective(op, 1, (members.group,))
-        transfer = Transfer(Kind.SYNC, Range("", "probe", numel, "float32"), move, Wire(route), topology)
+        transfer = Transfer(
+            TransferKind.GRAD_SYNC, Range("", "probe", numel, "float32"), move, Transport(route), topology
+        )
         collective = select(transfer, members, backend, device)
         shard, workspace = region[slice(*transfer.bounds(members.slot))], Workspace(WireBuffers(device))
         return lambda: collective.run(region, shard, workspace)

@@ -20,9 +20,9 @@ from towpath.collectives.bound_transfer import select
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -76,7 +76,7 @@ class RingReduceScatter(ReduceScatter):
             )
             move = GroupCollective(Op.REDUCE_SCATTER, 1, (members.group,))
             payload = Range("", "FSDP2", region.numel(), str(region.dtype).removeprefix("torch."))
-            transfer = Transfer(Kind.REDUCE, payload, move, Wire("ring"), self._topology)
+            transfer = Transfer(TransferKind.REDUCE, payload, move, Transport("ring"), self._topology)
             ring = select(transfer, members, Groups(group).backend(region.device), region.device)
             self._rings[key] = ring, Workspace(WireBuffers(region.device))
         return self._rings[key]

@@ -82,7 +82,7 @@ class AllToAllReduceScatter(Collective):
         self._transfer, self._members, self._tag = transfer, members, message_tag(transfer)
         self._what, self._start = f"{transfer.move.op.value} by {transfer.route}", transfer.bounds(members.slot)[0]
         hops = hops_of(transfer.route, members.grid)
-        self._buffers = AllToAll(hops, transfer.parts, transfer.elements, transfer.wire.encoding)
+        self._buffers = AllToAll(hops, transfer.parts, transfer.elements, transfer.transport.encoding)
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
         self._packing = self._make_packing(device)
@@ -90,7 +90,7 @@ class AllToAllReduceScatter(Collective):
         self._segments = [[self._ends(stage, hop) for hop in range(len(self._hops))] for stage in self._stages]
 
     def _make_packing(self, device: torch.device) -> Packing:
-        buffers, codec = self._buffers, self._transfer.wire.encoding
+        buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
             return Plain(getattr(torch, self._transfer.dtype), buffers.sum_elements)
         kept = [torch.zeros(n, device=device) if n else None for n in self._transfer.kept_elements]

@@ -29,7 +29,7 @@ from towpath.collectives.native import (
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Op, hops_of
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.errors import StepError
 
@@ -50,9 +50,9 @@ def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.d
         backend: The backend of the process group, such as 'nccl' or 'gloo'.
         device: The device of the tensors.
     """
-    if transfer.kind is Kind.USAGE:
+    if transfer.kind is TransferKind.UNUSED_PARAMS:
         return FlatMaximum(members)
-    op, codec = transfer.move.op, transfer.wire.encoding
+    op, codec = transfer.move.op, transfer.transport.encoding
     if op is Op.ALL_GATHER and codec is not None:
         inner = select(of_bytes(transfer, codec), members, backend, device)
         return EncodedAllGather(transfer, members, inner, device)
@@ -154,7 +154,7 @@ class RankTransfer:
         self._expected: list[tuple[int, torch.dtype]] = [(transfer.elements, getattr(torch, transfer.dtype))]
         if transfer.move.op is not Op.ALL_REDUCE:
             start, end = transfer.bounds(members.slot)
-            codec = transfer.wire.encoding
+            codec = transfer.transport.encoding
             if codec is not None and isinstance(transfer.payload, Range) and transfer.payload.encoded:
                 self._expected.append((codec.encoded_bytes(end - start), torch.uint8))
             else:

@@ -136,7 +136,7 @@ def message_tag(transfer: Transfer) -> int:
     gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them up,
     the journals reveal it, without a wait.
     """
-    op, codec = transfer.move.op, transfer.wire.encoding
+    op, codec = transfer.move.op, transfer.transport.encoding
     codec = "none" if codec is None else str(codec)
     return crc32(f"{op.value} {transfer.route} {transfer.elements} {transfer.dtype} {codec}".encode()) >> 8
 

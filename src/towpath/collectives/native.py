@@ -18,7 +18,7 @@ from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
 from towpath.core.routes import encoded_slice
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 
 
 def all_gather_single(
@@ -136,8 +136,8 @@ class EncodedAllGather(Collective):
     """An all-gather of encoded slices. `inner` gathers their bytes: it executes `of_bytes(transfer)`."""
 
     def __init__(self, transfer: Transfer, members: GroupRank, inner: Collective, device: torch.device) -> None:
-        assert isinstance(transfer.payload, Range) and transfer.wire.encoding is not None
-        self._codec, self._members, self._inner = transfer.wire.encoding, members, inner
+        assert isinstance(transfer.payload, Range) and transfer.transport.encoding is not None
+        self._codec, self._members, self._inner = transfer.transport.encoding, members, inner
         self._rests = transfer.payload.encoded
         self._kernels = kernels_for(device)
         count = len(members.group.ranks)
@@ -184,4 +184,4 @@ def of_bytes(transfer: Transfer, codec: Codec) -> Transfer:
     count = transfer.move.members
     nbytes = count * encoded_slice(codec, transfer.elements, count)
     payload = Range(transfer.unit, transfer.bucket, nbytes, "uint8")
-    return replace(transfer, payload=payload, wire=Wire(transfer.wire.route))
+    return replace(transfer, payload=payload, transport=Transport(transfer.transport.route))

@@ -48,7 +48,7 @@ class OwnersExchange:
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
         assert isinstance(transfer.payload, Matrices)
         self._transfer, self._members, self._op = transfer, members, transfer.move.op
-        self._matrices, self._codec = transfer.payload.matrices, transfer.wire.encoding
+        self._matrices, self._codec = transfer.payload.matrices, transfer.transport.encoding
         self._item, self._dtype = item_bytes(transfer.dtype), getattr(torch, transfer.dtype)
         self._kernels = kernels_for(device) if self._codec is not None else None
         self._mine = [
@@ -106,14 +106,14 @@ class OwnersExchange:
     ) -> list[_PieceMessage]:
         lengths = [self._matrices[m.matrix].pieces[m.slot] for m in self._mine]
         sizes = [piece_bytes(n, self._item, self._codec) for n in lengths]
-        wires = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
+        transports = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
         found: list[_PieceMessage] = []
         for index, message in enumerate(self._mine):
             leaves, matrix = message.source == self._members.position, self._matrices[message.matrix]
             start, end = matrix.bounds(message.slot)
             is_piece = leaves is (self._op is Op.TO_OWNERS)
             tensor = pieces[message.matrix] if is_piece else wholes[message.matrix][start:end]
-            found.append(_PieceMessage(message, leaves, tensor, tensor if wires is None else wires[index]))
+            found.append(_PieceMessage(message, leaves, tensor, tensor if transports is None else transports[index]))
         return found
 
     def _batch(self, exchanged: Sequence[_PieceMessage], crossing: bool) -> list[Message]:

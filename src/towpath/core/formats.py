@@ -324,7 +324,7 @@ class Precision:
         if self.accumulate in NARROW and self.reduce not in (None, self.accumulate):
             raise StrategyError(
                 f"Precision(reduce={self.reduce}, accumulate={self.accumulate}): the sum over micro-steps would lose "
-                f"what has travelled. Pass accumulate={self.reduce}, or a wider dtype."
+                f"what was sent. Pass accumulate={self.reduce}, or a wider dtype."
             )
 
     def compute_dtype(self, own: str) -> str:

@@ -14,16 +14,16 @@ from enum import StrEnum
 
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.journal import journal_bytes
+from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
 from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
-from towpath.core.strategy import AS_TRAINED, WIRED, Kind, Strategy
+from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
+from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
-from towpath.core.whole_matrices import MatrixPlan, WholeParameter, plan_matrices
-from towpath.core.wire import Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -34,17 +34,17 @@ from towpath.topology.cluster import Extent, Topology
 
 # Transfers of one queue run one after the other. Different queues overlap, and have different wire buffers.
 QUEUES = {
-    Kind.GATHER: "gather",
-    Kind.BACKWARD_GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.SYNC: "sync",
-    Kind.USAGE: "control",
-    Kind.PUBLISH: "publish",
-    Kind.MATRIX_GRADIENTS: "to owners",
-    Kind.MATRIX_WEIGHTS: "to owners",
-    Kind.MATRIX_UPDATES: "from owners",
-    Kind.ACTIVATION: "activation",
-    Kind.ACTIVATION_GRADIENT: "activation gradient",
+    TransferKind.GATHER: "gather",
+    TransferKind.BACKWARD_GATHER: "gather",
+    TransferKind.REDUCE: "reduce",
+    TransferKind.GRAD_SYNC: "grad_sync",
+    TransferKind.UNUSED_PARAMS: "control",
+    TransferKind.PARAM_SYNC: "param_sync",
+    TransferKind.MATRIX_GRADIENTS: "to owners",
+    TransferKind.MATRIX_WEIGHTS: "to owners",
+    TransferKind.MATRIX_UPDATES: "from owners",
+    TransferKind.ACTIVATION: "activation",
+    TransferKind.ACTIVATION_GRADIENT: "activation gradient",
 }
 
 # How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
@@ -257,7 +257,7 @@ def _gradients(machine: StepMachine, plans: Sequence[PlannedUnit], index: int) -
     return machine.gradient_arrives(index) if plans[index].trains else ()
 
 
-def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
+def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
     """Return the all-reduce with which the ranks compare their step at the boundary.
 
     It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
@@ -270,7 +270,7 @@ def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]
     moves = everyone(strategy.topology) if parameters else ()
     count = parameters + journal_bytes(strategy)
     payload = Range("", "", count, "uint8")
-    return tuple(Transfer(Kind.USAGE, payload, m, Wire(), strategy.topology) for m in moves)
+    return tuple(Transfer(TransferKind.UNUSED_PARAMS, payload, m, Transport(), strategy.topology) for m in moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,14 +294,14 @@ class Schedule(SentBytes):
         """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
         return host_memory_bytes(self.plans)
 
-    def host_copy_bytes(self) -> dict[Kind, int]:
+    def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""
-        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WIRED}
+        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WITH_TRANSPORT}
         return {kind: copied for kind, copied in found.items() if copied}
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers."""
-        kinds = {t.kind for t in self.transfers}.intersection(WIRED)
+        kinds = {t.kind for t in self.transfers}.intersection(WITH_TRANSPORT)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
         return buffer_bytes(self.plans, kinds) | owners
 
@@ -328,7 +328,7 @@ def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     return dict(total)
 
 
-def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> dict[str, int]:
+def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WITH_TRANSPORT) -> dict[str, int]:
     """Return the bytes of one rank's slots, and of the wire buffers for transfers of these kinds."""
     root = [p for p in plans if p.spec.kept]
     others = [p for p in plans if not p.spec.kept]
@@ -337,16 +337,18 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> 
         _bytes(p.weight_needs) for p in root
     )
     # The wire buffers of a queue are as large as its largest transfer needs.
-    wires: dict[tuple[str, str], int] = {}
+    transports: dict[tuple[str, str], int] = {}
     for kind in kinds:
         for dtype, numel in largest(plan.wire_needs(kind) for plan in _distinct(plans)).items():
             queue = (QUEUES[kind], dtype)
-            wires[queue] = max(wires.get(queue, 0), numel)
+            transports[queue] = max(transports.get(queue, 0), numel)
     return {
         "weight slots": weights,
         "gradient slots": depth * _bytes(largest(p.gradient_needs for p in _distinct(others)))
         + sum(_bytes(p.gradient_needs) for p in root),
-        "wire": sum(MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
+        "transport": sum(
+            MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()
+        ),
     }
 
 
@@ -365,7 +367,7 @@ def schedule(
     micro_steps: int,
     precision: Precision | None = None,
     passes: Sequence[StagePass] = (),
-    whole: Collection[WholeParameter] = (),
+    whole: Collection[OwnedParameter] = (),
 ) -> Schedule:
     """Return the schedule of one optimizer step in steady state.
 
@@ -401,7 +403,7 @@ def _laid_out(
         for transfer in plans[task.unit].steady_transfers(task.kind):
             yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-    for transfer in usage_transfers(strategy, parameters):
+    for transfer in unused_params_transfers(strategy, parameters):
         yield transfer.in_micro_step(micro_steps - 1)
 
 
@@ -561,23 +563,24 @@ def message_transfers(
         compression: The codecs of messages between stages.
     """
     move = send(pairs)
-    kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
+    kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
     for shape, dtype in outputs:
-        payload, wire = Activation(message.source, shape, dtype), wire_for(dtype, compression.of(message))
-        yield Transfer(kind, payload, move, wire, topology, message.micro_batch)
+        payload, transport = Activation(message.source, shape, dtype), transport_for(dtype, compression.of(message))
+        yield Transfer(kind, payload, move, transport, topology, message.micro_batch)
 
 
-def wire_for(dtype: str, wire: Wire) -> Wire:
+def transport_for(dtype: str, transport: Transport) -> Transport:
     """Return the wire for a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
 
     Raises:
-        StrategyError: If the codec of `wire` does not take the dtype.
+        StrategyError: If the codec of `transport` does not take the dtype.
     """
     if dtype not in FLOATING:
-        return Wire()
-    if wire.encoding is not None and dtype not in ENCODED:
+        return Transport()
+    if transport.encoding is not None and dtype not in ENCODED:
         raise StrategyError(
-            f"stages exchange {dtype}, and the codec {wire.encoding} takes {', '.join(ENCODED)}. Take a precision, or "
+            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take "
+            "a precision, or "
             "leave the codec out."
         )
-    return wire
+    return transport

@@ -32,7 +32,7 @@ from towpath.core.step_state import (
     Weights,
     in_backward_order,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 
 # --- gathers ----------------------------------------------------------------------------------------------------------
@@ -60,25 +60,25 @@ class Gathers:
         if root.plan.gathers:
             root.slot = self.slots.reserve(0)
 
-    def publish(self) -> None:
+    def param_sync(self) -> None:
         """Submit a publish for each unit that was written since the last call."""
         if self._published == self._writes.count:
             return
         self._published = self._writes.count
         for unit in self._units:
-            if unit.published != unit.version and unit.plan.publishes:
+            if unit.published != unit.version and unit.plan.has_param_sync:
                 if unit.plan.steps_on_host and unit.publication is not None:
                     # The host is about to overwrite the memory that the previous publish copies from.
                     self._actions.append(Wait(unit.publication, on_host=True))
-                unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
+                unit.publication = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
             unit.published = unit.version
 
-    def use(self, unit: UnitState, kind: Kind, keep_copy: bool = False) -> None:
+    def use(self, unit: UnitState, kind: TransferKind, keep_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
         if not unit.kept_unsharded:
             unit.weights_become(Weights.IN_USE)
         self.gather(unit, kind, keep_copy)
-        if unit.plan.root and kind is Kind.BACKWARD_GATHER:
+        if unit.plan.root and kind is TransferKind.BACKWARD_GATHER:
             # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
             # the gradient of that unit may arrive before the root's.
             following = self.successors.of(kind, unit.index)
@@ -97,7 +97,7 @@ class Gathers:
             self._actions.append(Wait(unit.ready))
         self._seal(unit, False)
 
-    def gather(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
+    def gather(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
@@ -106,8 +106,8 @@ class Gathers:
         if unit.slot is None:
             unit.ready = unit.publication
             return
-        if kind is Kind.BACKWARD_GATHER and unit.plan.copies and unit.copied != unit.version:
-            kind = Kind.GATHER  # the backward copy is older than the weights: this forward pass kept none
+        if kind is TransferKind.BACKWARD_GATHER and unit.plan.copies and unit.copied != unit.version:
+            kind = TransferKind.GATHER  # the backward copy is older than the weights: this forward pass kept none
         if keep_copy:
             unit.copied = unit.version
         # An earlier gather that nothing used may still write to this slot, or to the copy that this gather reads.
@@ -115,7 +115,7 @@ class Gathers:
         unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), keep_copy))
         unit.slot.task = unit.ready
 
-    def prefetch(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
+    def prefetch(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
         """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
         if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
@@ -137,12 +137,12 @@ class Gathers:
                 if user.running and unit.inside and not unit.running:
                     raise StepError(
                         f"{unit} is recomputed in the backward pass of {user}, whose memory it shares: "
-                        "torch.utils.checkpoint around several units, such as the whole model, would need them all "
-                        "whole at once. Checkpoint each block by itself, inside the model's forward. Where weights "
-                        "are whole all the time (ddp, zero1, zero2), a checkpoint may be around anything."
+                        "torch.utils.checkpoint around several units, such as the whole model, would need all of "
+                        "them unsharded at once. Checkpoint each block by itself, inside the model's forward. Where no "
+                        "weights are sharded (ddp, zero1, zero2), a checkpoint may be around anything."
                     )
                 raise StepError(
-                    f"{unit} must be whole for its backward pass while {user}, whose memory it shares, is "
+                    f"{unit} must be unsharded for its backward pass while {user}, whose memory it shares, is "
                     "still in use: the units ran in an order never seen before. Pass units= to shard() so that units "
                     "which run at the same time form one."
                 )
@@ -215,7 +215,7 @@ class Gathers:
             unit.home, unit.slot = unit.slot, Slot((unit.index,))
             self._actions.append(AssignSlot(unit.index, unit.slot))
         unit.weights_become(Weights.KEPT_UNSHARDED)
-        self.gather(unit, Kind.GATHER, keep_copy=False)
+        self.gather(unit, TransferKind.GATHER, keep_copy=False)
         self.wait(unit)
         self.show(unit, True)
 
@@ -276,11 +276,11 @@ class Reductions:
         after: tuple[Task, ...] = ()
         if unit.collects_in is not None:
             slot, unit.collects_in = unit.collects_in, None
-            slot.user, slot.task = None, Task(Kind.REDUCE, unit.index, slot)
+            slot.user, slot.task = None, Task(TransferKind.REDUCE, unit.index, slot)
             after = (slot.task,)
             actions.append(Submit(slot.task))
         if boundary:
-            self.syncs.append(Task(Kind.SYNC, unit.index, after=after))
+            self.syncs.append(Task(TransferKind.GRAD_SYNC, unit.index, after=after))
             actions.append(Submit(self.syncs[-1]))
         return actions
 
@@ -381,22 +381,23 @@ class StepMachine:
         """Record a call into the unit, of one of its modules or of a method, before `forward_begins`."""
         self._units[index].inside += 1
 
-    def publish(self) -> list[Action]:
+    def param_sync(self) -> list[Action]:
         """Return the actions that send what was written to every rank's P shards, before units are unsharded."""
-        self._gathers.publish()
+        self._gathers.param_sync()
         return self._answer()
 
     def forward_begins(self, index: int, *, comes_back: bool, recomputing: bool = False) -> list[Action]:
         """Unshard the unit for a forward. `comes_back`: a backward pass may follow. `recomputing`: one is running."""
         unit = self._units[index]
         if not recomputing:
-            self._gathers.publish()
+            self._gathers.param_sync()
             if unit is self._root:
                 self._pass_of_the_model_begins()
                 self._forward_walk += self.staged
             if comes_back:
                 unit.forwards[self._forward_walk] += 1
-        self._gathers.use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
+        kind = TransferKind.BACKWARD_GATHER if recomputing else TransferKind.GATHER
+        self._gathers.use(unit, kind, comes_back and not recomputing)
         self._gathers.show(unit, True)
         return self._answer()
 
@@ -420,7 +421,7 @@ class StepMachine:
         if not recomputing and not (unit.plan.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
             through = unit.forwards[self._forward_walk] % unit.modules == 0
-            if graph_follows and through and self._gathers.successors.of(Kind.GATHER, index) is None:
+            if graph_follows and through and self._gathers.successors.of(TransferKind.GATHER, index) is None:
                 self._prefetch_backward()
         if unit is self._root and not graph_follows and not recomputing:
             self._gathers.end_prefetches()
@@ -448,7 +449,7 @@ class StepMachine:
             )
         passed.running, passed.done = True, False
         unit.running_passes += 1
-        self._gathers.use(unit, Kind.BACKWARD_GATHER)
+        self._gathers.use(unit, TransferKind.BACKWARD_GATHER)
         self._gathers.show(unit, True)  # for what is recomputed inside the unit
         return self._answer()
 
@@ -551,7 +552,7 @@ class StepMachine:
         self._units[index].writes.written()
 
     def keep_unsharded(self, index: int) -> list[Action]:
-        """Keep the unit unsharded until `allow_reshard`, in memory that no other unit uses. Call `publish` first."""
+        """Keep the unit unsharded until `allow_reshard`, in memory that no other unit uses. Call `param_sync` first."""
         self._gathers.keep_unsharded(self._units[index])
         return self._answer()
 
@@ -567,11 +568,11 @@ class StepMachine:
 
     def _prefetch_backward(self) -> None:
         """Prefetch the first unit of the backward pass, while the root still computes the model's last layers."""
-        if (first := self._gathers.successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
+        if (first := self._gathers.successors.of(TransferKind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
             if unit.idle:
                 self._gathers.release(unit)
-            self._gathers.prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
+            self._gathers.prefetch(unit, TransferKind.BACKWARD_GATHER, keep_copy=False)
 
     def _pass_of_the_model_begins(self, first: int | None = None) -> None:
         """Release the units that the previous pass of the model used, or prefetched without a use."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Task:
     use the same wire buffers, and after the tasks in `after`.
     """
 
-    kind: Kind
+    kind: TransferKind
     unit: int  # the unit's index; for an optimizer's step, the number of the round
     slot: Slot | None = None  # the memory that it fills or reads
     after: tuple[Task, ...] = ()
@@ -249,7 +249,7 @@ class PlannedUnit(Protocol):
         ...
 
     @property
-    def publishes(self) -> bool:
+    def has_param_sync(self) -> bool:
         """True if written parameters must be sent to other ranks, or cast, before they are used."""
         ...
 
@@ -402,20 +402,20 @@ class Successors:
     """The order in which units ran the last time, in the forward and in the backward pass. It says what to prefetch."""
 
     def __init__(self) -> None:
-        self._next: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
+        self._next: dict[TransferKind, dict[int, int]] = {TransferKind.GATHER: {}, TransferKind.BACKWARD_GATHER: {}}
         self._previous: int | None = None  # the unit that ran last in this pass
 
     def pass_begins(self, first: int | None = None) -> None:
         """Begin a pass of the model. If `first` is given, that unit counts as the first to run."""
         self._previous = first
 
-    def runs(self, kind: Kind, unit: int) -> int | None:
+    def runs(self, kind: TransferKind, unit: int) -> int | None:
         """Record that `unit` runs next in a pass that gathers by `kind`. Return what followed it the last time."""
         if self._previous is not None and self._previous != unit:
             self._next[kind][self._previous] = unit
         self._previous = unit
         return self.of(kind, unit)
 
-    def of(self, kind: Kind, unit: int) -> int | None:
+    def of(self, kind: TransferKind, unit: int) -> int | None:
         """Return the unit that followed `unit` the last time, or None if none did."""
         return self._next[kind].get(unit)

@@ -62,7 +62,7 @@ class BucketSpec:
     def __post_init__(self) -> None:
         if self.dtype not in FLOATING:
             raise StrategyError(
-                f"dtype {self.dtype!r} cannot travel; parameters may be {', '.join(FLOATING)}. "
+                f"dtype {self.dtype!r} cannot be sent; parameters may be {', '.join(FLOATING)}. "
                 "Keep tensors of other dtypes in buffers, or convert them before shard()."
             )
         assert len(self.matrices) in (0, len(self.numels))

@@ -23,9 +23,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from towpath.core.formats import Precision
 from towpath.core.journal import Call, CollectiveLog
 from towpath.core.step_state import ParamVersion
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.core.wire import LowRank
 from towpath.engine.checks.optimizers import watch_optimizers
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
@@ -173,7 +173,7 @@ def _check_modules(model: nn.Module) -> None:
 
 def _check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
     """Raise ShardError if a low-rank codec would make no gradient of the model smaller."""
-    codec = strategy.sync.codec
+    codec = strategy.grad_sync.codec
     if not isinstance(codec, LowRank):
         return
     specs = [bucket.spec for layout in layouts for bucket in layout.buckets if bucket.spec.trainable]
@@ -190,7 +190,7 @@ def _in_use(parameter: nn.Parameter) -> str | None:
     if parameter.grad is not None:
         return "has a gradient already: call zero_grad() before shard()."
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return "has hooks, which would not see whole gradients: register them after shard(), on the optimizer."
+        return "has hooks, which would not see full gradients: register them after shard(), on the optimizer."
     if weakref.getweakrefs(parameter):
         return "is weakly referenced, and cannot be exchanged in place: drop what refers to it before shard()."
     if parameter._use_count() > 1:  # pyright: ignore[reportAttributeAccessIssue]
@@ -225,7 +225,9 @@ def build(
     number: int = next(groups.shared("models made", count))
     wiring = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
-    if mesh.groups and (strategy.frozen_codec != "none" or any(strategy.wire(kind).encoding for kind in Kind)):
+    if mesh.groups and (
+        strategy.frozen_codec != "none" or any(strategy.transport(kind).encoding for kind in TransferKind)
+    ):
         raise ShardError(
             f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh. What is replicated there would "
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "

@@ -42,13 +42,13 @@ from towpath.core.step_state import (
     Wait,
     in_backward_order,
 )
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.checks.activity import EndOfBackward, FailedPasses
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit, Usage
+from towpath.engine.parameters.unit import Unit, UnusedParams
 from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
@@ -118,7 +118,7 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
-        self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps that change a wire
+        self._changes = {step for kind in TransferKind for step in strategy.transport(kind).changes}
         self.muted = False  # whether this rank's gradients count as zero (see `joined`)
         # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
         # gradients are still to be computed. In the second half `_only_weight_gradients` is true.
@@ -128,7 +128,7 @@ class Engine:
         self._calls = self._before_call = 0
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._usage = Usage(strategy, self._trained, wiring)
+        self._unused_params = UnusedParams(strategy, self._trained, wiring)
         wiring.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
@@ -145,7 +145,7 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._usage.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
+        self._unused_params.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -191,7 +191,7 @@ class Engine:
             case OpenGradients(index, slot):
                 self.units[index].collect(None if slot is None else self.gradients.of(slot))
             case CheckRanks():
-                self._used = self._usage.compare(self.step)
+                self._used = self._unused_params.compare(self.step)
             case SetGrads():
                 self._deliver()
 
@@ -199,13 +199,13 @@ class Engine:
         unit, slot = self.units[task.unit], task.slot
         after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
         match task.kind:
-            case Kind.PUBLISH:
-                return unit.publish()
-            case Kind.REDUCE:
+            case TransferKind.PARAM_SYNC:
+                return unit.param_sync()
+            case TransferKind.REDUCE:
                 assert slot is not None
                 return unit.reduce(self.gradients.of(slot))
-            case Kind.SYNC:
-                return unit.sync(self._terms, after)
+            case TransferKind.GRAD_SYNC:
+                return unit.grad_sync(self._terms, after)
             case _:
                 return unit.gather(task.kind, task.keep_copy, after)
 
@@ -418,10 +418,10 @@ class Engine:
             self.execute(self.machine.weight_gradients_end(passes))
         self._end_backward()
 
-    def publish(self) -> None:
+    def param_sync(self) -> None:
         """Send what the optimizer wrote to the P shards of all ranks, before a forward pass needs it."""
         self.begin()
-        self.execute(self.machine.publish())
+        self.execute(self.machine.param_sync())
 
     @on_host
     def end_boundary(self) -> None:

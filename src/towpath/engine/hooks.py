@@ -89,7 +89,7 @@ _ACCUMULATE = (
     "reduces the gradients."
 )
 _BY_STRATEGY = (
-    'The strategy says when weights are whole: "zero3" gathers them again for the backward pass, "zero2" keeps them.'
+    'The strategy says when weights are unsharded: "zero3" gathers them again for backward, "zero2" keeps them.'
 )
 _PREFETCH = "Leave the call out: the engine learns the order of the units in the first step, and then prefetches them."
 _COMMUNICATION = (
@@ -138,7 +138,7 @@ ARGUMENTS = {
     "auto_wrap_policy": _UNITS,
     "backward_prefetch": "nothing: units are always prefetched",
     "forward_prefetch": "nothing: units are always prefetched",
-    "limit_all_gathers": "nothing: two units are whole at a time",
+    "limit_all_gathers": "nothing: two units are unsharded at a time",
     "cpu_offload": 'offload="optimizer"; weights stay on the device',
     "device_id": "model.to(towpath.init()) before the call",
     "device_mesh": "mesh=",
@@ -335,7 +335,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
     if not isinstance(module, HookedModule):
         raise ShardError(
             f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
-            f"unit's module; got a {kind}, which is none of these. If it lies inside a unit, register a method of that "
+            f"unit's module; got a {kind}, which is none of these. If it is inside a unit, register a method of that "
             "unit's module, or leave the unit to the root: pass the others as units= to shard()."
         )
     found = getattr(module, method, None)
@@ -496,8 +496,8 @@ class _Forward:
         if is_transformed(tensor):
             raise StepError(
                 f"rank {self._engine.wiring.rank}: unit {self.unit.name or 'root'!r} got an input that torch.func "
-                "differentiates (grad, vjp, jacrev and the like): its backward pass does not tell when weights "
-                "must be whole. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
+                "differentiates (grad, vjp, jacrev and the like): its backward pass does not say when weights "
+                "must be unsharded. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
                 "without shard()."
             )
         # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.

@@ -35,7 +35,7 @@ from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_g
 from towpath.core.pipeline import compression as named
 from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.engine.build import agreement
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
@@ -234,7 +234,7 @@ class Pipeline:
             stage.begin_walk()
         # Also where the batch is refused: the next step would publish the same, and no copy of a stage waits for it.
         for engine in self._passes_back.engines:
-            engine.publish()
+            engine.param_sync()
         self._calls.agree(call, self._stages[0].engine.step, refusal)
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
@@ -349,7 +349,7 @@ class Pipeline:
         """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
         job = self.observed.jobs[0]
-        crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is Kind.ACTIVATION}
+        crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
 
@@ -426,7 +426,7 @@ def _changes(strategy: str | Strategy) -> set[int]:
     """The steps at which a codec of it begins or ceases to serve; those of a preset always serve."""
     if isinstance(strategy, str):
         return set()
-    return {step for kind in Kind for step in strategy.wire(kind).changes}
+    return {step for kind in TransferKind for step in strategy.transport(kind).changes}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

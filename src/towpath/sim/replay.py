@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from towpath.core.owner_stepped import Iterate, MatrixPlan, step_actions
 from towpath.core.schedule import Compute, Part, settled, steady_step
 from towpath.core.strategy import Strategy
 from towpath.core.unit_plan import UnitPlan
-from towpath.core.whole_matrices import Iterate, MatrixPlan, step_actions
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine
 from towpath.sim.fluid import BandwidthModel

@@ -26,9 +26,9 @@ from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.core import routes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Route
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 
 SMALL_KILOBYTES, SMALL = 256, 16
 QUICK_KILOBYTES = 256
@@ -115,7 +115,9 @@ def members_of(rank: int, topology: towpath.Topology) -> GroupRank:
 def transfer_of(op: Op, route: Route, kilobytes: int, topology: towpath.Topology, members: GroupRank) -> Transfer:
     """Return the transfer of a float32 region over all ranks."""
     payload = Range("", "benchmark", kilobytes * 2**10 // 4, "float32")
-    return Transfer(Kind.SYNC, payload, GroupCollective(op, 1, (members.group,)), Wire(route), topology)
+    return Transfer(
+        TransferKind.GRAD_SYNC, payload, GroupCollective(op, 1, (members.group,)), Transport(route), topology
+    )
 
 
 def contestant(kind: str, case: Case, kilobytes: int, members: GroupRank) -> Callable[[], None]:

@@ -67,7 +67,11 @@ class Neighbour:
             try:
                 self._connection = _watched(socket.create_connection(addresses[self.rank], _PATIENCE_SECONDS))
             except OSError as error:
-                _LOG.info("no connection to rank %d: nobody is told soon if its process ends (%s)", self.rank, error)
+                _LOG.info(
+                    "no connection to rank %d: this rank may notice late that its process has ended (%s)",
+                    self.rank,
+                    error,
+                )
             have_connected = groups.gather_objects(self._connection is not None)
             if have_connected[groups.rank - 1]:
                 self._from_previous, _ = listener.accept()

@@ -53,7 +53,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
     with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
-        engine.execute(engine.machine.publish())
+        engine.execute(engine.machine.param_sync())
         for unit in made:
             engine.execute(engine.machine.keep_unsharded(unit.index))
             for bucket in unit.buckets:
@@ -118,9 +118,10 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     names = [place.names[0] for unit in units for bucket in unit.buckets for place in bucket.layout.places]
     written = [r for r in range(groups.world) if before[r, index] != after[r, index]]
     raise StepError(
-        f"rank {groups.rank}: parameter {names[index]!r} was written while it was whole, and not alike on every rank: "
+        f"rank {groups.rank}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
+        "values on every rank: "
         f"rank {', '.join(map(str, written))} changed it, and rank {rank} has other values than rank 0. None of "
-        "it is taken over; where every rank holds the parameter whole anyway (ddp, zero1), the writes stand, and the "
+        "it is taken over; where every rank holds the full parameter anyway (ddp, zero1), the writes stand, and the "
         "model must be built anew. Write the same on every rank, or name the rank whose values all take over: "
         "full_parameters(model, modifier_rank=0)."
     )

@@ -140,7 +140,8 @@ class ShardTensor(torch.Tensor):
         if value.dtype != self.dtype or value.device != self.device:
             raise ShardTensorError(
                 f"got {value.dtype} on {value.device} for a parameter of {self.dtype} on {self.device}: a sharded "
-                "model cannot be cast or moved. Do it before shard(); precision= sets what computes and travels."
+                "model cannot be cast or moved. Do it before shard(); precision= sets the dtypes of compute and of "
+                "transfers."
             )
         with torch.no_grad():
             self.copy_(value)
@@ -335,7 +336,7 @@ def _check_writable(target: Any) -> None:
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
             f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
-            "p.copy_(whole tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
+            "p.copy_(full_tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
         )
 
 
@@ -357,7 +358,8 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
         name, remedy = running_step.take()
         made = f" If {name} made it itself: {remedy()}" if name else ""
         raise ShardTensorError(
-            f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced alike. "
+            f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced the same "
+            "way. "
             f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
             "make a new one; or its states were loaded whole: call towpath.checkpoint.set_optimizer_state_dict. To "
             f"write a whole tensor into a parameter use copy_(); to read one use full_tensor().{made}"
@@ -543,11 +545,11 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     name, remedy = running_step.take()
     if name:
         raise ShardTensorError(
-            f"rank {span.replica.rank}: {name} works on whole tensors ({func}), and each rank holds slices of them. "
+            f"rank {span.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of them. "
             f"{remedy()}"
         )
     raise ShardTensorError(
-        f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "
+        f"{func} needs the full tensor, and got {span.describe()}. {_where_whole(span)} "
         "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
         "`with towpath.full_parameters(model):`."
     )
@@ -556,11 +558,11 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
 def _where_whole(span: ShardSpec) -> str:
     if not span.unit:
         return (
-            "It is whole inside model(...), and inside any method of the model that "
+            "It is unsharded inside model(...), and inside any method of the model that "
             "towpath.register_forward_method(model, name) has made an entry."
         )
     return (
-        "It is whole inside the forward of that unit, and inside methods of the unit's module that "
+        "It is unsharded inside the forward of that unit, and inside methods of the unit's module that "
         "towpath.register_forward_method(module, name) has made entries. Where the model computes with it outside, "
         "leave the unit to the root: pass the other units as units= to shard()."
     )

@@ -35,7 +35,7 @@ from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
 from towpath.core.journal import CollectiveLog
 from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
-from towpath.core.strategy import WIRED, Kind
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Needs, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
@@ -59,20 +59,20 @@ class Queues:
         self.micro_step = 0
         self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and buffer index
         self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
-        self._needs: dict[Kind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
+        self._needs: dict[TransferKind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
         self._made_before = 0  # the number of buffers made before, which were replaced since
 
     def plan(self, plans: Iterable[UnitPlan]) -> None:
         """Use the transfers of `plans` from now on, with wire buffers as large as the largest of them needs."""
         plans = tuple(plans)
-        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WIRED}
+        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WITH_TRANSPORT}
         self._made_before = self.buffers_made
         self._buffers.clear()
         self._sizes.clear()
 
     def submit(
         self,
-        kind: Kind,
+        kind: TransferKind,
         transfers: Sequence[RankTransfer] | Sequence[BoundMatrices],
         works: Sequence[Work],
         after: Sequence[Handle] = (),
@@ -104,7 +104,7 @@ class Queues:
         with profiled("submit ", submitted):
             return stream.submit(job, after, TransferWait(self._record, submitted))
 
-    def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
+    def _buffers_for(self, kind: TransferKind, stream: Stream) -> list[WireBuffers]:
         """Return the wire buffers of the queue, by their index. Make larger ones first if `kind` needs them."""
         # The submitting thread makes the buffers. If a job allocated memory on its own CUDA stream, the allocator could
         # give it to another stream too early.
@@ -141,7 +141,7 @@ def make_stream(name: str, device: torch.device, depth: int) -> Stream:
     """Return a new stream that runs the queue `name`, with `depth` jobs at a time."""
     # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
     # while it waits, whether its peers can still come.
-    on_device = device.type == "cuda" and name != QUEUES[Kind.USAGE]
+    on_device = device.type == "cuda" and name != QUEUES[TransferKind.UNUSED_PARAMS]
     return CudaStream(device, depth) if on_device else ThreadStream(name, depth)
 
 
@@ -390,7 +390,7 @@ class CommContext:
         group = transfer.move.group_of(self.rank)
         partition = tuple(g.ranks for g in transfer.move.groups)
         nodes = tuple(map(transfer.topology.node_of, group.ranks))
-        if transfer.kind is Kind.USAGE:
+        if transfer.kind is TransferKind.UNUSED_PARAMS:
             within = between = self.groups.control_on_host()
         else:
             within = between = self.groups.of(partition, queue)

@@ -145,7 +145,7 @@ FEEDBACK: tuple[Feedback, ...] = get_args(Feedback)
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Transport:
     """The route and the codec of one kind of transfer.
 
     One-hop and two-hop are the only routes whose reductions can be encoded by blocks. On a ring, every member would
@@ -193,21 +193,21 @@ class Wire:
             if type(steps) is not int or steps < 0:
                 raise StrategyError(f"Wire: {name} is a number of optimizer steps, or 0; got {steps!r}.")
             if steps and self.codec == "none":
-                raise StrategyError(f"Wire: {name}={steps} without a codec: there is nothing that serves.")
+                raise StrategyError(f"Wire: {name}={steps} without a codec: there is nothing to switch on or off.")
         if 0 < self.until <= self.after:
-            raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never serve.")
+            raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never be used.")
 
-    def at(self, step: int) -> Wire:
+    def at(self, step: int) -> Transport:
         """Return the wire of optimizer step `step`, counted from 0."""
         serves = self.after <= step and not 0 < self.until <= step
-        return self if serves or self.codec == "none" else Wire(self.route, self.codec, served=True)
+        return self if serves or self.codec == "none" else Transport(self.route, self.codec, served=True)
 
     @property
     def changes(self) -> set[int]:
         """The optimizer steps at which the wire changes."""
         return {self.until, self.after} - {0}
 
-    def within(self, alignment: int) -> Wire:
+    def within(self, alignment: int) -> Transport:
         """Return the wire with blocks no longer than `alignment`, so that no block spans two parameters."""
         return self if self.encoding is None else replace(self, codec=self.encoding.within(alignment))
 
@@ -255,8 +255,9 @@ class Wire:
             return
         if self.low_rank is not None:
             raise StrategyError(
-                f"{what}: {self.codec} needs whole matrices: what one rank sends to another, or the sum of gradients "
-                f"that are whole on every rank (ddp, zero1, paro-nng, paro-nni). Here a {op.value} moves ranges of a "
+                f"{what}: {self.codec} needs full matrices: messages between two ranks, or the sum of gradients that "
+                "are "
+                f"unsharded on every rank (ddp, zero1, paro-nng, paro-nni). Here a {op.value} moves ranges of a "
                 "flat buffer. Take a codec of blocks, such as 'int8'."
             )
         if self.encoding is None:
