@@ -87,6 +87,9 @@ WITH_TRANSPORT = (
     TransferKind.GRAD_SYNC,
     TransferKind.PARAM_SYNC,
 )
+# The names of these kinds in checkpoints, and in strategy files of earlier versions. Checkpoints keep them, so that
+# codec state loads in both directions.
+SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}
 WEIGHTS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.PARAM_SYNC)
 GRADIENTS = (TransferKind.REDUCE, TransferKind.GRAD_SYNC)
 
@@ -283,9 +286,12 @@ class Strategy:
 
     @staticmethod
     def from_toml(text: str) -> Strategy:
-        """Return the strategy that `to_toml` wrote. Raise StrategyError if the text is anything else."""
+        """Return the strategy that `to_toml` wrote, in this or an older version. Raise StrategyError for other text."""
         try:
             table = tomllib.loads(text)
+            for kind, saved in SAVED_NAMES.items():
+                if saved in table:
+                    table.setdefault(kind.value, table.pop(saved))
             transports = {
                 kind.value: Transport(**table.pop(kind.value)) for kind in WITH_TRANSPORT if kind.value in table
             }
