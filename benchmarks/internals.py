@@ -25,7 +25,7 @@ def communicate(model: Any) -> None:
     """Every transfer of a step but for what says who computed what, in the engine's order, one unit ahead as there."""
     engine = model.towpath_engine
     with torch.no_grad():
-        for _, action in steady_step(engine.machine, [unit.plan.facts() for unit in engine.units], 1):
+        for _, action in steady_step(engine.machine, [unit.plan for unit in engine.units], 1):
             # Nothing is computed: weights need not be shown, nor waited for before the gradients are there.
             if not isinstance(action, (Compute, SwapParameters, InvalidateViews, CheckRanks, SetGrads)):
                 engine.execute([action])

@@ -2,7 +2,7 @@
 
     python benchmarks/muon.py [CASE …] [--rounds 8] [--quick] [--resume]
 
-Two nodes of two ranks, and Muon for the matrices of the model's blocks. `whole_matrices` is ours, under zero3. `naive`
+Two nodes of two ranks, and Muon for the matrices of the model's blocks. `owner_stepped` is ours, under zero3. `naive`
 is what people write around FSDP2: each rank gathers the gradient of each matrix (`grad.full_tensor()`), lets the same
 Muon step all of them whole, and copies back the slices that it holds. It keeps whole weights and momenta on every rank,
 so that it need not gather them: more memory than ours, and fewer bytes than gathering weights as well.
@@ -29,10 +29,10 @@ from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
 from towpath.bench.peers import build
 from towpath.bench.workload import PLAIN, Workload
-from towpath.optim import whole_matrices
+from towpath.optim import owner_stepped
 
 ASKED = 0.6
-OURS, NAIVE = "whole_matrices", "naive"
+OURS, NAIVE = "owner_stepped", "naive"
 MODELS = {OURS: "zero3", NAIVE: "fsdp2"}  # whose model, as towpath.bench.peers names them
 LEARNING_RATE = 0.02
 WARM_TURNS = 2
@@ -65,7 +65,7 @@ class MuonStep:
         model(*next(workload.data(rank))).backward()
         self._matrices = [p for block in model.blocks for p in block.parameters() if p.dim() == 2]
         if kind == OURS:
-            self._step: Callable[[], Any] = whole_matrices(muon_of(self._matrices)).step
+            self._step: Callable[[], Any] = owner_stepped(muon_of(self._matrices)).step
         else:
             self._step = NaiveMuon(self._matrices).step
 

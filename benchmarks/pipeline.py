@@ -29,7 +29,7 @@ from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.core.wire import LowRank, Wire
+from towpath.core.transport import LowRank, Transport
 from towpath.pipeline.stage_link import Encoding, Sender
 
 BASELINE, UNSHAPED, PEER = "uncompressed", "uncompressed, unshaped", "torch, DDP stages"
@@ -110,8 +110,8 @@ class Coder:
     def measure(self, settings: Settings) -> dict[str, Any]:
         sizes = self.sizes.quick() if settings.quick else self.sizes
         shape = (sizes.batch, sizes.length, sizes.width)
-        wire = Wire(codec=f"low-rank:{self.rank}", feedback="first")
-        encoding = Encoding(shape, torch.float32, wire)
+        transport = Transport(codec=f"low-rank:{self.rank}", feedback="first")
+        encoding = Encoding(shape, torch.float32, transport)
         torch.set_num_threads(1)
         sender, x = Sender(encoding, torch.device("cpu"), "a message"), torch.randn(shape)
         taken: list[float] = []

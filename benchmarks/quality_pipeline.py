@@ -30,7 +30,7 @@ from towpath import lab
 from towpath.bench import gpt
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.pipeline import Compression, Pipeline
 
 SIZES = Sizes(
@@ -52,7 +52,7 @@ QUICK_STEPS = 2
 
 def _naive() -> Compression:
     """No feedback anywhere."""
-    message, gradient = (Wire(codec=f"low-rank:{rank}") for rank in (SIZES.rank, SIZES.gradient_rank))
+    message, gradient = (Transport(codec=f"low-rank:{rank}") for rank in (SIZES.rank, SIZES.gradient_rank))
     return Compression(message, gradients=gradient, every_gradient=True, share_of_stages=1.0)
 
 

@@ -12,7 +12,7 @@ from towpath.bench.harness.contestants import Cluster, Contestant, Entry
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.regime import FIRST, Derived, Trial, derive, near
 from towpath.bench.harness.suite import Settings
-from towpath.bench.peers import Kind, tuned
+from towpath.bench.peers import CandidateSpec, tuned
 from towpath.bench.steps import Step
 from towpath.bench.workload import PLAIN, Workload
 from towpath.lab import Rate
@@ -67,7 +67,7 @@ class Field:
 
 def raced(case: Race | Field, contestants: Sequence[str], asked: Asked, settings: Settings) -> dict[str, Any]:
     for contestant in contestants:
-        Kind.parse(contestant)  # refused before anything starts
+        CandidateSpec.parse(contestant)  # refused before anything starts
     workload = case.workload.quick() if settings.quick else case.workload
     derived = None
     inter: str | Rate | None = case.inter

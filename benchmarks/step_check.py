@@ -26,9 +26,9 @@ import towpath
 from towpath.bench import gpt
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.engine.checks import program
-from towpath.engine.parameters.unit import CHECK_EVERY, Usage
+from towpath.engine.parameters.unit import CHECK_EVERY, UnusedParams
 from towpath.observing import sums
 
 WARM_UP, STEPS = 5, 20
@@ -54,7 +54,7 @@ def train(rank: int, folder: str, case: Case) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     spent = {"steps": 0.0, "boundary": 0.0}
     program._stepped = _timed(program._stepped, spent, "steps")
-    Usage.compare = _timed(Usage.compare, spent, "boundary")
+    UnusedParams.compare = _timed(UnusedParams.compare, spent, "boundary")
     found = measure(case, rank, spent)
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))
@@ -84,7 +84,7 @@ def measure(case: Case, rank: int, spent: dict[str, float]) -> dict[str, Any]:
 
 
 def _waited(model: Any) -> float:
-    return sums(model).exposed_seconds.get(Kind.USAGE, 0.0)
+    return sums(model).exposed_seconds.get(TransferKind.UNUSED_PARAMS, 0.0)
 
 
 def _timed(function: Callable[..., Any], spent: dict[str, float], what: str) -> Callable[..., Any]:

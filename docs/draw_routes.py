@@ -17,11 +17,11 @@ from typing import Any
 from docs import figures
 
 import towpath
-from towpath import Topology, Wire
+from towpath import Topology, Transport
 from towpath.bench.harness import results
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
-from towpath.core.strategy import WIRED, Kind
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.train.observe.plots import light_and_dark
 
@@ -349,7 +349,11 @@ CARRIED = {
 
 def transfer_of(op: Op, route: str, shape: Topology, elements: int) -> Transfer:
     return Transfer(
-        Kind.SYNC, Range("", "", elements, "float32"), GroupCollective(op, 1, (group_of(shape),)), Wire(route), shape
+        TransferKind.GRAD_SYNC,
+        Range("", "", elements, "float32"),
+        GroupCollective(op, 1, (group_of(shape),)),
+        Transport(route),
+        shape,
     )
 
 
@@ -404,12 +408,12 @@ def presets_table(shape: Topology = SHAPE) -> str:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in towpath.strategies():
         strategy = towpath.strategy(name, shape)
-        if any(strategy.wire(kind).encoding for kind in Kind):  # docs/codecs.md
+        if any(strategy.transport(kind).encoding for kind in TransferKind):  # docs/codecs.md
             continue
-        moving = [kind for kind in WIRED if getattr(strategy.moves, kind.value)]
+        moving = [kind for kind in WITH_TRANSPORT if getattr(strategy.moves, kind.value)]
         routes: dict[str, list[str]] = defaultdict(list)
         for kind in moving:
-            routes[strategy.wire(kind).route].append(f"`{kind.value}`")
+            routes[strategy.transport(kind).route].append(f"`{kind.value}`")
         assert set(routes) <= {"flat", "ho-ring"}, routes
         names[", ".join(routes["ho-ring"]) or "none", ", ".join(routes["flat"]) or "none"].append(f"`{name}`")
     rows = sorted(names.items(), key=lambda item: (item[0][0] == "none", item))

@@ -16,7 +16,7 @@ from towpath.core import presets
 from towpath.core.pipeline import Compression, compression
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.planner import clusters, tables
 from towpath.planner.cluster import GIB
 from towpath.planner.model import Transformer, describe, shape_of
@@ -112,7 +112,11 @@ def table(system: System) -> str:
         made = _schedule(name)
         sent = [
             _gigabytes(made, *kinds)
-            for kinds in ((Kind.GATHER, Kind.BACKWARD_GATHER), (Kind.REDUCE, Kind.SYNC), (Kind.PUBLISH,))
+            for kinds in (
+                (TransferKind.GATHER, TransferKind.BACKWARD_GATHER),
+                (TransferKind.REDUCE, TransferKind.GRAD_SYNC),
+                (TransferKind.PARAM_SYNC,),
+            )
         ]
         held = (sum(made.memory_bytes().values()) + _optimizer_bytes(made)) / GIB
         columns = [f"`{name}`" if name not in _LINS else name, tables.extents(made.strategy), *sent]
@@ -126,7 +130,7 @@ def _schedule(name: str) -> Schedule:
     return derive_schedule(strategy(name), units, MICRO_STEPS, Request(batch=1, memory=1).precision)
 
 
-def _gigabytes(made: Schedule, *kinds: Kind) -> str:
+def _gigabytes(made: Schedule, *kinds: TransferKind) -> str:
     """Out of the first node, in a step."""
     sent = sum(transfer.cable_bytes(0) for transfer in made.transfers if transfer.kind in kinds)
     return f"{sent / 1e9:.1f}" if sent else "–"

@@ -16,9 +16,9 @@ from towpath.core.pipeline import Compression
 from towpath.core.pipeline import compression as named_compression
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.routes import Grid, Op
-from towpath.core.strategy import Kind, MoveShape, move_shapes
+from towpath.core.strategy import MoveShape, TransferKind, move_shapes
+from towpath.core.transport import Transport
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
 from towpath.pipeline.schedules import walks
 from towpath.planner import clusters
 from towpath.planner.cluster import Cluster
@@ -231,7 +231,10 @@ def optimus_seconds(model: str, compression: str, cable: float | None) -> tuple[
     )
     layout = Layout(4, "Interleaved1F1B", "ddp", OPTIMUS[compression], 8)
     replayed = pipelines.replay(layout, Batching(8, 16))
-    hidden = (rank.in_flight.get(Kind.SYNC, 0.0) - rank.exposed.get(Kind.SYNC, 0.0) for rank in replayed.ranks)
+    hidden = (
+        rank.in_flight.get(TransferKind.GRAD_SYNC, 0.0) - rank.exposed.get(TransferKind.GRAD_SYNC, 0.0)
+        for rank in replayed.ranks
+    )
     seconds = replayed.summed_up().seconds
     return seconds, seconds + max(hidden)
 
@@ -262,11 +265,11 @@ def collective_seconds(route: str, cluster: Cluster, gigabytes: float) -> float:
     """An all-gather over all ranks, of so much on each at its end."""
     topology = cluster.topology
     move = MoveShape(Op.ALL_GATHER, 1, Grid(topology.nodes, topology.ranks_per_node), 1)
-    return _alone(move, Wire(route), int(gigabytes * 5e8), cluster.hardware)
+    return _alone(move, Transport(route), int(gigabytes * 5e8), cluster.hardware)
 
 
-def _alone(move: MoveShape, wire: Wire, numel: int, hardware: Hardware) -> float:
-    return seconds_alone(loads_of(TransferShape.of_move(move, wire, numel, "bfloat16"), hardware), hardware)
+def _alone(move: MoveShape, transport: Transport, numel: int, hardware: Hardware) -> float:
+    return seconds_alone(loads_of(TransferShape.of_move(move, transport, numel, "bfloat16"), hardware), hardware)
 
 
 # The placements of Lins ----------------------------------------------------------------------------------------------
@@ -305,11 +308,11 @@ def lins_placements(name: str, checkpointing: bool) -> list[Placed]:
         if placement.grads != params or held > cluster.memory - (TEMPORARY_GIB << 30):
             continue
         shapes = move_shapes(placement, topology)
-        times = {Kind.GATHER: 2, Kind.REDUCE: 1, Kind.PUBLISH: 1}
+        times = {TransferKind.GATHER: 2, TransferKind.REDUCE: 1, TransferKind.PARAM_SYNC: 1}
         seconds = sum(
-            count * _alone(shape, Wire("flat"), unit.numel, cluster.hardware)
+            count * _alone(shape, Transport("flat"), unit.numel, cluster.hardware)
             for kind, count in times.items()
-            for unit in (blocks if kind is Kind.PUBLISH else matrices).units
+            for unit in (blocks if kind is TransferKind.PARAM_SYNC else matrices).units
             for shape in shapes[kind]
         )
         # What each rank has kept, over all that hold the same: of the sum it drops what it does not need.
@@ -321,7 +324,7 @@ def lins_placements(name: str, checkpointing: bool) -> list[Placed]:
 
 
 def _tree_all_reduce(move: MoveShape, numel: int, hardware: Hardware) -> float:
-    loads = loads_of(TransferShape.of_move(move, Wire("flat"), numel, "bfloat16"), hardware)
+    loads = loads_of(TransferShape.of_move(move, Transport("flat"), numel, "bfloat16"), hardware)
     moved = sum(max(need / hardware.capacities[name] for name, need in load.needs.items()) for load in loads)
     latency = hardware.inter.latency if move.grid.nodes > 1 else hardware.intra.latency
     return moved + 2 * ceil(log2(move.members)) * latency

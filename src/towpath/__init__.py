@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from towpath.core.presets import strategies, strategy
     from towpath.core.schedule import Schedule
     from towpath.core.strategy import Strategy
-    from towpath.core.wire import Wire
+    from towpath.core.transport import Transport
     from towpath.engine.hooks import register_forward_method
     from towpath.engine.parameters.shard_tensor import ShardTensor
     from towpath.engine.saved_activations import offload_activations
@@ -57,7 +57,7 @@ __all__ = [
     "Strategy",
     "Topology",
     "TowpathError",
-    "Wire",
+    "Transport",
     "Workload",
     "broadcast_buffers",
     "full_parameters",
@@ -90,7 +90,7 @@ _HOMES = {
     "Strategy": "core.strategy",
     "Topology": "topology.cluster",
     "TowpathError": "errors",
-    "Wire": "core.wire",
+    "Transport": "core.transport",
     "Workload": "planner.workload",
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",

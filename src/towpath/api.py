@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Literal, Never, TypeVar, cast
@@ -20,13 +20,13 @@ from torch import nn
 
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
+from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import Preset
 from towpath.core.schedule import Schedule, decided, is_open
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
-from towpath.core.whole_matrices import WholeParameter
-from towpath.engine.build import BuildOptions, agree, build, check_exchangeable, check_low_rank
+from towpath.engine.build import agreement, build, check_exchangeable
 from towpath.engine.executor import Batch, engine_of
 from towpath.engine.hooks import attach, check_arguments
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out, least_free_bytes
@@ -34,7 +34,7 @@ from towpath.engine.parameters import full_parameters as whole
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
-from towpath.errors import ShardError, StrategyError, TopologyError, TowpathError
+from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
 from towpath.planner.workload import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
@@ -72,33 +72,27 @@ def shard(
 
     Args:
         model: The model, on the device that it trains on, or on the meta device to save memory.
-        strategy: How to shard. Either a preset's name such as "zero3", a `Strategy`, or "auto". "auto" takes the
-            strategy that the planner ranks first for this cluster and for `workload`. It measures the cluster once.
+        strategy: A preset's name such as "zero3", a `Strategy`, or "auto". "auto" takes the strategy that the planner
+            ranks first for this cluster and for `workload`. It measures the cluster once.
         topology: The number of nodes and of ranks per node. Detected by default. Pass it to group ranks differently.
         units: Module classes or modules to gather separately. By default, these are the children of each ModuleList or
-            Sequential whose children have one class, and all other modules belong to the root. Lists inside such a
-            list never run themselves, so the modules in them that run are taken. Pass it if the repeated blocks of the
-            model are not in such a list.
+            Sequential whose children have one class. Lists among them are replaced by the modules in them that run. All
+            other modules belong to the root. Pass it if the repeated blocks are not in such a list.
         precision: The dtype to compute in ("bf16", torch.bfloat16), a `Precision`, or FSDP2's MixedPrecisionPolicy.
             By default, each parameter computes in its own dtype. Use it for mixed precision.
         group: The data-parallel process group. By default, all ranks. Use it with other kinds of parallelism.
-        mesh: The same as a DeviceMesh, instead of `group`. A mesh of two dims (replicate, shard) also sets the
-            topology: each row is a node. "mics" then shards over the second dim, as FSDP2 does.
-        values: The source of the parameters' initial values. By default, the values that rank 0's model has. Use it to
-            load a large model, because each rank then reads only the elements that it holds. See below.
+        mesh: The same as a DeviceMesh, instead of `group`. In a mesh of two dims (replicate, shard), each row is a node
+            of the topology. "mics" then shards over the second dim, as FSDP2 does.
+        values: `values(name, start, end)` returns the initial elements [start, end) of the parameter `name` as a 1-D
+            tensor. It raises KeyError for an unknown name. By default, rank 0's model has the values. Use it to load a
+            large model, because each rank then reads only the elements that it holds. If it fails on one rank, all
+            ranks raise, and the model must be built again.
         workload: What a step computes, and in how much memory. Required by "auto", and refused otherwise.
-        offload: "optimizer" keeps the optimizer's side in the host's memory: the master parameters, their `.grad` and
-            the optimizer's states. The optimizer then steps on the CPU. By default, the strategy's own setting. Use it
-            if the optimizer's states do not fit on the GPU.
+        offload: "optimizer" keeps the master parameters, their `.grad` and the optimizer's states in the host's memory,
+            and steps on the CPU. By default, the strategy's own setting. Use it if the states do not fit on the GPU.
         check_every: The number of optimizer steps between two comparisons of parameters. Ranks with copies of the same
-            parameters ("ddp", "mics") compare checksums, and raise an error with the unit's name if they differ.
-            Default: 100. 0 turns this off.
+            parameters ("ddp", "mics") raise an error with the unit's name if they differ. Default: 100. 0 is never.
         **theirs: Not supported. An argument of FSDP or FSDP2 raises an error that names the counterpart.
-
-    `values(name, start, end)` returns the elements [start, end) of the parameter `name` in row-major order. They are
-    1-D and have any floating dtype. It raises KeyError for an unknown name. Each name of a tied parameter is tried
-    until one is known. Persistent buffers with known names get their values from it too. If it fails on one rank, all
-    ranks raise. The model has lost its values by then, and must be built again.
 
     Returns:
         The same model, with the methods of `ShardedModule` added.
@@ -113,11 +107,23 @@ def shard(
     """
     if theirs:
         check_arguments(theirs, inspect.signature(shard).parameters)
-    _check_kinds({"topology": (topology, Topology), "group": (group, dist.ProcessGroup)})
-    if mesh is not None and not hasattr(mesh, "get_group"):
-        raise ShardError(f"mesh: expected a DeviceMesh, got {mesh!r}.")
-    if type(check_every) is not int or check_every < 0:
-        raise ShardError(f"check_every: expected a number of optimizer steps, or 0 for never; got {check_every!r}.")
+    return _shard(model, strategy, topology, units, precision, group, mesh, values, workload, offload, check_every)
+
+
+def _shard(
+    model: Model,
+    strategy: str | Strategy,
+    topology: Topology | None,
+    units: UnitChoice | None,
+    precision: Precision | Dtype | MixedPrecisionPolicy | None,
+    group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    values: Values | None,
+    workload: Workload | None,
+    offload: Offload | None,
+    check_every: int,
+) -> Model:
+    _check_kinds(topology, group, mesh, check_every)
     check_process_group()
     if mesh is not None:
         group, topology = _of_mesh(mesh, group, topology)
@@ -126,23 +132,35 @@ def shard(
     groups.connect()
     if topology is None and not isinstance(strategy, Strategy):
         topology = Topology(*detect_shape(groups))
-    try:
+    with agreement(groups) as lines:
         precision = Precision.of(precision)
-    except TowpathError as failure:
-        agree(groups, [], failure)
-        raise
-    if strategy == "auto":
-        assert topology is not None
-        strategy = _planned(model, workload, topology, units, precision, groups, offload)
-        workload = None
-    asked = _Asked(strategy, topology, workload, units, precision, values, offload, check_every)
-    resolved, layouts = _agreed(model, asked, groups)
+        chosen = _resolve(strategy, topology, workload, offload, groups.world)
+        check_class(model, "auto" if chosen is None else chosen.name)
+        layouts = lay_out(model, units, precision)
+        if chosen is not None:
+            check_exchangeable(chosen, layouts, groups)
+            lines += [f"strategy {chosen.to_toml()}"]
+        else:
+            lines += ["strategy auto", f"{workload}", f"{topology}", f"{offload}"]
+        lines += [f"{precision}", f"values as {'the model has' if values is None else 'values= gives'} them"]
+        lines += _environment(groups, check_every)
+        # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
+        lines += describe(model, layouts)
+    if chosen is None:
+        from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
+
+        assert workload is not None and topology is not None
+        chosen = choose_for(model, layouts, workload, groups, topology, precision, offload)
+        # The planner runs the model without values. A recurrent module that `check_exchangeable` has prepared for the
+        # engine would run with its own weights instead, so the check follows the plan.
+        with agreement(groups):
+            check_exchangeable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
-    free = least_free_bytes(layouts, groups) if is_open(resolved, specs) else None
-    decision = decided(resolved, specs, precision, free)
+    free = least_free_bytes(layouts, groups) if is_open(chosen, specs) else None
+    decision = decided(chosen, specs, precision, free)
     if decision.why and groups.rank == 0:
         _LOG.info(decision.why)
-    engine = build(model, BuildOptions(decision.strategy, precision, values), layouts, groups)
+    engine = build(model, decision.strategy, precision, values, layouts, groups)
     engine.free_bytes = free
     engine.check_values_every(check_every)
     attach(model, engine)
@@ -150,56 +168,14 @@ def shard(
     return model
 
 
-def _check_kinds(arguments: Mapping[str, tuple[object, type]]) -> None:
-    for name, (given, kind) in arguments.items():
+def _check_kinds(topology: object, group: object, mesh: object, check_every: object) -> None:
+    for name, given, kind in (("topology", topology, Topology), ("group", group, dist.ProcessGroup)):
         if given is not None and not isinstance(given, kind):
             raise ShardError(f"{name}: expected a {kind.__name__}, got {given!r}.")
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The arguments of one call of `shard`, after "auto" has been replaced by a strategy."""
-
-    strategy: str | Strategy
-    topology: Topology | None
-    workload: Workload | None
-    units: UnitChoice | None
-    precision: Precision
-    values: Values | None
-    offload: Offload | None
-    check_every: int
-
-
-def _agreed(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
-    """Return the strategy and the units if all ranks passed the same arguments. Otherwise, all ranks raise."""
-    try:
-        strategy, layouts = _checked(model, asked, groups)
-        described = list(describe(model, layouts))
-    except TowpathError as failure:
-        agree(groups, [], failure)
-        raise
-    lines = [f"strategy {strategy.to_toml()}", f"{asked.precision}", _told(asked.values)]
-    # Ranks with another version may lay out other transfers. Ranks with other process groups would wait forever.
-    lines += [f"towpath {version('towpath')}, torch {torch.__version__}"]
-    lines += [f"values compared every {asked.check_every} steps"]
-    lines += [f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}"]
-    lines += [f"process groups that were made so far: {groups.describe_made()}"]
-    # The parameters come last, because the error about a rank with fewer of them says that it has nothing more.
-    agree(groups, lines + described, None)
-    return strategy, layouts
-
-
-def _checked(model: nn.Module, asked: _Asked, groups: Groups) -> tuple[Strategy, list[UnitLayout]]:
-    """Return the strategy and the units, or raise for an error that this rank finds without the other ranks."""
-    if asked.workload is not None:
-        raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
-    strategy = _resolve(asked.strategy, asked.topology, groups.world)
-    strategy = strategy if asked.offload is None else replace(strategy, offload=asked.offload)
-    check_class(model, strategy.name)
-    layouts = lay_out(model, asked.units, asked.precision)
-    check_exchangeable(layouts, groups)
-    check_low_rank(strategy, layouts)
-    return strategy, layouts
+    if mesh is not None and not hasattr(mesh, "get_group"):
+        raise ShardError(f"mesh: expected a DeviceMesh, got {mesh!r}.")
+    if type(check_every) is not int or check_every < 0:
+        raise ShardError(f"check_every: expected a number of optimizer steps, or 0 for never; got {check_every!r}.")
 
 
 def _of_mesh(
@@ -225,51 +201,40 @@ def _of_mesh(
     return whole, said
 
 
-def _planned(
-    model: nn.Module,
-    workload: Workload | None,
-    topology: Topology,
-    units: UnitChoice | None,
-    precision: Precision,
-    groups: Groups,
-    offload: Offload | None,
-) -> Strategy:
-    """Return the strategy that the planner ranks first. Before it measures, all ranks raise if arguments differ."""
-    from towpath.auto.choice import choose_for  # imported here, because it also imports what traces a model
-
-    lines: list[str] = []
-    failure: TowpathError | None = None
-    try:
+def _resolve(
+    strategy: str | Strategy, topology: Topology | None, workload: Workload | None, offload: Offload | None, world: int
+) -> Strategy | None:
+    """Return the strategy that the user named, or None for "auto"."""
+    if strategy == "auto":
         if workload is None:
             raise ShardError(
                 'strategy="auto" has to know what a step computes: pass workload=towpath.Workload(tokens=…), the '
                 "tokens of a rank's forward pass, with micro_steps=, optimizer= and memory= as they are."
             )
-        _check_world(topology, groups.world)
-        check_class(model, "auto")
-        layouts = lay_out(model, units, precision)
-        lines = ["strategy auto", f"{workload}", f"{topology}", f"{precision}", f"{offload}"]
-        lines += describe(model, layouts)
-    except TowpathError as error:
-        failure = error
-    agree(groups, lines, failure)
-    assert workload is not None
-    return choose_for(model, workload, groups, topology, precision, units, offload)
-
-
-def _told(values: Values | None) -> str:
-    return "values as the model has them" if values is None else "values as values= gives them"
-
-
-def _resolve(strategy: str | Strategy, topology: Topology | None, world: int) -> Strategy:
+        assert topology is not None
+        _check_world(topology, world)
+        return None
+    if workload is not None:
+        raise ShardError('workload= is for strategy="auto": leave it out, or let the planner choose.')
     if isinstance(strategy, str):
         assert topology is not None
         _check_world(topology, world)
-        return presets.strategy(strategy, topology)
-    _check_is_strategy("shard", strategy)
-    _check_topology(strategy, topology)
-    _check_world(strategy.topology, world)
-    return strategy
+        strategy = presets.strategy(strategy, topology)
+    else:
+        _check_is_strategy("shard", strategy)
+        _check_topology(strategy, topology)
+        _check_world(strategy.topology, world)
+    return strategy if offload is None else replace(strategy, offload=offload)
+
+
+def _environment(groups: Groups, check_every: int) -> list[str]:
+    return [
+        # Ranks with another version may lay out other transfers. Ranks with other process groups would wait forever.
+        f"towpath {version('towpath')}, torch {torch.__version__}",
+        f"values compared every {check_every} steps",
+        f"codecs of your own, and the bits of their codes: {registered_formats() or 'none'}",
+        f"process groups that were made so far: {groups.describe_made()}",
+    ]
 
 
 def _check_is_strategy(caller: str, strategy: object) -> None:
@@ -424,7 +389,7 @@ def full_tensor(parameter: torch.Tensor) -> torch.Tensor:
         raise ShardError(
             "full_tensor: expected a ShardTensor, such as a parameter of a model that towpath.shard() returned, or its "
             f".grad; got a plain {type(parameter).__name__}. Inside a forward and inside full_parameters() parameters "
-            "are whole: use them as they are."
+            "are unsharded: use them as they are."
         )
     return parameter.full_tensor()
 
@@ -448,7 +413,7 @@ def schedule(
     *,
     topology: Topology | None = None,
     memory: int | None = None,
-    whole_matrices: Iterable[str] = (),
+    owner_stepped: Iterable[str] = (),
 ) -> Schedule:
     """Return the transfers of one optimizer step, with the bytes per link class, without any communication.
 
@@ -463,14 +428,14 @@ def schedule(
         topology: The topology for a preset's name. By default, that of a sharded model, or the detected one.
         memory: The bytes that a rank has. They decide where frozen parameters are stored if the strategy leaves that
             open. By default, the value that `shard` found for a sharded model, otherwise enough.
-        whole_matrices: Names of the parameters that a `towpath.optim.whole_matrices` optimizer steps. The transfers of
+        owner_stepped: Names of the parameters that a `towpath.optim.owner_stepped` optimizer steps. The transfers of
             its step come first, before the following forward pass.
 
     Returns:
         The schedule of a steady step, which the engine follows.
 
     Raises:
-        StrategyError: The strategy is unknown or invalid, or a name in `whole_matrices` is not a trainable parameter.
+        StrategyError: The strategy is unknown or invalid, or a name in `owner_stepped` is not a trainable parameter.
         TopologyError: `topology` differs from that of the strategy.
     """
     if isinstance(strategy, str):
@@ -491,11 +456,11 @@ def schedule(
     else:
         layouts, specs = [], units_from_numels(model_or_numels)
     strategy = decided(strategy, specs, precision or Precision(), memory).strategy
-    stepped = tuple(_whole_parameters(layouts, whole_matrices))
+    stepped = tuple(_whole_parameters(layouts, owner_stepped))
     return derive_schedule(strategy, specs, micro_steps, precision, whole=stepped)
 
 
-def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[WholeParameter]:
+def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> Iterator[OwnedParameter]:
     """Yield the unit, bucket and index of each named parameter."""
     wanted = set(names)
     for unit, layout in enumerate(layouts):
@@ -503,9 +468,9 @@ def _whole_parameters(layouts: Sequence[UnitLayout], names: Iterable[str]) -> It
             for index, place in enumerate(bucket.places):
                 if bucket.spec.trainable and not wanted.isdisjoint(place.names):
                     wanted.difference_update(place.names)
-                    yield WholeParameter(place.names[0], tuple(place.shape), unit, number, index)
+                    yield OwnedParameter(place.names[0], tuple(place.shape), unit, number, index)
     if wanted:
         raise StrategyError(
-            f"schedule: whole_matrices has {', '.join(sorted(wanted))}; expected names of the model's trainable "
+            f"schedule: owner_stepped has {', '.join(sorted(wanted))}; expected names of the model's trainable "
             "parameters."
         )

@@ -216,7 +216,7 @@ def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interv
 
 def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
-    total["wire"] = engine.wiring.queues.wire_bytes
+    total["transport"] = engine.wiring.queues.wire_bytes
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:
@@ -247,7 +247,7 @@ def _optimizer_bytes(engine: Engine) -> tuple[int, int]:
     buckets = [b for unit in engine.units for b in unit.buckets]
     on_host = {id(p.parameter): b.plan.optimizer_on_host for b in buckets for p in b.layout.places}
     held = [0, 0]
-    # By identity, because the members of `towpath.optim.together` share their states with it.
+    # By identity, because the members of `towpath.optim.chain` share their states with it.
     states = {
         id(state): (state, on_host[id(parameter)])
         for optimizer in engine.optimizers

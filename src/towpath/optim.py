@@ -1,11 +1,11 @@
 """Optimizers that need whole matrices (Muon, Shampoo, Adafactor), under every strategy.
 
-    muon = towpath.optim.whole_matrices(torch.optim.Muon(matrices, lr=0.02))
+    muon = towpath.optim.owner_stepped(torch.optim.Muon(matrices, lr=0.02))
 
 Elementwise optimizers such as AdamW step the slices of a sharded model directly, and need no wrapper. Optimizers that
-compute with a full matrix need `whole_matrices`. Each matrix then has an owner among the ranks that hold one copy of
+compute with a full matrix need `owner_stepped`. Each matrix then has an owner among the ranks that hold one copy of
 the optimizer states. The owner gathers the matrix, lets the wrapped optimizer step it, and sends the slices back
-(`core/whole_matrices.py`). `together` combines several optimizers in one.
+(`core/owner_stepped.py`). `chain` combines several optimizers in one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.engine.build import agree
 from towpath.engine.checks.optimizers import Common, call_with, coupling, options_of
 from towpath.engine.executor import Engine, engine_with
@@ -29,16 +29,16 @@ from towpath.engine.parameters.parallel import replacement_of
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import ShardError, StepError, TowpathError
 
-__all__ = ["Together", "WholeMatrices", "together", "whole_matrices"]
+__all__ = ["ChainedOptimizer", "OwnerSteppedOptimizer", "chain", "owner_stepped"]
 
 _INSTEAD = (
-    "try it without whole_matrices(): elementwise steps and norms work on slices, and all else raises an error there. "
+    "try it without owner_stepped(): elementwise steps and norms work on slices, and all else raises an error there. "
     "Or pass an optimizer that handles each parameter by itself, such as torch.optim.Muon or torch.optim.Adafactor"
 )
 _ADVICE = "Make the same optimizer of the same parameters on every rank."
 
 
-def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> WholeMatrices:
+def owner_stepped(optimizer: Optimizer, *, gradients: str | Transport = "none") -> OwnerSteppedOptimizer:
     """Wrap an optimizer so that it steps full parameters, each on the rank that owns it.
 
     Use it for optimizers that need full matrices and handle each parameter by itself, such as Muon. Every rank must
@@ -47,7 +47,7 @@ def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> W
 
     Args:
         optimizer: An optimizer of a sharded model's parameters, which has not stepped yet.
-        gradients: The codec in which gradients are sent to their owners, such as "int8:64", or a `Wire`. By default
+        gradients: The codec in which owners receive gradients, such as "int8:64", or a `Transport`. By default
             they are sent unchanged, and the results are bit-identical to those of `optimizer` on full parameters. Use
             a codec if links between nodes are slow.
 
@@ -59,27 +59,27 @@ def whole_matrices(optimizer: Optimizer, *, gradients: str | Wire = "none") -> W
         MismatchError: Ranks passed different optimizers.
         StrategyError: The codec does not fit the parameters.
     """
-    wire = gradients if isinstance(gradients, Wire) else Wire(codec=gradients)
+    transport = gradients if isinstance(gradients, Transport) else Transport(codec=gradients)
     if not any(isinstance(p, ShardTensor) for p in _parameters(optimizer)):
         _check_optimizer(optimizer)
-        return WholeMatrices(optimizer, wire)
+        return OwnerSteppedOptimizer(optimizer, transport)
     engines = _checked(optimizer)
-    made = WholeMatrices(optimizer, wire)
+    made = OwnerSteppedOptimizer(optimizer, transport)
     made.share_out(engines)
     return made
 
 
-class WholeMatrices(Optimizer):
-    """The optimizer that `whole_matrices` returns. It steps full parameters on the ranks that own them.
+class OwnerSteppedOptimizer(Optimizer):
+    """The optimizer that `owner_stepped` returns. It steps full parameters on the ranks that own them.
 
     Its groups are those of the wrapped optimizer, `inner`. Its `state` holds the states of the parameters that this
     rank owns.
     """
 
-    def __init__(self, inner: Optimizer, wire: Wire) -> None:
+    def __init__(self, inner: Optimizer, transport: Transport) -> None:
         self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
-        self.inner, self._wire, self._is_made = inner, wire, True
+        self.inner, self._transport, self._is_made = inner, transport, True
         self._has_stepped = False
         self._parts: Sequence[MatrixSteps] = ()  # one for each sharded model whose parameters it steps
         # The wrapper takes over the step hooks, so that they run once in a step, not once in each of its rounds.
@@ -97,7 +97,7 @@ class WholeMatrices(Optimizer):
         """
         found = _checked(self.inner) if engines is None else engines
         wanted = set(map(id, _parameters(self.inner)))
-        self._parts = [MatrixSteps(engine, wanted, self._wire) for engine in found]
+        self._parts = [MatrixSteps(engine, wanted, self._transport) for engine in found]
 
     # Called by training loops -----------------------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class WholeMatrices(Optimizer):
         """
         if not self._parts:
             raise ShardError(
-                f"whole_matrices({self.kind}): no parameter of it is one of a sharded model. Make it after "
+                f"owner_stepped({self.kind}): no parameter of it is one of a sharded model. Make it after "
                 "towpath.shard(model, …), of model.parameters(); or let an integration shard the model and be told of "
                 "it, as accelerator.prepare(model, optimizer). A model that is not sharded needs no wrapper."
             )
@@ -168,7 +168,7 @@ class WholeMatrices(Optimizer):
         for each in after[:-1]:
             if difference := each.difference(after[-1], tensors=False):
                 raise StepError(
-                    f"whole_matrices({self.kind}): {method}() wrote values into its groups that depend on the "
+                    f"owner_stepped({self.kind}): {method}() wrote values into its groups that depend on the "
                     f"parameters that it was called with: {difference}. It does not handle each parameter by itself, "
                     f"so this step is not that of one process. Go back to the last checkpoint, and {_INSTEAD}."
                 )
@@ -198,7 +198,7 @@ class WholeMatrices(Optimizer):
         """
         if self._is_made:
             raise ShardError(
-                "add_param_group() on whole_matrices(): its ranks have agreed on who owns which parameter. Add the "
+                "add_param_group() on owner_stepped(): its ranks have agreed on who owns which parameter. Add the "
                 "group to the optimizer before it is wrapped."
             )
         super().add_param_group(param_group)
@@ -245,7 +245,7 @@ class WholeMatrices(Optimizer):
         """
         if (self._has_stepped or self.state) and any(part.is_spread for part in self.parts):
             raise ShardError(
-                f"state_dict() of whole_matrices({self.kind}): this rank has the states of parameters that it owns, "
+                f"state_dict() of owner_stepped({self.kind}): this rank has the states of parameters that it owns, "
                 "and no others. Save with towpath.checkpoint, or let every rank call towpath.checkpoint."
                 "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, "
                 "cpu_offload=True)), and rank 0 save what it gets."
@@ -266,10 +266,10 @@ class WholeMatrices(Optimizer):
         self.inner.param_groups = self.param_groups
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ShardError(f"whole_matrices({self.kind}) cannot be copied: make another optimizer, and wrap that.")
+        raise ShardError(f"owner_stepped({self.kind}) cannot be copied: make another optimizer, and wrap that.")
 
 
-def together(*optimizers: Optimizer) -> Together:
+def chain(*optimizers: Optimizer) -> ChainedOptimizer:
     """Combine several optimizers in one, such as Muon for the matrices and AdamW for all other parameters.
 
     Use it where a training loop, a scheduler or a checkpoint takes one optimizer.
@@ -281,17 +281,17 @@ def together(*optimizers: Optimizer) -> Together:
         An optimizer with the groups and states of all of them.
 
     Raises:
-        ShardError: No optimizer was passed, or one that `together` returned.
+        ShardError: No optimizer was passed, or one that `chain` returned.
         ValueError: A parameter is in two of the optimizers.
     """
-    return Together(optimizers)
+    return ChainedOptimizer(optimizers)
 
 
-class Together(Optimizer):
-    """The optimizer that `together` returns. Its groups and states are those of its `members`, in their order."""
+class ChainedOptimizer(Optimizer):
+    """The optimizer that `chain` returns. Its groups and states are those of its `members`, in their order."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:
-        if not members or any(isinstance(each, Together) for each in members):
+        if not members or any(isinstance(each, ChainedOptimizer) for each in members):
             raise ShardError(f"together(): expected one optimizer or more, none of them made by it; got {members}.")
         self.members = tuple(members)
         super().__init__([group for each in members for group in each.param_groups], {})
@@ -343,7 +343,7 @@ class Together(Optimizer):
             ShardError: A member steps full parameters, and ranks own different ones. Use `towpath.checkpoint` instead.
         """
         for each in self.members:
-            if isinstance(each, WholeMatrices):
+            if isinstance(each, OwnerSteppedOptimizer):
                 each.state_dict()  # raises if this rank's states are incomplete
         return super().state_dict()
 
@@ -362,13 +362,13 @@ class Together(Optimizer):
 
 
 def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Return the optimizers that `together` combined, or `(optimizer,)`."""
-    return optimizer.members if isinstance(optimizer, Together) else (optimizer,)
+    """Return the optimizers that `chain` combined, or `(optimizer,)`."""
+    return optimizer.members if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
 
 
-def whole_of(optimizer: Optimizer) -> list[WholeMatrices]:
+def whole_of(optimizer: Optimizer) -> list[OwnerSteppedOptimizer]:
     """Return the members of `optimizer` that step whole matrices."""
-    return [each for each in members_of(optimizer) if isinstance(each, WholeMatrices)]
+    return [each for each in members_of(optimizer) if isinstance(each, OwnerSteppedOptimizer)]
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -412,39 +412,39 @@ def _checked(inner: Optimizer) -> list[Engine]:
             raise
         failure = error
     for engine in engines:
-        agree(engine.wiring.groups, _lines(inner), failure, "whole_matrices()", _ADVICE)
+        agree(engine.wiring.groups, _lines(inner), failure, "owner_stepped()", _ADVICE)
     return engines
 
 
 def _check_optimizer(inner: Optimizer) -> None:
     name = type(inner).__name__
     if not isinstance(inner, Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ShardError(f"whole_matrices(): expected a torch optimizer, got {name}.")
-    if isinstance(inner, WholeMatrices):
-        raise ShardError("whole_matrices(): this optimizer is wrapped already.")
+        raise ShardError(f"owner_stepped(): expected a torch optimizer, got {name}.")
+    if isinstance(inner, OwnerSteppedOptimizer):
+        raise ShardError("owner_stepped(): this optimizer is wrapped already.")
     if reason := coupling(inner):
         raise ShardError(
-            f"whole_matrices(): {name} cannot step its parameters one at a time, each on the rank that owns it: "
+            f"owner_stepped(): {name} cannot step its parameters one at a time, each on the rank that owns it: "
             f"{reason}. {_INSTEAD.capitalize()}."
         )
     if inner.state:
-        raise ShardError(f"whole_matrices(): this {name} has stepped already. Wrap it before its first step.")
+        raise ShardError(f"owner_stepped(): this {name} has stepped already. Wrap it before its first step.")
 
 
 def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
     if not isinstance(parameter, ShardTensor) or engine is None:
         raise ShardError(
-            f"whole_matrices(): got a parameter of shape {tuple(parameter.shape)} that is not of a sharded model. Call "
+            f"owner_stepped(): got a parameter of shape {tuple(parameter.shape)} that is not of a sharded model. Call "
             "towpath.shard(model, …) first; a model that is not sharded needs no wrapper."
         )
     if parameter.span.parallel is not None:
         raise ShardError(
-            f"whole_matrices(): {parameter.span.name} is a DTensor on a tensor-parallel mesh, and no rank can hold it "
-            "whole. Give it to an elementwise optimizer."
+            f"owner_stepped(): {parameter.span.name} is a DTensor on a tensor-parallel mesh, and no rank can hold all "
+            "of it. Give it to an elementwise optimizer."
         )
     if engine.strategy.optimizer_on_host and engine.wiring.device.type != "cpu":
         raise ShardError(
-            f"whole_matrices(): {parameter.span.name} lies in the host's memory (offload='optimizer'), and owners step "
+            f"owner_stepped(): {parameter.span.name} is in host memory (offload='optimizer'), and owners step "
             f"on {engine.wiring.device}. Leave out offload=, or give it to an elementwise optimizer."
         )
 

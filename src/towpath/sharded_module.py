@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from towpath.engine.executor import Batch, Engine, joined
-from towpath.engine.hooks import Entry, add_mixin, register_known_methods
+from towpath.engine.hooks import HookedModule, add_mixin, register_known_methods
 from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.errors import ShardError
 
@@ -52,7 +52,7 @@ class ShardedModule(nn.Module):
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """The attribute that DistributedDataParallel reads first. It raises `ShardError`, as the model needs no DDP."""
         raise ShardError(
-            f"{_sharded(self)} was given to DistributedDataParallel, which needs whole parameters. Leave out "
+            f"{_sharded(self)} was given to DistributedDataParallel, which needs full parameters. Leave out "
             "DistributedDataParallel: the model reduces its gradients itself. In a framework, give the model, before "
             "shard(), to towpath.integrations.accelerate, towpath.integrations.transformers or "
             "towpath.integrations.lightning, with a strategy."
@@ -167,7 +167,7 @@ def check_class(model: nn.Module, strategy: str) -> None:
 
 def _check_parts(model: nn.Module, strategy: str) -> None:
     kind = type(model).__name__.removeprefix("FSDP")
-    if isinstance(model, Entry):
+    if isinstance(model, HookedModule):
         raise ShardError(
             f"the {kind} is a part of a model that is sharded already. Call shard() once, on the whole model. "
             f"units=[{kind}] makes a unit of each {kind}."

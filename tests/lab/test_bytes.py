@@ -15,7 +15,7 @@ from tests.ranks.strategies import ROUNDING, seldom, strategy_of
 from towpath.bench import gpt
 from towpath.core.transfer import Matrices
 from towpath.lab import Lab, link_counters
-from towpath.optim import whole_matrices
+from towpath.optim import owner_stepped
 
 MICRO_STEPS = 2
 LABELS = [n for n in towpath.strategies() if n not in ("lins", *ROUNDING)]
@@ -184,7 +184,7 @@ def _muon(rank: int, label: str, topology: towpath.Topology) -> tuple[int, int]:
     model: Any = towpath.shard(gpt.GPT(width=WIDER, depth=3, heads=2, context=TOKENS), strategy)
     names = [name for name, p in model.named_parameters() if p.dim() == 2]
     matrices = [p for p in model.parameters() if p.dim() == 2]
-    optimizer = whole_matrices(torch.optim.Muon(matrices, lr=0.02, ns_steps=1))
+    optimizer = owner_stepped(torch.optim.Muon(matrices, lr=0.02, ns_steps=1))
     data = gpt.batches(rank, batch=1, length=TOKENS)
     counted = 0
     for _ in range(2):
@@ -192,7 +192,7 @@ def _muon(rank: int, label: str, topology: towpath.Topology) -> tuple[int, int]:
         before = counters_at_rest()
         optimizer.step()
         counted = counters_at_rest() - before
-    schedule = towpath.schedule(strategy, model, whole_matrices=names)
+    schedule = towpath.schedule(strategy, model, owner_stepped=names)
     stepped = [t for t in schedule.transfers if isinstance(t.payload, Matrices)]
     return counted, sum(t.cable_bytes(topology.node_of(rank)) for t in stepped)
 

@@ -13,9 +13,9 @@ from towpath.collectives.bound_transfer import select
 from towpath.collectives.collective import GroupRank
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.lab import Lab, link_counters
 from towpath.topology.cluster import Topology
 
@@ -29,7 +29,11 @@ def carried(rank: int, world: int, op: Op, route: str, elements: int) -> tuple[i
     everyone = tuple(range(world))
     group, nodes = Group(everyone, everyone), tuple(map(SHAPE.node_of, everyone))
     transfer = Transfer(
-        Kind.SYNC, Range("", "", elements, "float32"), GroupCollective(op, 1, (group,)), Wire(route), SHAPE
+        TransferKind.GRAD_SYNC,
+        Range("", "", elements, "float32"),
+        GroupCollective(op, 1, (group,)),
+        Transport(route),
+        SHAPE,
     )
     assert dist.group.WORLD is not None
     members = GroupRank(dist.group.WORLD, dist.group.WORLD, group, rank, nodes)

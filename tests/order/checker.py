@@ -325,15 +325,15 @@ def _group_of(args: Any) -> str:
 
 
 class LogicalStream(Stream):
-    def __init__(self, name: str, ways: int, checker: Checker) -> None:
-        super().__init__(ways)
+    def __init__(self, name: str, depth: int, checker: Checker) -> None:
+        super().__init__(depth)
         self._name, self._checker = name, checker
 
-    def _stream(self, way: int) -> str:
-        return f"{self._name} {way}"
+    def _stream(self, buffer_index: int) -> str:
+        return f"{self._name} {buffer_index}"
 
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
-        stream = self._stream(job.workspace.way)
+        stream = self._stream(job.workspace.buffer_index)
         transfers = getattr(waiting, "_transfers", ())
         handles = [handle for handle in after if isinstance(handle, LogicalHandle)]
         assert len(handles) == len(after)
@@ -348,13 +348,13 @@ class LogicalStream(Stream):
         return LogicalHandle(self._checker, self._checker.done(stream))
 
     def finish(self) -> None:
-        for way in range(self.ways):
-            with self._checker.on(self._stream(way), ""):
+        for buffer_index in range(self.depth):
+            with self._checker.on(self._stream(buffer_index), ""):
                 pass
-            self._checker.wait(self._checker.done(self._stream(way)))
+            self._checker.wait(self._checker.done(self._stream(buffer_index)))
 
-    def uses(self, way: int, buffer: torch.Tensor) -> None:
-        self._checker.tell(self._stream(way), buffer)
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
+        self._checker.tell(self._stream(buffer_index), buffer)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -405,7 +405,7 @@ def checking() -> Generator[Checker]:
         return patched(module, "kernels_for", lambda device: checker.native(original(device)))
 
     undo = [
-        patched(queue, "make_stream", lambda name, device, ways: LogicalStream(name, ways, checker)),
+        patched(queue, "make_stream", lambda name, device, depth: LogicalStream(name, depth, checker)),
         patched(Streams, "of", staticmethod(lambda groups, device: made)),
         patched(messages, "_launched", launch),
         patched(optimizer_memory, "host_memory", lambda *of: checker.lies_on_host(host_memory(*of))),

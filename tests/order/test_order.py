@@ -22,7 +22,7 @@ from tests.workspace import workspace
 from towpath.checkpoint import State, load, save
 from towpath.collectives.collective import Workspace
 from towpath.core.step_state import Task, Wait
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.engine.executor import Engine
 from towpath.engine.streams.streams import Job
 
@@ -280,25 +280,33 @@ def _fail(label: str) -> None:
 # --- every edge is needed --------------------------------------------------------------------------------------------
 
 
-def _after(kind: Kind, before: Kind) -> Callable[[Task, Task], bool]:
+def _after(kind: TransferKind, before: TransferKind) -> Callable[[Task, Task], bool]:
     return lambda task, other: task.kind is kind and other.kind is before
 
 
 EDGES: dict[str, tuple[str, type[nn.Module], Callable[[Task, Task], bool]]] = {
-    "a gather after the publication of what it brings": ("paro-iig", Deep, _after(Kind.GATHER, Kind.PUBLISH)),
-    "a gather after what was gathered into its slot": ("zero3", Reordered, _after(Kind.GATHER, Kind.GATHER)),
-    "a sync after the reduction before it": ("mics:2x2", Deep, _after(Kind.SYNC, Kind.REDUCE)),
+    "a gather after the publication of what it brings": (
+        "paro-iig",
+        Deep,
+        _after(TransferKind.GATHER, TransferKind.PARAM_SYNC),
+    ),
+    "a gather after what was gathered into its slot": (
+        "zero3",
+        Reordered,
+        _after(TransferKind.GATHER, TransferKind.GATHER),
+    ),
+    "a sync after the reduction before it": ("mics:2x2", Deep, _after(TransferKind.GRAD_SYNC, TransferKind.REDUCE)),
 }
 WAITS = {
-    "the computation waits for a gather": ("zero3", Deep, Kind.GATHER),
-    "the computation waits for a backward gather": ("zero3", Deep, Kind.BACKWARD_GATHER),
+    "the computation waits for a gather": ("zero3", Deep, TransferKind.GATHER),
+    "the computation waits for a backward gather": ("zero3", Deep, TransferKind.BACKWARD_GATHER),
     "the computation waits until what rests here is decoded": (
         "ddp frozen_codec=int8 frozen=1x1",
         PartlyFrozen,
-        Kind.GATHER,
+        TransferKind.GATHER,
     ),
-    "gradients wait until those before them have left their slot": ("zero3", Deep, Kind.REDUCE),
-    "the boundary waits for its syncs": ("mics", Deep, Kind.SYNC),
+    "gradients wait until those before them have left their slot": ("zero3", Deep, TransferKind.REDUCE),
+    "the boundary waits for its syncs": ("mics", Deep, TransferKind.GRAD_SYNC),
 }
 
 
@@ -336,7 +344,10 @@ def _without_wait(wait: str) -> str:
     return _told(label, build, "_execute", without)
 
 
-HOST_WAITS = {"before it reads the mean gradients": Kind.SYNC, "before it writes over what is on its way": Kind.PUBLISH}
+HOST_WAITS = {
+    "before it reads the mean gradients": TransferKind.GRAD_SYNC,
+    "before it writes over what is on its way": TransferKind.PARAM_SYNC,
+}
 
 
 @in_turn(list(HOST_WAITS), 1, "wait")
@@ -345,7 +356,7 @@ def test_without_a_wait_of_the_host_there_is_a_race(world: Worlds, wait: str) ->
         assert with_it == "no race" and "in no order" in without and "'the host'" in without, (with_it, without)
 
 
-def _host_waits(kind: Kind) -> tuple[str, str]:
+def _host_waits(kind: TransferKind) -> tuple[str, str]:
     execute = Engine._execute
 
     def without(self: Engine, action: Any) -> None:

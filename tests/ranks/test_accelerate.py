@@ -140,16 +140,16 @@ def _mixed() -> None:
 def test_an_optimizer_of_whole_matrices_is_prepared_with_its_model_and_resumes(
     world: Worlds, tmp_path: Path, strategy: str
 ) -> None:
-    assert max(world(4).run(_whole_matrices, strategy, tmp_path)) < 1e-10
+    assert max(world(4).run(_owner_stepped, strategy, tmp_path)) < 1e-10
 
 
-def _whole_matrices(strategy: str, folder: Path) -> float:
+def _owner_stepped(strategy: str, folder: Path) -> float:
     def adafactor(wrap: Callable[[torch.optim.Optimizer], torch.optim.Optimizer]) -> Any:
         def made(model: nn.Module) -> torch.optim.Optimizer:
             matrices = [p for p in model.parameters() if p.dim() == 2]
             vectors = [p for p in model.parameters() if p.dim() < 2]
             whole = wrap(torch.optim.Adafactor(matrices, lr=1e-2, weight_decay=0.1))
-            return towpath.optim.together(whole, torch.optim.AdamW(vectors, lr=1e-2))
+            return towpath.optim.chain(whole, torch.optim.AdamW(vectors, lr=1e-2))
 
         return made
 
@@ -158,11 +158,11 @@ def _whole_matrices(strategy: str, folder: Path) -> float:
         plain.train(0, STEPS)
         expected = plain.values()
     with launched():
-        first = Run(strategy, made=adafactor(towpath.optim.whole_matrices))
+        first = Run(strategy, made=adafactor(towpath.optim.owner_stepped))
         first.train(0, 4)
         first.accelerator.save_state(str(folder / "saved"))
     with launched():
-        again = Run("paro-iig", made=adafactor(towpath.optim.whole_matrices))
+        again = Run("paro-iig", made=adafactor(towpath.optim.owner_stepped))
         again.accelerator.load_state(str(folder / "saved"))
         again.train(4, STEPS)
         found = again.values()
@@ -329,7 +329,7 @@ def _refused() -> None:
         with pytest.raises(ShardError, match="AdamW has already stepped"):
             accelerator.prepare(model, optimizer)
         model = Net()
-        with pytest.raises(ShardError, match=r"Pass towpath.optim.whole_matrices\(Adafactor\(…\)\) instead"):
+        with pytest.raises(ShardError, match=r"Pass towpath.optim.owner_stepped\(Adafactor\(…\)\) instead"):
             accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
         with pytest.raises(ShardError, match=r"model.join\(loader\)"):
             accelerator.join_uneven_inputs([model], even_batches=False)

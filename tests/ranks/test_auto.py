@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import towpath
 from tests.profiles import made_profile
@@ -149,6 +151,66 @@ def test_one_rank_has_nothing_to_share(world: Worlds) -> None:
 def _named_alone() -> str:
     model: Any = towpath.shard(TiedGPT(), "auto", workload=towpath.Workload(TOKENS))
     return engine_of(model).strategy.name
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def laid_out() -> Generator[list[nn.Module]]:
+    """Yield the models that `lay_out` divides into units meanwhile, by whichever module of Towpath calls it."""
+    seen: list[nn.Module] = []
+
+    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(model)
+        return lay_out(model, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("towpath.") and vars(module).get("lay_out") is lay_out:
+                patch.setattr(module, "lay_out", noting)
+        yield seen
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "auto", "auto, measured"])
+def test_shard_lays_the_model_out_once(world: Worlds, profile: Path, strategy: str) -> None:
+    assert world(4).run(_times_laid_out, strategy, profile) == [1] * 4
+
+
+def _times_laid_out(strategy: str, profile: Path) -> int:
+    inputs = (torch.zeros(2, 4, dtype=torch.long),) if "measured" in strategy else ()
+    workload = towpath.Workload(TOKENS, memory=1 << 30, profile=profile, inputs=inputs)
+    name, model = strategy.partition(",")[0], TiedGPT(layers=3)
+    with laid_out() as models, contextlib.redirect_stderr(io.StringIO()):
+        towpath.shard(model, name, topology=SHAPE, workload=workload if name == "auto" else None)
+    assert all(each is model for each in models)
+    return len(models)
+
+
+# --- agreement -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault, words", [("grad", "has a gradient"), ("check_every", "every 7 steps")])
+def test_one_rank_at_fault_is_told_on_all_and_changes_nothing(
+    world: Worlds, profile: Path, fault: str, words: str
+) -> None:
+    answers = world(4).run(_sharded_with_a_fault_on_rank_2, fault, profile)
+    assert all(words in told and not changed for told, changed in answers)
+
+
+def _sharded_with_a_fault_on_rank_2(fault: str, profile: Path) -> tuple[str, bool]:
+    """Return the error, and whether the model was changed."""
+    model, at_fault = TiedGPT(layers=3), dist.get_rank() == 2
+    before = dict(model.named_parameters())
+    if fault == "grad" and at_fault:
+        before["tokens.weight"].grad = torch.zeros_like(before["tokens.weight"])
+    workload = towpath.Workload(TOKENS, memory=1 << 30, profile=profile)
+    every = 7 if fault == "check_every" and at_fault else 5
+    with pytest.raises(TowpathError) as caught, contextlib.redirect_stderr(io.StringIO()):
+        towpath.shard(model, "auto", topology=SHAPE, workload=workload, check_every=every)
+    after = dict(model.named_parameters())
+    kept = type(model) is TiedGPT and all(after[name] is before[name] for name in before)
+    return str(caught.value), not kept or not all(type(p) is nn.Parameter for p in after.values())
 
 
 # --- the profile that is kept ----------------------------------------------------------------------------------------

@@ -169,7 +169,7 @@ def _after_until(root: Path) -> tuple[list[str], list[str]]:
             run.train(range(3))
             checkpoint.save(root, 3, run.state())
         run.train(steps)
-        return sorted({f"{t} {t.wire}" for t in towpath.stats(model).last_step})
+        return sorted({f"{t} {t.transport}" for t in towpath.stats(model).last_step})
 
     return train(range(3, 4), load=False), train(range(3, 4), load=True)
 

@@ -21,14 +21,14 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
-from towpath.collectives.bound_transfer import bind
-from towpath.collectives.collective import Binding, Collective, GroupRank
+from towpath.collectives.bound_transfer import select
+from towpath.collectives.collective import Collective, GroupRank
 from towpath.core.formats import Codec
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import FEEDBACK, Wire
+from towpath.core.transport import FEEDBACK, Transport
 from towpath.topology.cluster import Topology
 
 Worlds = Callable[[int], World]
@@ -63,13 +63,13 @@ def _members(shape: Topology, local_major: bool = False) -> GroupRank:
     return GroupRank(group, group, Group(ranks, slots), dist.get_rank(), tuple(map(shape.node_of, ranks)))
 
 
-def _binding(op: Op, wire: Wire, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Binding:
+def _transfer(op: Op, transport: Transport, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:
     move = GroupCollective(op, 1, (members.group,))
-    return Binding.of(Transfer(Kind.SYNC, Range("block", "float", elements, dtype), move, wire, shape))
+    return Transfer(TransferKind.GRAD_SYNC, Range("block", "float", elements, dtype), move, transport, shape)
 
 
-def _bind(binding: Binding, members: GroupRank) -> Collective:
-    return bind(binding, members, "gloo", torch.device("cpu"))
+def _select(transfer: Transfer, members: GroupRank) -> Collective:
+    return select(transfer, members, "gloo", torch.device("cpu"))
 
 
 def _each(shape: Topology, elements: int, dtype: str, seed: int = 0) -> torch.Tensor:
@@ -100,10 +100,10 @@ def _gather(shape: Topology) -> None:
         route = ("flat", "ho-ring", "hierarchical", "ring", "two-hop")[number]
         members = _members(shape, local_major=number % 2 == 1)
         whole = _each(shape, elements, dtype)[0]
-        binding = _binding(Op.ALL_GATHER, Wire(route, codec), shape, elements, dtype, members)
-        start, end = binding.bounds(members)
+        transfer = _transfer(Op.ALL_GATHER, Transport(route, codec), shape, elements, dtype, members)
+        start, end = transfer.bounds(members.slot)
         region = torch.zeros_like(whole)
-        _bind(binding, members).run(region, whole[start:end], workspace())
+        _select(transfer, members).run(region, whole[start:end], workspace())
         rounding = torch.finfo(whole.dtype).eps * whole.abs().max().item()
         most = _most(codec, whole.abs().max().item()) + rounding
         assert _distance(region, whole) <= most, (codec, elements, dtype, _distance(region, whole), most)
@@ -126,11 +126,11 @@ def _reduce(shape: Topology, op: Op) -> None:
         each = _each(shape, elements, dtype)
         exact = each.double().sum(0)
         region = each[rank].clone()
-        binding = _binding(op, Wire(route, codec), shape, elements, dtype, members)
-        start, end = binding.bounds(members)
-        _bind(binding, members).run(region, region[start:end], workspace())
+        transfer = _transfer(op, Transport(route, codec), shape, elements, dtype, members)
+        start, end = transfer.bounds(members.slot)
+        _select(transfer, members).run(region, region[start:end], workspace())
         # Every rank's own values are rounded once; sums of a node, and of all for an all-reduce, once more each.
-        roundings = len(hops_of(binding.route, members.grid)) + (op is Op.ALL_REDUCE)
+        roundings = len(hops_of(transfer.route, members.grid)) + (op is Op.ALL_REDUCE)
         largest = each.double().abs().amax(1).sum().item()
         most = roundings * _most(codec, largest) + torch.finfo(region.dtype).eps * largest
         found, true = (region, exact) if op is Op.ALL_REDUCE else (region[start:end], exact[start:end])
@@ -165,13 +165,13 @@ def _same_everywhere(tensor: torch.Tensor) -> bool:
 class Oracle:
     """The reduction in plain torch, of every rank's values at once: no slices, no parts, no messages."""
 
-    def __init__(self, binding: Binding, members: GroupRank, feedback: str) -> None:
-        assert binding.codec is not None
-        self.codec, self.nodes = binding.codec, members.nodes
-        self.hops = len(hops_of(binding.route, members.grid))
+    def __init__(self, transfer: Transfer, members: GroupRank, feedback: str) -> None:
+        assert transfer.transport.encoding is not None
+        self.codec, self.nodes = transfer.transport.encoding, members.nodes
+        self.hops = len(hops_of(transfer.route, members.grid))
         fed = {"none": (), "first": (0,), "second": (self.hops - 1,), "both": (0, 1)}[feedback]
         self.kept: dict[tuple[int, int], torch.Tensor] = {
-            (hop, who): torch.zeros(binding.elements) for hop in fed for who in range(len(members.nodes))
+            (hop, who): torch.zeros(transfer.elements) for hop in fed for who in range(len(members.nodes))
         }
 
     def sum(self, each: torch.Tensor) -> torch.Tensor:
@@ -223,9 +223,9 @@ def _as_the_oracle(shape: Topology) -> None:
         route = ("two-hop", "one-hop")[number % 3 == 2]
         op = (Op.REDUCE_SCATTER, Op.ALL_REDUCE)[number % 2]
         members = _members(shape)
-        binding = _binding(op, Wire(route, codec, feedback), shape, elements, dtype, members)
-        collective, oracle = _bind(binding, members), Oracle(binding, members, feedback)
-        start, end = binding.bounds(members)
+        transfer = _transfer(op, Transport(route, codec, feedback), shape, elements, dtype, members)
+        collective, oracle = _select(transfer, members), Oracle(transfer, members, feedback)
+        start, end = transfer.bounds(members.slot)
         for turn in range(3):
             each = _each(shape, elements, dtype, seed=turn)
             region = each[dist.get_rank()].clone()
@@ -246,9 +246,11 @@ def _telescope(shape: Topology) -> None:
     elements, turns = 1009, 6
     for codec in ("int4:64", "int8:whole", "int4:256+hadamard+stochastic", "e5m2"):
         members = _members(shape)
-        binding = _binding(Op.REDUCE_SCATTER, Wire("two-hop", codec, "both"), shape, elements, "float32", members)
-        collective = _bind(binding, members)
-        start, end = binding.bounds(members)
+        transfer = _transfer(
+            Op.REDUCE_SCATTER, Transport("two-hop", codec, "both"), shape, elements, "float32", members
+        )
+        collective = _select(transfer, members)
+        start, end = transfer.bounds(members.slot)
         came_out, went_in = torch.zeros(2, elements, dtype=torch.float64)
         for turn in range(turns):
             each = _each(shape, elements, "float32", seed=turn)
@@ -256,23 +258,23 @@ def _telescope(shape: Topology) -> None:
             region = each[dist.get_rank()].clone()
             collective.run(region, region[start:end], workspace())
             came_out[start:end] += region[start:end]
-        found = came_out + _kept(collective, binding, members)
+        found = came_out + _kept(collective, transfer, members)
         dist.all_reduce(found)
         # Some ten additions a turn of at most 32 in float32; what a codec here rounds away in one turn is over 0.01.
         assert _distance(found, went_in) < turns * 10 * 32 * 2**-24, codec
 
 
-def _kept(collective: Collective, binding: Binding, members: GroupRank) -> torch.Tensor:
+def _kept(collective: Collective, transfer: Transfer, members: GroupRank) -> torch.Tensor:
     """What this rank keeps of each element. Hops bring pieces in the order of `collectives/all_to_all.py`."""
-    grid, parts = members.grid, binding.parts(members)
+    grid, parts = members.grid, transfer.parts
     first = [grid.at(node, place) for place in range(grid.width) for node in range(grid.nodes)]
     second = [grid.at(node, members.position % grid.width) for node in range(grid.nodes)]
-    total = torch.zeros(binding.elements, dtype=torch.float64)
+    total = torch.zeros(transfer.elements, dtype=torch.float64)
     for kept, order in zip(collective.state, [first] if grid.plain else [first, second], strict=True):
         for pieces, part in zip(kept.view(parts, len(order), -1), range(parts), strict=True):
             for cell, position in zip(pieces, order, strict=True):
                 piece = Piece(members.group.slots[position], part, parts)
-                start, end = piece_bounds(binding.elements, len(members.nodes), piece, binding.grain)
+                start, end = piece_bounds(transfer.elements, len(members.nodes), piece, transfer.grain)
                 total[start:end] += cell[: end - start]
     return total
 
@@ -284,8 +286,8 @@ def test_what_is_not_finite_is_seen_by_every_rank_and_poisons_no_feedback(world:
 def _overflow() -> None:
     shape, elements = Topology(2, 2), 512
     members = _members(shape)
-    wire = Wire("two-hop", "int4:64", "both")
-    collective = _bind(_binding(Op.ALL_REDUCE, wire, shape, elements, "float32", members), members)
+    transport = Transport("two-hop", "int4:64", "both")
+    collective = _select(_transfer(Op.ALL_REDUCE, transport, shape, elements, "float32", members), members)
     for poison in (float("nan"), float("inf"), 0.0):
         region = torch.ones(elements)
         if dist.get_rank() == 3:
@@ -308,13 +310,13 @@ def _change() -> None:
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
     for step in range(4):
         entry.loss(model, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
-        executed = {(t.elements, t.wire) for t in towpath.stats(model).last_step if t.kind is Kind.REDUCE}
+        executed = {(t.elements, t.transport) for t in towpath.stats(model).last_step if t.kind is TransferKind.REDUCE}
         planned = towpath.schedule(strategy.at(step), entry.make(torch.float32)).transfers
-        assert executed == {(t.elements, t.wire) for t in planned if t.kind is Kind.REDUCE}
-        assert {wire.encoding is not None for _, wire in executed} == {step < 2}
+        assert executed == {(t.elements, t.transport) for t in planned if t.kind is TransferKind.REDUCE}
+        assert {transport.encoding is not None for _, transport in executed} == {step < 2}
         if step < 3:
             model.zero_grad()
-    plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero3", shape, reduce=Wire("two-hop")))
+    plain: Any = towpath.shard(entry.make(torch.float32), towpath.strategy("zero3", shape, reduce=Transport("two-hop")))
     entry.loss(plain, *entry.micro_batch(dist.get_rank(), 0, 0, torch.float32)).backward()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
@@ -340,13 +342,17 @@ def _weights_change() -> None:
     x = torch.ones(2, 8)
     for after in (0, 2):
         torch.manual_seed(0)
-        codec = Wire(codec="int8", after=after)
+        codec = Transport(codec="int8", after=after)
         strategy = replace(towpath.strategy("zero3", Topology(2, 2)), gather=codec, backward_gather=codec)
         model: Any = towpath.shard(nn.Sequential(_TwoDtypes(), _TwoDtypes()), strategy, units=[_TwoDtypes])
         for step in range(4):
             out = model(x)
             out.sum().backward()
-            executed = {t.wire.encoding is not None for t in towpath.stats(model).last_step if t.kind is Kind.GATHER}
+            executed = {
+                t.transport.encoding is not None
+                for t in towpath.stats(model).last_step
+                if t.kind is TransferKind.GATHER
+            }
             assert executed == {step >= after}
             model.zero_grad()
         outputs.append(out.detach())
@@ -362,7 +368,7 @@ def test_what_the_optimizer_works_on_is_never_rounded_by_what_it_publishes(
 
 def _published(served: dict[str, int]) -> None:
     shape, entry = Topology(2, 2), MODELS["gpt"]
-    strategy = replace(towpath.strategy("zero1", shape), publish=Wire(codec="int8", **served))
+    strategy = replace(towpath.strategy("zero1", shape), param_sync=Transport(codec="int8", **served))
     model: Any = towpath.shard(entry.make(torch.float32), strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     before = [p.full_tensor().clone() for p in model.parameters()]

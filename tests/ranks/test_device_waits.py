@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import towpath
 from tests.ranks.server import World
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 
@@ -47,8 +47,8 @@ def _wait_as_for_a_device(model: Any, unit: str) -> str:
     wiring = model.towpath_engine.wiring
     peers, aborted = wiring.record.peers, threading.Event()
     peers._groups.abort = aborted.set
-    gathers: list[Transfer] = [t for t in wiring.record.last_step if t.kind is Kind.GATHER and t.unit == unit]
-    wiring.journal.note(Kind.GATHER, unit)
+    gathers: list[Transfer] = [t for t in wiring.record.last_step if t.kind is TransferKind.GATHER and t.unit == unit]
+    wiring.journal.note(TransferKind.GATHER, unit)
     peers.journal = wiring.journal
     peers.activity.enqueued(Never(), gathers[:1])
     assert aborted.wait(50), "nobody has aborted what the device waits for"

@@ -24,7 +24,7 @@ from towpath.codecs.kernels import reference
 from towpath.core import routes
 from towpath.core.formats import Codec
 from towpath.core.routes import Op, hops_of
-from towpath.core.strategy import GRADIENTS, Kind
+from towpath.core.strategy import GRADIENTS, TransferKind
 from towpath.core.unit_plan import BucketPlan
 from towpath.topology.cluster import Extent, Topology
 
@@ -126,14 +126,14 @@ def _codecs(model: Any) -> dict[str, tuple[Codec | None, Codec | None, BucketPla
     found: dict[str, tuple[Codec | None, Codec | None, BucketPlan]] = {}
     for unit in model.towpath_engine.units:
         for bucket in unit.buckets:
-            weights = _codec_of(bucket.plan, Kind.PUBLISH, Kind.GATHER)
+            weights = _codec_of(bucket.plan, TransferKind.PARAM_SYNC, TransferKind.GATHER)
             gradients = _codec_of(bucket.plan, *GRADIENTS)
             found |= {place.names[0]: (weights, gradients, bucket.plan) for place in bucket.layout.places}
     return found
 
 
-def _codec_of(plan: BucketPlan, *kinds: Kind) -> Codec | None:
-    return next((t.wire.encoding for kind in kinds for t in plan.transfers[kind] if t.wire.encoding), None)
+def _codec_of(plan: BucketPlan, *kinds: TransferKind) -> Codec | None:
+    return next((t.transport.encoding for kind in kinds for t in plan.transfers[kind] if t.transport.encoding), None)
 
 
 def _masters(model: Any) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ def _check_gradient(
 
 
 def _roundings(plan: BucketPlan) -> int:
-    encoded = [t for kind in GRADIENTS for t in plan.transfers[kind] if t.wire.encoding]
+    encoded = [t for kind in GRADIENTS for t in plan.transfers[kind] if t.transport.encoding]
     return sum(len(hops_of(t.route, t.grid)) + (t.move.op is Op.ALL_REDUCE) for t in encoded)
 
 
@@ -311,7 +311,7 @@ def _train_as_shipped(smallest_part_bytes: int) -> None:
             _check_accumulation(model, plain, _wide_loss, SQUARE)
             optimizer.step()
             optimizer.zero_grad()
-        parts = {(t.kind, t.parts, str(t.wire.encoding)) for t in towpath.stats(model).last_step}
-        assert {(Kind.GATHER, 4, "int8:256"), (Kind.REDUCE, 2, "int4:256")} <= parts
+        parts = {(t.kind, t.parts, str(t.transport.encoding)) for t in towpath.stats(model).last_step}
+        assert {(TransferKind.GATHER, 4, "int8:256"), (TransferKind.REDUCE, 2, "int4:256")} <= parts
     finally:
         routes.SMALLEST_PART_BYTES = before

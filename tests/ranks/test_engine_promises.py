@@ -129,7 +129,7 @@ def test_no_gradient_of_a_frozen_base_is_in_the_schedule(label: str) -> None:
         assert found == {False: sorted(frozen * count), True: sorted(thin * count)}
         slices = strategy.moves.optimizer.count * 32
         trainable = -(-2 * 2 * WIDTH * count // slices) * slices
-        for kind in ("reduce", "sync", "publish"):
+        for kind in ("reduce", "grad_sync", "param_sync"):
             moved = [t for t in plan.transfers if t.kind == kind and t.unit == block.spec.name]
             # Each moves all that trains, or the part of it that a group of ranks shares, and nothing else.
             assert all(t.elements * t.move.regions == trainable for t in moved), kind

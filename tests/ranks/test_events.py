@@ -48,10 +48,10 @@ def _compare(name: str) -> None:
         for micro in range(MICRO_STEPS):
             with nullcontext() if micro == MICRO_STEPS - 1 else model.no_sync():
                 entry.loss(model, *entry.micro_batch(dist.get_rank(), micro, 0, torch.float64)).backward()
-    facts = [unit.plan.facts(len(unit.modules)) for unit in engine.units]
-    machine = StepMachine(facts)
+    plans = [unit.plan for unit in engine.units]
+    machine = StepMachine(plans, modules=[len(unit.modules) for unit in engine.units])
     expected = _noted(machine)
-    list(steady_step(machine, facts, MICRO_STEPS))
+    list(steady_step(machine, plans, MICRO_STEPS))
     names = [unit.name or "root" for unit in engine.units]
     told, steady = _told(found, names), _told(expected, names)
     assert told == steady, "\n".join(difflib.unified_diff(steady, told, "steady", "hooks", lineterm=""))

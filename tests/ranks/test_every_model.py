@@ -40,7 +40,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import TOLERANCE, Loss, Twin, distance
 from towpath import Topology, errors
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.engine.layout import lay_out
 
 Worlds = Callable[[int], World]
@@ -137,7 +137,12 @@ def _train_checkpointed(how: str, where: str, label: str) -> None:
     # Nothing is gathered, or reduced, twice for a recomputation: the step is the schedule's, queue by queue.
     expected = towpath.schedule(strategy_of(label, SHAPE), twin.sharded, micro_steps=2).transfers
     found = towpath.stats(twin.sharded).last_step
-    for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):
+    for kinds in (
+        {TransferKind.GATHER, TransferKind.BACKWARD_GATHER},
+        {TransferKind.REDUCE},
+        {TransferKind.GRAD_SYNC, TransferKind.UNUSED_PARAMS},
+        {TransferKind.PARAM_SYNC},
+    ):
         assert [t for t in found if t.kind in kinds] == [t for t in expected if t.kind in kinds]
 
 
@@ -145,17 +150,17 @@ def _train_checkpointed(how: str, where: str, label: str) -> None:
 def test_a_recomputation_gathers_from_the_backward_copy_not_across_nodes(world: Worlds, how: str) -> None:
     for plain, checkpointed in world(4).run(_inter_bytes_of_gathers, how):
         assert plain == checkpointed
-        assert checkpointed[Kind.GATHER] > 0
-        assert checkpointed[Kind.BACKWARD_GATHER] == 0
+        assert checkpointed[TransferKind.GATHER] > 0
+        assert checkpointed[TransferKind.BACKWARD_GATHER] == 0
 
 
-def _inter_bytes_of_gathers(how: str) -> list[dict[Kind, int]]:
-    sent: list[dict[Kind, int]] = []
+def _inter_bytes_of_gathers(how: str) -> list[dict[TransferKind, int]]:
+    sent: list[dict[TransferKind, int]] = []
     for call in (None, CHECKPOINTS[how]):
         twin = Twin(lambda call=call: _chain(outer=call), _loss, "hpz", SHAPE)
         twin.train(steps=2)
         last = towpath.stats(twin.sharded).last_step
-        kinds = (Kind.GATHER, Kind.BACKWARD_GATHER)
+        kinds = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
         sent.append({kind: sum(t.inter_bytes for t in last if t.kind is kind) for kind in kinds})
     return sent
 

@@ -19,7 +19,7 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath.codecs.kernels import reference
 from towpath.core.formats import Codec
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import ShardTensorError, StrategyError
 
 Worlds = Callable[[int], World]
@@ -141,7 +141,7 @@ def _executed(label: str) -> None:
         optimizer.zero_grad()
     schedule = towpath.schedule(strategy, model, 1)
     frozen = [t for t in schedule.transfers if t.bucket.endswith("frozen")]
-    assert frozen and {t.kind for t in frozen} <= {Kind.GATHER, Kind.BACKWARD_GATHER}
+    assert frozen and {t.kind for t in frozen} <= {TransferKind.GATHER, TransferKind.BACKWARD_GATHER}
     assert sum(t.inter_bytes for t in frozen) == 0
     assert sum(t.inter_bytes for t in schedule.transfers) > 0
     stats = towpath.stats(model)

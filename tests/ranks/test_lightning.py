@@ -18,7 +18,7 @@ from tests.ranks.launched import launched
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from towpath.errors import ShardError
-from towpath.optim import whole_matrices
+from towpath.optim import owner_stepped
 
 Worlds = Callable[[int], World]
 
@@ -104,15 +104,15 @@ def _differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.mark.parity
 def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_whole_matrices, tmp_path)) <= 1e-9
+    assert max(world(2).run(_owner_stepped, tmp_path)) <= 1e-9
 
 
-def _whole_matrices(folder: Path) -> float:
+def _owner_stepped(folder: Path) -> float:
     def adafactor(module: Any) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(module.parameters(), lr=1e-2)
 
     with launched():
-        plain, ours = _module(adafactor), _module(lambda module: whole_matrices(adafactor(module)))
+        plain, ours = _module(adafactor), _module(lambda module: owner_stepped(adafactor(module)))
         for strategy, module in (("ddp", plain), ("towpath", ours)):
             _trainer(strategy, folder).fit(module, _rows())
         return _differences(_values(ours), _values(plain))

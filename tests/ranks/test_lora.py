@@ -18,7 +18,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.twin import TOLERANCE, Twin
 from towpath import checkpoint
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 
 Worlds = Callable[[int], World]
 SHAPE = towpath.Topology(2, 2)
@@ -128,7 +128,7 @@ def _crossing(name: str, topology: towpath.Topology, **options: Any) -> tuple[fl
     frozen = [t for t in made.transfers if t.bucket.endswith("frozen")]
     forward, backward = (
         sum(t.inter_bytes for t in frozen if t.kind is kind) / FROZEN_BYTES
-        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER)
+        for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
     )
     return forward, backward
 

@@ -61,7 +61,7 @@ def _gradients(model: Any) -> list[torch.Tensor]:
     return [p.grad.full_tensor().clone() for p in model.parameters()]
 
 
-def _syncs(model: Any) -> list[LowRankSync]:
+def _grad_syncs(model: Any) -> list[LowRankSync]:
     buckets = [bucket for unit in model.towpath_engine.units for bucket in unit.buckets]
     return [bucket.gradients.low_rank for bucket in buckets if bucket.gradients.low_rank is not None]
 
@@ -74,7 +74,7 @@ def test_sums_of_as_many_samples_as_the_rank_are_exact(world: Worlds, name: str)
 def _exact(name: str) -> None:
     """One sample on each of four ranks: a weight's gradient is the sum of four products of two vectors."""
     plain, coded = _sharded(name), _sharded(name, gradients="low-rank:4")
-    assert _syncs(coded) and not _syncs(plain)
+    assert _grad_syncs(coded) and not _grad_syncs(plain)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (plain, coded)]
     for step in range(5):
         norms: list[float] = []
@@ -106,7 +106,7 @@ def _nothing_is_lost() -> None:
             _backward(model, step, samples=5)
             for sum_, gradient in zip(total, _gradients(model), strict=True):
                 sum_.add_(gradient, alpha=4)
-    kept = [error.clone() for sync in _syncs(coded) for error in _errors(sync)]
+    kept = [error.clone() for grad_sync in _grad_syncs(coded) for error in _errors(grad_sync)]
     for error in kept:
         dist.all_reduce(error)
     assert any(float(error.norm()) > 1e-3 for error in kept), "rank 2 misses something of these"
@@ -118,10 +118,10 @@ def _nothing_is_lost() -> None:
             assert torch.allclose(out, into, rtol=0, atol=1e-12), "what is no matrix travels as it is"
 
 
-def _errors(sync: LowRankSync) -> list[torch.Tensor]:
-    _, errors = sync.state
-    sizes = [m.rows * m.columns for m in sync.factored.matrices]
-    return [e.view(m.rows, m.columns) for e, m in zip(errors.split(sizes), sync.factored.matrices, strict=True)]
+def _errors(grad_sync: LowRankSync) -> list[torch.Tensor]:
+    _, errors = grad_sync.state
+    sizes = [m.rows * m.columns for m in grad_sync.factored.matrices]
+    return [e.view(m.rows, m.columns) for e, m in zip(errors.split(sizes), grad_sync.factored.matrices, strict=True)]
 
 
 def test_without_feedback_nothing_but_where_to_start_is_kept(world: Worlds) -> None:
@@ -131,7 +131,7 @@ def test_without_feedback_nothing_but_where_to_start_is_kept(world: Worlds) -> N
 def _no_feedback() -> None:
     model = _sharded("zero1", gradients="low-rank:2", feedback="none")
     _backward(model, 0, samples=5)
-    assert all(len(sync.state) == 1 for sync in _syncs(model))
+    assert all(len(grad_sync.state) == 1 for grad_sync in _grad_syncs(model))
 
 
 def test_all_ranks_get_the_same_bits(world: Worlds) -> None:
@@ -146,7 +146,7 @@ def _bits() -> list[bytes]:
         optimizer.zero_grad()
         _backward(model, step, samples=6)
         optimizer.step()
-    kept = [sync.state[0] for sync in _syncs(model)]
+    kept = [grad_sync.state[0] for grad_sync in _grad_syncs(model)]
     return [t.detach().clone().numpy().tobytes() for t in (*(p.full_tensor() for p in model.parameters()), *kept)]
 
 
@@ -159,12 +159,12 @@ def _overflow() -> None:
     for each in (model, twin):
         _backward(each, 0, samples=5)
         each.zero_grad()
-    before = [[kept.clone() for kept in sync.state] for sync in _syncs(model)]
+    before = [[kept.clone() for kept in grad_sync.state] for grad_sync in _grad_syncs(model)]
     poison = torch.full((WIDTH,), float("inf") if dist.get_rank() == 2 else 1.0, dtype=torch.float64)
     (model(_input(1, dist.get_rank(), 5)) * poison).square().sum().backward()
     assert not all(bool(g.isfinite().all()) for g in _gradients(model)), "an overflow is never hidden"
-    for sync, kept in zip(_syncs(model), before, strict=True):
-        assert all(torch.equal(mine, was) for mine, was in zip(sync.state, kept, strict=True))
+    for grad_sync, kept in zip(_grad_syncs(model), before, strict=True):
+        assert all(torch.equal(mine, was) for mine, was in zip(grad_sync.state, kept, strict=True))
     model.zero_grad()
     for each in (model, twin):
         _backward(each, 2, samples=5)
@@ -186,7 +186,7 @@ def _warm_up() -> None:
             _backward(each, step, samples=5)
         same = [torch.equal(a, b) for a, b in zip(_gradients(model), _gradients(plain), strict=True)]
         matrices = [p.dim() == 2 for p in _model().parameters()]
-        assert bool(_syncs(model)) == (step >= 1), "of the step that comes"
+        assert bool(_grad_syncs(model)) == (step >= 1), "of the step that comes"
         assert all(same) if step < 2 else not any(s for s, is_matrix in zip(same, matrices, strict=True) if is_matrix)
         executed = {(t.kind, t.elements) for t in towpath.stats(model).last_step}
         planned = {(t.kind, t.elements) for t in towpath.schedule(made.at(step), model).transfers}
@@ -215,7 +215,7 @@ def _narrow(label: str) -> None:
             for sum_, gradient in zip(total, _gradients(model), strict=True):
                 sum_.add_(gradient, alpha=30 / steps)
         found.append(total)
-        sent = {t.dtype for t in towpath.stats(model).last_step if t.kind.value == "sync"}
+        sent = {t.dtype for t in towpath.stats(model).last_step if t.kind.value == "grad_sync"}
         assert sent == {str(reduce).removeprefix("torch.")}
     plain, coded = found
     off = sum(float((a - b).norm()) ** 2 for a, b in zip(coded, plain, strict=True)) ** 0.5

@@ -121,7 +121,7 @@ def _apart() -> None:
         for p in run.model.parameters():
             p.add_(1.0)
     assert torch.equal(bucket.shard, before)
-    engine_of(run.model).publish()
+    engine_of(run.model).param_sync()
     engine_of(run.model).wiring.queues.finish()
     assert torch.equal(bucket.shard, bucket.master) and not torch.equal(bucket.shard, before)
     assert bucket.gradients.sums is not None and bucket.gradients._mean is not None

@@ -109,8 +109,8 @@ WHOLE_MATRICES: dict[str, Make] = {
 def test_what_needs_whole_matrices_is_refused_at_its_first_step_with_what_to_do(world: Worlds) -> None:
     for texts in world(2).run(_refuse):
         for name, text in texts.items():
-            assert f"{name} works on whole tensors" in text, text
-            assert f"towpath.optim.whole_matrices({name}(…))" in text and "take an elementwise optimizer" in text, text
+            assert f"{name} works on full tensors" in text, text
+            assert f"towpath.optim.owner_stepped({name}(…))" in text and "take an elementwise optimizer" in text, text
 
 
 def _refuse() -> dict[str, str]:
@@ -128,10 +128,10 @@ def _refuse() -> dict[str, str]:
 
 
 def test_what_couples_parameters_is_not_sent_to_whole_matrices(world: Worlds) -> None:
-    """Its first step says so: whole_matrices() would refuse it."""
+    """Its first step says so: owner_stepped() would refuse it."""
     for text in world(2).run(_refuse_coupled):
-        assert "OneStepSize works on whole tensors" in text, text
-        assert "whole_matrices(OneStepSize(…)) cannot step it either: what step() writes into its groups" in text, text
+        assert "OneStepSize works on full tensors" in text, text
+        assert "owner_stepped(OneStepSize(…)) cannot step it either: what step() writes into its groups" in text, text
         assert "Instead, take an elementwise optimizer" in text and "Call towpath" not in text, text
 
 
@@ -161,9 +161,7 @@ class KeepsPlainStates(optim.Optimizer):
 
 def test_an_optimizer_with_plain_states_is_told_what_to_do(world: Worlds) -> None:
     for text in world(2).run(_refuse_plain_states):
-        assert "If KeepsPlainStates made it itself: Call towpath.optim.whole_matrices(KeepsPlainStates(…))" in text, (
-            text
-        )
+        assert "If KeepsPlainStates made it itself: Call towpath.optim.owner_stepped(KeepsPlainStates(…))" in text, text
 
 
 def _refuse_plain_states() -> str:
@@ -182,7 +180,7 @@ def _count_once() -> None:
     twin = _twin("zero3", lambda ps: optim.SGD(ps, lr=0.1, momentum=0.9))
     assert towpath.stats(twin.sharded).memory_bytes["optimizer"] == 0
     first, *others = twin.sharded.parameters()
-    twin.optimizer = towpath.optim.together(*(optim.SGD(ps, lr=0.1, momentum=0.9) for ps in ([first], others)))
+    twin.optimizer = towpath.optim.chain(*(optim.SGD(ps, lr=0.1, momentum=0.9) for ps in ([first], others)))
     twin.train(1)
     held = sum(p.to_local().nbytes for p in (first, *others))
     assert towpath.stats(twin.sharded).memory_bytes["optimizer"] == held

@@ -22,8 +22,8 @@ import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from towpath.core.pipeline import PassKind, messages
-from towpath.core.strategy import Kind
-from towpath.core.wire import Wire
+from towpath.core.strategy import TransferKind
+from towpath.core.transport import Transport
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
@@ -280,8 +280,8 @@ def _coded_activations(schedule: str) -> None:
 
 
 WARM_UP = Compression(
-    Wire(codec="low-rank:2", feedback="first", after=2),
-    Wire(codec="int8+stochastic", feedback="first", after=1, until=3),
+    Transport(codec="low-rank:2", feedback="first", after=2),
+    Transport(codec="int8+stochastic", feedback="first", after=1, until=3),
 )
 
 
@@ -319,7 +319,9 @@ def _warm_up(schedule: str) -> tuple[list[float], list[float], dict[str, list[in
     topology = towpath.Topology(2, 1)
     planned = [_message_bytes(made[0].schedule(topology, step=step).transfers) for step in range(4)]
     done = made[0].stats().transfers
-    counted = _message_bytes(t for t in done if t.transfer.kind in (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT))
+    counted = _message_bytes(
+        t for t in done if t.transfer.kind in (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
+    )
     return losses[0], losses[1], ends, planned, counted
 
 
@@ -333,7 +335,7 @@ def _weighed(inner: Any, found: list[int], engine: Any) -> Any:
 
 
 def _message_bytes(transfers: Iterable[Any]) -> int:
-    messages = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)
+    messages = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
     return sum(t.inter_bytes + t.intra_bytes for t in transfers if getattr(t, "kind", messages[0]) in messages)
 
 
@@ -344,7 +346,7 @@ def test_an_evaluation_leaves_what_senders_of_outputs_carry(world: Worlds, sched
 
 def _evaluated_with_coded_outputs(schedule: str) -> None:
     """What a message has missed, and the seeds of stochastic rounding."""
-    options = {"compression": Compression(activations=Wire(codec="int8+stochastic", feedback="first"))}
+    options = {"compression": Compression(activations=Transport(codec="int8+stochastic", feedback="first"))}
     made = [_pipeline(2, 1, schedule, "ddp", 4, TOKENS, torch.float32, **options) for _ in range(2)]
     x, y = torch.randn((2, 4 * TOKENS, WIDTH), generator=torch.Generator().manual_seed(1))
     for step in range(3):
@@ -481,15 +483,15 @@ def _one_sum() -> None:
     assert pipeline._tied is not None and pipeline._tied.module is not None
     (both,) = pipeline._tied.schedules(4, pipeline._passes(0))
     assert both.ranks == (0, 1, 2, 3)
-    planned = [t for t in both.schedule.transfers if t.kind is not Kind.USAGE]
-    assert [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not Kind.USAGE] == [
-        *(t for t in planned if t.kind is Kind.PUBLISH),
-        *(t for t in planned if t.kind is not Kind.PUBLISH),
+    planned = [t for t in both.schedule.transfers if t.kind is not TransferKind.UNUSED_PARAMS]
+    assert [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not TransferKind.UNUSED_PARAMS] == [
+        *(t for t in planned if t.kind is TransferKind.PARAM_SYNC),
+        *(t for t in planned if t.kind is not TransferKind.PARAM_SYNC),
     ]
     sent, copies, size = sum(t.inter_bytes + t.intra_bytes for t in planned), 2, 24 * 16 * 8
     assert sent / (2 * copies) == size * (2 * copies - 1) / copies
     job = pipeline.schedule(towpath.Topology(2, 2))
-    assert sum(t.kind is Kind.SYNC and t.move.members == 4 for t in job.transfers) == 1
+    assert sum(t.kind is TransferKind.GRAD_SYNC and t.move.members == 4 for t in job.transfers) == 1
 
 
 def _check_norm(pipeline: Pipeline, stages: dist.ProcessGroup) -> None:
@@ -524,10 +526,10 @@ def _meeting() -> None:
     assert pipeline._tied is not None
     (both,) = pipeline._tied.schedules(4, pipeline._passes(0))
     assert both.ranks == (0, 1)
-    planned = [t for t in both.schedule.transfers if t.kind is not Kind.USAGE]
+    planned = [t for t in both.schedule.transfers if t.kind is not TransferKind.UNUSED_PARAMS]
     assert sum(t.inter_bytes + t.intra_bytes for t in planned) == 2 * 24 * 16 * 8  # of both ranks, with D = 2
     if pipeline._tied.module is not None:
-        found = [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not Kind.USAGE]
+        found = [t for t in towpath.stats(pipeline._tied.module).last_step if t.kind is not TransferKind.UNUSED_PARAMS]
         assert sorted(map(str, found)) == sorted(map(str, planned))
     assert (pipeline._tied.module is not None) is (dist.get_rank() < 2)
 
@@ -574,7 +576,12 @@ def _executed(strategy: str, schedule: str) -> None:
         optimizer.zero_grad()
     for index, module in pipeline.modules.items():
         planned, found = pipeline.stage_schedule(index).transfers, towpath.stats(module).last_step
-        for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):
+        for kinds in (
+            {TransferKind.GATHER, TransferKind.BACKWARD_GATHER},
+            {TransferKind.REDUCE},
+            {TransferKind.GRAD_SYNC, TransferKind.UNUSED_PARAMS},
+            {TransferKind.PARAM_SYNC},
+        ):
             # Queues run beside one another; within a queue the order counts.
             assert [t for t in found if t.kind in kinds] == [t for t in planned if t.kind in kinds], (index, kinds)
 

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
+from tests.ranks.test_auto import laid_out
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, WIDTH, _batch, _loss, _token_loss
 from towpath.errors import MismatchError, StepError
 from towpath.pipeline import Compression, Pipeline, split
@@ -52,6 +53,20 @@ def _made(schedule: str = "1F1B", strategy: str = "zero1", **options: Any) -> Pi
         "example": torch.empty(BATCH, WIDTH).double(),
     }
     return Pipeline(**given | options)
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_pipeline_lays_each_stage_out_once(world: Worlds, schedule: str) -> None:
+    world(4).run(_lays_each_stage_out_once, schedule)
+
+
+def _lays_each_stage_out_once(schedule: str) -> None:
+    with laid_out() as models:
+        made = _made(schedule)
+    assert list(map(id, models)) == list(map(id, made.modules.values()))
 
 
 # --- construction ----------------------------------------------------------------------------------------------------

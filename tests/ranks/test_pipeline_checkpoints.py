@@ -20,14 +20,14 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, _gpt, _token_loss, _tokens
 from towpath import checkpoint
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.errors import CheckpointError
 from towpath.pipeline import Compression, Pipeline, split
 
 Worlds = Callable[[int], World]
 
 # 12 positions of a micro-batch × 16: matrices of which rank 2 is less. All that has a state.
-LOSSY = Compression("low-rank:2", gradients=Wire(codec="low-rank:2", feedback="first"), share_of_stages=0.5)
+LOSSY = Compression("low-rank:2", gradients=Transport(codec="low-rank:2", feedback="first"), share_of_stages=0.5)
 
 
 def _made(sizes: tuple[int, int], schedule: str, strategy: str, tied: bool, **options: Any) -> Pipeline:
@@ -85,9 +85,9 @@ def _resumed(folder: str, schedule: str, strategy: str, options: dict[str, Any])
 
 # Of four steps the last encodes: messages in both directions, and the first stage's gradients.
 WARM_UP = Compression(
-    Wire(codec="low-rank:2", feedback="first", after=3),
-    Wire(codec="low-rank:2", feedback="first", after=3),
-    Wire(codec="low-rank:2", feedback="first", after=3),
+    Transport(codec="low-rank:2", feedback="first", after=3),
+    Transport(codec="low-rank:2", feedback="first", after=3),
+    Transport(codec="low-rank:2", feedback="first", after=3),
     share_of_stages=0.5,
 )
 

@@ -38,7 +38,7 @@ from tests.ranks.test_pipeline import (
     _tokens,
 )
 from tests.ranks.test_start import BOTH, _gpus, _recorded
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import StepError, TowpathError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.topology.groups import Groups, new_group
@@ -137,10 +137,10 @@ def _schedule_with_tensor_parallelism() -> None:
         units=[Block],
     )
     found = pipeline.schedule(towpath.Topology(2, 4)).transfers
-    sends = [(t.kind, g.ranks) for t in found if t.kind is Kind.ACTIVATION for g in t.move.groups]
+    sends = [(t.kind, g.ranks) for t in found if t.kind is TransferKind.ACTIVATION for g in t.move.groups]
     assert sorted({ranks for _, ranks in sends}) == [(rank, rank + 4) for rank in range(4)]
     assert len(sends) == 4 * MICRO_BATCHES
-    summed = {g.ranks for t in found if t.kind is Kind.SYNC for g in t.move.groups}
+    summed = {g.ranks for t in found if t.kind is TransferKind.GRAD_SYNC for g in t.move.groups}
     assert summed == {(0, 2), (1, 3), (4, 6), (5, 7)}
 
 
@@ -188,7 +188,7 @@ def _first_stage_in_low_rank(strategy: str) -> None:
         mine_whole, theirs_whole = (g.full_tensor() for g in grads)
         assert torch.allclose(mine_whole, theirs_whole, rtol=0, atol=1e-12), name
     job = found[0].schedule(towpath.Topology(4, 1))
-    encoded = [t.wire.low_rank is not None for t in job.transfers if t.kind is Kind.SYNC]
+    encoded = [t.transport.low_rank is not None for t in job.transfers if t.kind is TransferKind.GRAD_SYNC]
     assert any(encoded) and not all(encoded)
     assert job.cable_bytes(0) < job.cable_bytes(2)
 
@@ -354,7 +354,7 @@ def _tied_and_tensor_parallel(fused: bool, steps: int) -> None:
 def _summed_by_the_ends(pipeline: Pipeline) -> int:
     assert pipeline._tied is not None
     stages = pipeline._tied.schedules(4, pipeline._passes(0))
-    kinds = {Kind.SYNC, Kind.REDUCE, Kind.PUBLISH}
+    kinds = {TransferKind.GRAD_SYNC, TransferKind.REDUCE, TransferKind.PARAM_SYNC}
     return sum(t.inter_bytes + t.intra_bytes for s in stages for t in s.schedule.transfers if t.kind in kinds)
 
 

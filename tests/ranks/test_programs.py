@@ -172,7 +172,7 @@ def _allowed() -> None:
 
 def test_an_optimizer_that_steps_what_was_not_sharded_besides_says_so_once(world: Worlds) -> None:
     for said in world(2).run(_beside):
-        assert len(said) == 1 and "SGD steps 2 parameters beside those of the sharded model" in said[0], said
+        assert len(said) == 1 and "SGD steps 2 parameters besides those of the sharded model" in said[0], said
 
 
 def _beside() -> list[str]:
@@ -259,7 +259,7 @@ def _agree(precision: Any, whole_product: bool) -> None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        assert model.towpath_engine._usage._values._is_taken, label
+        assert model.towpath_engine._unused_params._values._is_taken, label
 
 
 def _has_copies(label: str, shape: towpath.Topology) -> bool:

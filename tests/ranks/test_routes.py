@@ -19,12 +19,12 @@ from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
 from towpath.collectives.bound_transfer import CoalescedAllGather, RankTransfer, select
-from towpath.collectives.collective import Binding, Collective, GroupRank
+from towpath.collectives.collective import Collective, GroupRank
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.errors import StepError
 from towpath.topology.cluster import Topology
 
@@ -49,7 +49,7 @@ def _members(shape: Topology, local_major: bool = False, group: Any = None) -> G
 
 def _transfer(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Transfer:
     payload = Range("block", "float", elements, dtype)
-    return Transfer(Kind.SYNC, payload, GroupCollective(op, 1, (members.group,)), Wire(route), shape)
+    return Transfer(TransferKind.GRAD_SYNC, payload, GroupCollective(op, 1, (members.group,)), Transport(route), shape)
 
 
 def _collective(op: Op, route: str, shape: Topology, elements: int, dtype: str, members: GroupRank) -> Collective:
@@ -166,8 +166,8 @@ def _coalesced(shape: Topology, local_major: bool) -> None:
     for route in ROUTES:
         dtypes = ("float32", "bfloat16", "float32", "uint8", "float64")
         sizes = [shape.world * n for n in (5, 3, 0, 7, 100)]
-        bindings = [Binding(Op.ALL_GATHER, route, n, getattr(torch, d), d) for n, d in zip(sizes, dtypes, strict=True)]
-        together = CoalescedAllGather(bindings, members, "gloo", torch.device("cpu"))
+        gathers = [_transfer(Op.ALL_GATHER, route, shape, n, d, members) for n, d in zip(sizes, dtypes, strict=True)]
+        together = CoalescedAllGather(gathers, members, "gloo", torch.device("cpu"))
         expected = [_values(n, d, i) for i, (n, d) in enumerate(zip(sizes, dtypes, strict=True))]
         regions = [torch.zeros_like(e) for e in expected]
         together.run(regions, [_own(e, members).clone() for e in expected], workspace())
@@ -215,7 +215,7 @@ def _misfit(shape: Topology) -> None:
     members = _members(shape)
     transfer = _transfer(Op.ALL_GATHER, "ho-ring", shape, 240, "float32", members)
     collective = select(transfer, members, "gloo", torch.device("cpu"))
-    bound = RankTransfer(transfer, Binding.of(transfer), members, collective, Unobserved())
+    bound = RankTransfer(transfer, members, collective, Unobserved())
     good = torch.zeros(240)
     for region, shard, words in (
         (torch.zeros(239), good[:60], "got a region of 239 elements of torch.float32, expected 240"),

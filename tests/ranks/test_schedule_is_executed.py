@@ -18,7 +18,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath.collectives import point_to_point as messages
 from towpath.core.routes import ROUTES, Grid, Op, parts_of, sends
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 
 Worlds = Callable[[int], World]
 
@@ -56,7 +56,12 @@ def _compare_transfers(topology: towpath.Topology, micro_steps: int, part: int) 
             _train(model, micro_steps)
         expected = towpath.schedule(strategy, model, micro_steps).transfers
         found = towpath.stats(model).last_step
-        for kinds in ({Kind.GATHER, Kind.BACKWARD_GATHER}, {Kind.REDUCE}, {Kind.SYNC, Kind.USAGE}, {Kind.PUBLISH}):
+        for kinds in (
+            {TransferKind.GATHER, TransferKind.BACKWARD_GATHER},
+            {TransferKind.REDUCE},
+            {TransferKind.GRAD_SYNC, TransferKind.UNUSED_PARAMS},
+            {TransferKind.PARAM_SYNC},
+        ):
             # Queues run beside one another; within a queue the order counts.
             assert [t for t in found if t.kind in kinds] == [t for t in expected if t.kind in kinds], label
         # And, so as not to ask the engine about itself: what the backend was asked for.
@@ -180,7 +185,7 @@ def _count_messages(label: str) -> None:
         optimizer.step()
     with _backend_calls() as calls, torch.no_grad():
         assert torch.allclose(model(x), plain(x))
-    gathers = [t for t in towpath.schedule(strategy, model, 1).transfers if t.kind is Kind.GATHER]
+    gathers = [t for t in towpath.schedule(strategy, model, 1).transfers if t.kind is TransferKind.GATHER]
     move = gathers[0].move
     nodes = list(map(topology.node_of, move.groups[0].ranks))
     route, packed = gathers[0].route, sum(t.region_bytes for t in gathers)
@@ -189,4 +194,4 @@ def _count_messages(label: str) -> None:
     assert len(gathers) == 4
     assert calls["messages"] == each, (dict(calls), each)
     schedule = towpath.schedule(strategy, model, 1)
-    assert towpath.stats(model).memory_bytes["wire"] == schedule.buffer_bytes()["wire"]
+    assert towpath.stats(model).memory_bytes["transport"] == schedule.buffer_bytes()["transport"]

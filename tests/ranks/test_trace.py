@@ -82,19 +82,19 @@ def _look_at_args() -> None:
     wanted = {(t.kind.value, t.unit or "root", t.micro_step) for t in scheduled if t.inter_bytes}
     assert found == wanted
     codecs = {i.track for i in trace.intervals if i.track.startswith("codec ")}
-    wires = {f"codec {t.wire.codec}" for t in scheduled if t.wire.encoding}
-    assert codecs == wires
-    assert {t.wire.encoding.name for t in scheduled if t.wire.encoding} == {"int8", "int4"}
+    transports = {f"codec {t.transport.codec}" for t in scheduled if t.transport.encoding}
+    assert codecs == transports
+    assert {t.transport.encoding.name for t in scheduled if t.transport.encoding} == {"int8", "int4"}
     elements: dict[tuple[str, str], int] = defaultdict(int)
     for interval in trace.intervals:
         if interval.track.startswith("codec "):
             elements[interval.track, interval.name] += int(interval.args["elements"])
     for transfer in scheduled:
-        if transfer.kind.value == "gather" and transfer.wire.encoding:
+        if transfer.kind.value == "gather" and transfer.transport.encoding:
             # Each rank encodes its quarter, and decodes all.
-            elements[f"codec {transfer.wire.codec}", "encode"] -= transfer.elements // SHAPE.world
-            elements[f"codec {transfer.wire.codec}", "decode"] -= transfer.elements
-    gathered = next(f"codec {t.wire.codec}" for t in scheduled if t.kind.value == "gather")
+            elements[f"codec {transfer.transport.codec}", "encode"] -= transfer.elements // SHAPE.world
+            elements[f"codec {transfer.transport.codec}", "decode"] -= transfer.elements
+    gathered = next(f"codec {t.transport.codec}" for t in scheduled if t.kind.value == "gather")
     assert elements[gathered, "encode"] == elements[gathered, "decode"] == 0
 
 

@@ -102,7 +102,7 @@ def test_what_a_run_in_stages_says_and_writes(world: Worlds, config: Callable[..
     assert others == [("", "")] * 3
     assert "2 stages, 1 on each rank, by 1F1B; 2 ranks hold each" in err
     assert "held-out loss" in err and "checkpoint: " in err
-    for kind in ("sync", "publish", "activation", "activation_gradient", "waiting for activation"):
+    for kind in ("grad_sync", "param_sync", "activation", "activation_gradient", "waiting for activation"):
         assert kind in out, kind
     rows = rows_of(mine)
     assert len(rows) == 4 and len({row["intra_bytes"] + row["inter_bytes"] for row in rows}) == 1

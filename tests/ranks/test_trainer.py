@@ -18,7 +18,7 @@ from tests.ranks.launched import launched
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath.errors import ShardError, TopologyError
-from towpath.optim import whole_matrices
+from towpath.optim import owner_stepped
 
 Worlds = Callable[[int], World]
 
@@ -122,10 +122,10 @@ def _trained_beside_ddp(folder: Path) -> float:
 
 
 def test_it_steps_whole_matrices(world: Worlds, tmp_path: Path) -> None:
-    assert max(world(2).run(_whole_matrices, tmp_path)) <= 1e-9
+    assert max(world(2).run(_owner_stepped, tmp_path)) <= 1e-9
 
 
-def _whole_matrices(folder: Path) -> float:
+def _owner_stepped(folder: Path) -> float:
     def adafactor(model: Any) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
@@ -134,9 +134,9 @@ def _whole_matrices(folder: Path) -> float:
         plain = _trainer(None, folder, optimizer=adafactor, **constant)
         plain.train()
         saved = {"save_strategy": "steps", "save_steps": 6, **constant}
-        first = _trainer("zero3", folder, steps=6, optimizer=lambda m: whole_matrices(adafactor(m)), **saved)
+        first = _trainer("zero3", folder, steps=6, optimizer=lambda m: owner_stepped(adafactor(m)), **saved)
         first.train()
-        again = _trainer("mics", folder, optimizer=lambda m: whole_matrices(adafactor(m)), **constant)
+        again = _trainer("mics", folder, optimizer=lambda m: owner_stepped(adafactor(m)), **constant)
         again.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
         found, expected = _whole(again), _whole(plain)
         return _differences(found, expected) if rank == 0 else 0.0
@@ -170,7 +170,7 @@ def _unwrapped(folder: Path) -> None:
 
     with launched():
         trainer = _trainer("zero3", folder, optimizer=lambda model: Adafactor(model.parameters()))
-        with pytest.raises(ShardError, match=r"Pass towpath.optim.whole_matrices\(Adafactor\(…\)\) instead"):
+        with pytest.raises(ShardError, match=r"Pass towpath.optim.owner_stepped\(Adafactor\(…\)\) instead"):
             trainer.train()
 
 

@@ -11,10 +11,10 @@ import torch
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group as Ranks
 from towpath.core.routes import Op
-from towpath.core.schedule import QUEUES, WAYS
-from towpath.core.strategy import Kind
+from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.engine.checks.activity import RankStatus, StallMonitor, _end, _report
 from towpath.engine.streams.queue import ThreadStream, make_stream
 from towpath.engine.streams.streams import CudaStream
@@ -24,7 +24,7 @@ from towpath.topology.groups import Groups
 
 def _gather(unit: str) -> Transfer:
     move = GroupCollective(Op.ALL_GATHER, 2, (Ranks((0, 1), (0, 1)),))
-    return Transfer(Kind.GATHER, Range(unit, "float32", 8, "float32"), move, Wire("flat"), Topology(2, 1))
+    return Transfer(TransferKind.GATHER, Range(unit, "float32", 8, "float32"), move, Transport("flat"), Topology(2, 1))
 
 
 @pytest.mark.parametrize("patience", [0.5, 1.0, 4.0, 5.0, 8.0, 60.0, 1800.0, 1801.0])
@@ -72,9 +72,9 @@ def test_ranks_compare_on_a_thread_also_where_a_gpu_computes(monkeypatch: pytest
     """So that whoever waits for the comparison can be told, meanwhile, that its peers will never come."""
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: object())
     device = torch.device("cuda")
-    kinds = {kind: type(make_stream(QUEUES[kind], device, WAYS[QUEUES[kind]])) for kind in Kind}
-    assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == {Kind.USAGE}
-    assert {stream for kind, stream in kinds.items() if kind is not Kind.USAGE} == {CudaStream}
+    kinds = {kind: type(make_stream(QUEUES[kind], device, MAX_IN_FLIGHT[QUEUES[kind]])) for kind in TransferKind}
+    assert {kind for kind, stream in kinds.items() if stream is ThreadStream} == {TransferKind.UNUSED_PARAMS}
+    assert {stream for kind, stream in kinds.items() if kind is not TransferKind.UNUSED_PARAMS} == {CudaStream}
 
 
 def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
             self.name = name
 
         def _group_start(self) -> None:
-            calls.append("together")
+            calls.append("chain")
 
         def _group_end(self) -> None:
             calls.append("at once")
@@ -108,7 +108,7 @@ def test_an_abort_ends_every_group_of_the_device_and_no_other(monkeypatch: pytes
     made = {((0, 1), "gather"): Group("gather", True), ((0, 1), "control"): Group("control", False)}
     monkeypatch.setattr(groups, "_made", made)
     groups.abort()
-    assert calls == ["together", "parent", "gather", "at once"]
+    assert calls == ["chain", "parent", "gather", "at once"]
 
 
 def test_the_thread_that_reports_ends_before_the_interpreter_does() -> None:

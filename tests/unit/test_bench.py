@@ -28,7 +28,7 @@ from towpath.bench.harness.pool import Pool
 from towpath.bench.harness.race import Race
 from towpath.bench.harness.regime import Trial
 from towpath.bench.harness.suite import Settings
-from towpath.bench.peers import OPTIONS, Kind
+from towpath.bench.peers import OPTIONS, CandidateSpec
 from towpath.bench.steps import Step
 from towpath.bench.suites import planner, prediction, scaling, strategies
 from towpath.bench.venue import Screening, Tried, Venue
@@ -53,7 +53,7 @@ class TestField:
         names = everyone(4)
         assert len(set(names)) == len(names)
         assert {*towpath.strategies(), "auto", LOW_RANK, POWERSGD, *QUICK} <= set(names)
-        peers = [Kind.parse(name) for name in names if Kind.parse(name).foreign]
+        peers = [CandidateSpec.parse(name) for name in names if CandidateSpec.parse(name).foreign]
         assert {kind.name for kind in peers} == {"fsdp2", "hsdp", "torch-ddp", *(["deepspeed"] if there else [])}
         for kind in peers:  # each plain one is tuned, too, and what is tuned comes plain
             tuned = {**kind.options, "tuned": ""}
@@ -111,7 +111,7 @@ class TestSelection:
     def test_the_best_of_each_kind_race_and_five_of_ours(self, seconds: dict[str, float]) -> None:
         seconds |= {"mics": 0.1, "zero++": 0.2, "paro-iig": 0.3, "qgz": 0.4, "auto": 0.5}
         chosen = [e.name for e in selection.finalists(entrants(), seconds)]
-        ours = [name for name in chosen if not Kind.parse(name).foreign]
+        ours = [name for name in chosen if not CandidateSpec.parse(name).foreign]
         assert ours == ["mics", "zero++", "paro-iig", "qgz", "auto", LOW_RANK]
         peers = chosen[len(ours) :]
         assert peers == ["torch-ddp", f"torch-ddp powersgd={4}", POWERSGD, "fsdp2", "hsdp"]  # of each library the best

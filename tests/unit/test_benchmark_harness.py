@@ -27,7 +27,7 @@ from towpath.bench.suites import prediction, timelines
 from towpath.bench.workload import Workload
 from towpath.core.presets import strategy
 from towpath.core.schedule import QUEUES
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import ConfigError
 from towpath.lab import LinkBytes, Rate
 from towpath.observing import BETWEEN, INSIDE, Interval
@@ -487,7 +487,7 @@ class TestEngine:
         for case in cases:
             listed: Sequence[str] = getattr(case, "contestants", ())
             for text in (*listed, *(getattr(case, side) for side in ("ours", "theirs") if hasattr(case, side))):
-                kind = peers.Kind.parse(text)
+                kind = peers.CandidateSpec.parse(text)
                 if not kind.foreign:
                     import towpath
 
@@ -503,7 +503,7 @@ class TestEngine:
     )
     def test_an_unknown_contestant_is_refused(self, scripts: SimpleNamespace, text: str, words: str) -> None:
         with pytest.raises(ValueError, match=words):
-            peers.Kind.parse(text)
+            peers.CandidateSpec.parse(text)
 
     def test_whoever_races_a_peer_races_what_an_expert_makes_of_it(
         self, scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
@@ -701,7 +701,7 @@ class TestPrediction:
             args: dict[str, str | int] = {"kind": kind, "unit": unit, "micro_step": 0}
             return Interval(track=track, name="", start_seconds=start, seconds=1.0, args=args)
 
-        def event(kind: Kind, start: float) -> Event:
+        def event(kind: TransferKind, start: float) -> Event:
             return Event(QUEUES[kind], "", start, start + 1, kind, "a")
 
         zero3 = strategy("zero3", Topology(2, 1))
@@ -709,12 +709,17 @@ class TestPrediction:
             message("gather", 1.0),
             message("gather", 1.5, INSIDE),
             message("reduce", 4.0),
-            message("publish", 9.0),
+            message("param_sync", 9.0),
         ]
         later = [message("gather", 2.0), message("reduce", 5.0)]
         engine = timelines.usual([timelines.of_trace(step) for step in (trace, later)])
         # zero3 syncs nothing: what the queue has to do there is no message.
-        events = [event(Kind.GATHER, 1.0), event(Kind.REDUCE, 2.5), event(Kind.SYNC, 3.0), Event("compute", "", 0, 9)]
+        events = [
+            event(TransferKind.GATHER, 1.0),
+            event(TransferKind.REDUCE, 2.5),
+            event(TransferKind.GRAD_SYNC, 3.0),
+            Event("compute", "", 0, 9),
+        ]
         found = timelines.compared(engine, timelines.of_replay(events, zero3), 10.0)
 
         assert engine[("gather", "a", 0)] == timelines.Span(1.5, 2.75) and len(engine) == 2

@@ -41,7 +41,7 @@ def test_no_block_of_any_message_spans_two_parameters(shape: Topology, monkeypat
         for numels in (ODD, (1,) * 40, (1 << 15,)):
             unit = UnitSpec("block", (BucketSpec(numels),))
             for transfer, bucket in _encoded(schedule_of(strategy, (unit,), 1)):
-                codec = transfer.wire.encoding
+                codec = transfer.transport.encoding
                 assert codec is not None
                 for start, end in _messages(transfer):
                     for first in range(start, end, codec.block):
@@ -54,12 +54,12 @@ def test_no_block_of_any_message_spans_two_parameters(shape: Topology, monkeypat
 def _encoded(made: Schedule) -> Iterator[tuple[Transfer, BucketPlan]]:
     for plan in made.plans:
         for bucket in plan.buckets:
-            yield from ((t, bucket) for ts in bucket.transfers.values() for t in ts if t.wire.encoding)
+            yield from ((t, bucket) for ts in bucket.transfers.values() for t in ts if t.transport.encoding)
 
 
 def _messages(transfer: Transfer) -> Iterator[tuple[int, int]]:
     """What is encoded at once: where it begins and ends in the flat buffer."""
-    codec, members = transfer.wire.encoding, transfer.move.members
+    codec, members = transfer.transport.encoding, transfer.move.members
     assert codec is not None
     for region in range(transfer.move.regions):
         for slot in range(members):

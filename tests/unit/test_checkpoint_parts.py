@@ -232,7 +232,7 @@ def _publish(root: Path, *steps: int) -> None:
         partial = folders.partial_of(root, step, "new")
         partial.mkdir(parents=True)
         (partial / "content").write_text(f"{step}, {sum(1 for _ in root.iterdir())}")
-        folders.publish(partial, folders.checkpoint_of(root, step))
+        folders.param_sync(partial, folders.checkpoint_of(root, step))
 
 
 def _steps(root: Path) -> list[int]:

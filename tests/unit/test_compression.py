@@ -13,8 +13,8 @@ from towpath.core.pipeline import (
     messages,
     one_forward_one_backward,
 )
-from towpath.core.strategy import Kind
-from towpath.core.wire import Wire
+from towpath.core.strategy import TransferKind
+from towpath.core.transport import Transport
 from towpath.errors import StrategyError
 
 TOPOLOGY = towpath.Topology(2, 1)
@@ -26,7 +26,9 @@ def test_the_papers_parts_build_on_one_another() -> None:
     assert (str(cb.activation_gradients.codec), cb.activation_gradients.feedback) == ("low-rank:16", "first")
     assert not cb.fused_embeddings and fe == compression("optimus-cb", fused_embeddings=True)
     assert str(sc.gradients.codec) == "low-rank:128" and sc.share_of_stages == 0.75
-    smaller = compression("optimus-cb+fe+sc", activation_gradients="low-rank:4", gradients=Wire(codec="low-rank:8"))
+    smaller = compression(
+        "optimus-cb+fe+sc", activation_gradients="low-rank:4", gradients=Transport(codec="low-rank:8")
+    )
     assert smaller.gradients.feedback == "none" and smaller.activation_gradients.feedback == "first"
 
 
@@ -40,18 +42,18 @@ def test_only_exposed_gradients_are_encoded_unless_all_are() -> None:
 
 @pytest.mark.parametrize(("share", "compressed"), [(0.75, 3), (0.5, 2), (0.1, 1), (1.0, 4)])
 def test_gradients_of_the_first_stages_are_of_low_rank(share: float, compressed: int) -> None:
-    made = Compression(gradients=Wire(codec="low-rank:4+rate:2", after=3), share_of_stages=share)
+    made = Compression(gradients=Transport(codec="low-rank:4+rate:2", after=3), share_of_stages=share)
     own = towpath.strategy("zero1", TOPOLOGY, route="ho-ring")
     found = [made.strategy_of(own, stage, 4) for stage in range(4)]
-    assert [str(s.sync.codec) for s in found] == ["low-rank:4+rate:2"] * compressed + ["none"] * (4 - compressed)
-    assert found[0].sync.route == "ho-ring" and found[0].at(2).sync.low_rank is None
-    assert found[0].wire(Kind.PUBLISH) == own.publish
+    assert [str(s.grad_sync.codec) for s in found] == ["low-rank:4+rate:2"] * compressed + ["none"] * (4 - compressed)
+    assert found[0].grad_sync.route == "ho-ring" and found[0].at(2).grad_sync.low_rank is None
+    assert found[0].transport(TransferKind.PARAM_SYNC) == own.param_sync
     assert (found[-1] == own) == (compressed < 4)
 
 
 def test_a_step_of_a_warm_up_has_the_wires_that_serve_then() -> None:
-    later = Wire(codec="low-rank:4", after=2)
-    given = Compression(later, Wire(codec="int8", until=3), later)
+    later = Transport(codec="low-rank:4", after=2)
+    given = Compression(later, Transport(codec="int8", until=3), later)
     assert given.changes == {2, 3}
     for step, encoded in ((0, (False, True)), (2, (True, True)), (3, (True, False))):
         now = given.at(step)
@@ -73,6 +75,6 @@ def test_what_is_no_compression_is_told() -> None:
     with pytest.raises(StrategyError, match=r"gradients takes low rank, .*got int8:256.* belong to the strategy"):
         Compression(gradients="int8")
     with pytest.raises(StrategyError, match="a message from one rank to another has no route"):
-        Compression(activations=Wire("ring", "int8"))
+        Compression(activations=Transport("ring", "int8"))
     with pytest.raises(StrategyError, match=r"share_of_stages is above 0 and at most 1; got 1\.5"):
         Compression(share_of_stages=1.5)

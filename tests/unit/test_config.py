@@ -169,7 +169,7 @@ def test_every_preset_is_a_strategy_section(name: str) -> None:
 def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
     made = StrategyConfig(name="mics", group=(2, 2), gradients="int4:64", feedback="both").make(Topology(4, 2))
     assert made.placement.params == Extent(2, 2)
-    assert made.sync.feedback == "both"
+    assert made.grad_sync.feedback == "both"
     file = tmp_path / "s.toml"
     file.write_text(made.to_toml())
     assert StrategyConfig(name=str(file)).make(Topology(4, 2)) == made

@@ -9,7 +9,7 @@ from torch import nn
 
 import towpath
 from towpath.core.step_state import Task, Wait
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.engine.streams.streams import Handle
 from towpath.errors import StepError
 
@@ -26,7 +26,7 @@ def test_what_is_left_to_show_is_shown_when_a_transfer_fails() -> None:
     engine.machine.entered(1)
     said = engine.machine.forward_begins(1, comes_back=False)
     with pytest.raises(StepError, match="the peer is gone"):
-        engine.execute([Wait(Task(Kind.GATHER, 1, handle=Failing())), *said])
+        engine.execute([Wait(Task(TransferKind.GATHER, 1, handle=Failing())), *said])
     assert not isinstance(first.weight, towpath.ShardTensor)
     engine.execute(engine.machine.forward_ends(1, graph_follows=False))
     assert isinstance(first.weight, towpath.ShardTensor)

@@ -21,15 +21,21 @@ from towpath.core.journal import (
     journal_bytes,
     scopes,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 
 SHAPE = towpath.Topology(2, 2)
-KINDS = [Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH]
+KINDS = [
+    TransferKind.GATHER,
+    TransferKind.BACKWARD_GATHER,
+    TransferKind.REDUCE,
+    TransferKind.GRAD_SYNC,
+    TransferKind.PARAM_SYNC,
+]
 ENTRIES = st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from("abc")), max_size=6)
 
 
-def _journals(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]]) -> list[CollectiveLog]:
+def _journals(strategy: towpath.Strategy, by_rank: list[list[tuple[TransferKind, str]]]) -> list[CollectiveLog]:
     journals = [CollectiveLog(strategy, rank) for rank in range(len(by_rank))]
     for journal, entries in zip(journals, by_rank, strict=True):
         for kind, unit in entries:
@@ -37,7 +43,7 @@ def _journals(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]])
     return journals
 
 
-def _scope(kind: Kind | Call, strategy: str = "zero3") -> Scope:
+def _scope(kind: TransferKind | Call, strategy: str = "zero3") -> Scope:
     return next(scope for scope in scopes(towpath.strategy(strategy, SHAPE)) if kind in scope.kinds)
 
 
@@ -45,7 +51,7 @@ def _combined(journals: list[CollectiveLog]) -> bytes:
     return bytes(map(max, zip(*(j.encoded() for j in journals), strict=True)))
 
 
-def _must_agree(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]]) -> bool:
+def _must_agree(strategy: towpath.Strategy, by_rank: list[list[tuple[TransferKind, str]]]) -> bool:
     """Said plainly: within each replica, of each extent, the ranks' entries of its kinds are the same lists."""
     for scope in scopes(strategy):
         for group in range(scope.groups):
@@ -58,7 +64,7 @@ def _must_agree(strategy: towpath.Strategy, by_rank: list[list[tuple[Kind, str]]
 @settings(deadline=None)
 @given(st.sampled_from(["zero3", "mics", "paro-iig", "paro-nig", "hpz", "zero1", "ddp"]), ENTRIES, st.data())
 def test_a_boundary_passes_exactly_where_the_ranks_of_each_replica_agree(
-    name: str, entries: list[tuple[Kind, str]], data: st.DataObject
+    name: str, entries: list[tuple[TransferKind, str]], data: st.DataObject
 ) -> None:
     strategy = towpath.strategy(name, SHAPE)
     by_rank = [data.draw(st.one_of(st.just(entries), ENTRIES)) for _ in range(SHAPE.world)]
@@ -74,7 +80,12 @@ def test_a_boundary_passes_exactly_where_the_ranks_of_each_replica_agree(
 
 
 def test_replicas_are_compared_apart() -> None:
-    nodes = [[(Kind.GATHER, "a")], [(Kind.GATHER, "a")], [(Kind.GATHER, "b")], [(Kind.GATHER, "b")]]
+    nodes = [
+        [(TransferKind.GATHER, "a")],
+        [(TransferKind.GATHER, "a")],
+        [(TransferKind.GATHER, "b")],
+        [(TransferKind.GATHER, "b")],
+    ]
     for name, agree in (("mics", True), ("paro-iig", True), ("zero3", False), ("hpz", False)):
         assert _must_agree(towpath.strategy(name, SHAPE), nodes) is agree
         journals = _journals(towpath.strategy(name, SHAPE), nodes)
@@ -86,21 +97,25 @@ def test_what_the_comparison_costs_is_a_few_bytes_a_replica() -> None:
     assert journal_bytes(towpath.strategy("ddp", SHAPE)) == 2 * 16  # the program, and the values that all ranks hold
     assert journal_bytes(towpath.strategy("zero3", SHAPE)) == (1 + 3) * 16  # P, G and OS: one replica each
     assert journal_bytes(towpath.strategy("mics", SHAPE)) == (1 + 2 + 3 * 2) * 16  # two slices; a replica a node
-    usage = [t for t in towpath.schedule(towpath.strategy("mics", SHAPE), [100, 100]).transfers if t.kind is Kind.USAGE]
+    usage = [
+        t
+        for t in towpath.schedule(towpath.strategy("mics", SHAPE), [100, 100]).transfers
+        if t.kind is TransferKind.UNUSED_PARAMS
+    ]
     assert [t.elements for t in usage] == [2 + 9 * 16]
 
 
 def test_pages_that_are_still_written_differ_only_where_no_more_can_come() -> None:
-    scope = _scope(Kind.GATHER)
+    scope = _scope(TransferKind.GATHER)
 
     def page(units: str, ended: bool = False, step: int = 4) -> tuple[int, StepLog]:
         journal = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for _ in range(step):
             journal.turn()
         for unit in units:
-            journal.note(Kind.GATHER, unit)
+            journal.note(TransferKind.GATHER, unit)
         if ended:
-            journal.note(Kind.USAGE, "")
+            journal.note(TransferKind.UNUSED_PARAMS, "")
         assert StepLog.from_json(journal.page().to_json()) == journal.page()
         return 0, journal.page()
 
@@ -120,7 +135,7 @@ def test_a_difference_is_found_however_long_ago_it_was_made(count: int, changed:
     units = [str(number) for number in range(count)]
     others = list(units)
     others[changed % count if changed < count else 0] = "another"
-    by_rank = [[(Kind.GATHER, unit) for unit in each] for each in (units, units, others, units)]
+    by_rank = [[(TransferKind.GATHER, unit) for unit in each] for each in (units, units, others, units)]
     journals = _journals(towpath.strategy("zero3", SHAPE), by_rank)
     combined, pages = _combined(journals), [journal.page() for journal in journals]
     assert all(len(page.entries) < 2 * FOLD for page in pages)
@@ -131,12 +146,12 @@ def test_a_difference_is_found_however_long_ago_it_was_made(count: int, changed:
 
 @pytest.mark.parametrize("lead", [1, FOLD - 1, FOLD])
 def test_ranks_of_which_one_is_far_ahead_are_compared_as_far_as_both_have_come(lead: int) -> None:
-    scope = _scope(Kind.GATHER)
+    scope = _scope(TransferKind.GATHER)
 
     def page(units: range, first: str = "") -> StepLog:
         journal = CollectiveLog(towpath.strategy("zero3", SHAPE), 0)
         for number in units:
-            journal.note(Kind.GATHER, first if first and not number else str(number))
+            journal.note(TransferKind.GATHER, first if first and not number else str(number))
         return journal.page()
 
     behind, ahead = page(range(3 * FOLD)), page(range(3 * FOLD + lead))

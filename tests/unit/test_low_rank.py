@@ -10,10 +10,10 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.presets import strategy
 from towpath.core.routes import Op
 from towpath.core.schedule import schedule
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.transport import Factored, LowRank, Matrix, Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Factored, LowRank, Matrix, Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -51,18 +51,18 @@ def test_a_rate_may_be_asked_of_the_factors(rate: float, travels: bool) -> None:
 @pytest.mark.parametrize("name", WHOLE)
 def test_two_sums_over_all_ranks_bring_them(name: str) -> None:
     made = _made(name)
-    found = [t for t in schedule(made, UNITS, 3).transfers if t.kind is Kind.SYNC and t.unit == "block"]
+    found = [t for t in schedule(made, UNITS, 3).transfers if t.kind is TransferKind.GRAD_SYNC and t.unit == "block"]
 
     factored = Factored.of(LowRank(4), BUCKET)
     assert factored is not None and tuple(t.elements for t in found) == factored.messages
     assert all(t.move.op is Op.ALL_REDUCE and t.move.members == 4 and t.micro_step == 2 for t in found)
     flat = schedule(_made(name, route="flat"), UNITS, 1).transfers
-    flat = [t for t in flat if t.kind is Kind.SYNC and t.unit == "block"]
+    flat = [t for t in flat if t.kind is TransferKind.GRAD_SYNC and t.unit == "block"]
     assert sum(t.inter_bytes for t in flat) == pytest.approx(2 * 2 * 0.75 * sum(factored.messages) * 4, rel=0.01)
     # What else a strategy sends stays as it is.
     others = [(t.kind, t.payload) for t in schedule(strategy(name, SQUARE), UNITS, 3).transfers]
-    assert [f for f in others if f[0] is not Kind.SYNC] == [
-        (t.kind, t.payload) for t in schedule(made, UNITS, 3).transfers if t.kind is not Kind.SYNC
+    assert [f for f in others if f[0] is not TransferKind.GRAD_SYNC] == [
+        (t.kind, t.payload) for t in schedule(made, UNITS, 3).transfers if t.kind is not TransferKind.GRAD_SYNC
     ]
 
 
@@ -75,16 +75,16 @@ def test_memory_is_told() -> None:
         kept = factored.kept_elements(feedback == "first") * 4
         assert plan.buckets[0].memory_bytes()["feedback"] == kept
         item = item_bytes(plan.buckets[0].reduce_dtype)
-        assert plan.wire_needs(Kind.SYNC)["uint8"] == sum(factored.messages) * item
+        assert plan.wire_needs(TransferKind.GRAD_SYNC)["uint8"] == sum(factored.messages) * item
 
 
 def test_feedback_is_on_unless_it_is_turned_off_and_first_steps_may_travel_as_they_are() -> None:
     made = _made("ddp", gradients_after=3, gradients_until=9)
 
-    assert (made.sync.feedback, made.sync.after, made.sync.until) == ("first", 3, 9)
-    assert _made("ddp", feedback="none").sync.feedback == "none"
-    assert [made.at(step).sync.low_rank for step in (0, 2, 3, 8, 9)] == [None, None, LowRank(4), LowRank(4), None]
-    assert made.sync.changes == {3, 9}
+    assert (made.grad_sync.feedback, made.grad_sync.after, made.grad_sync.until) == ("first", 3, 9)
+    assert _made("ddp", feedback="none").grad_sync.feedback == "none"
+    assert [made.at(step).grad_sync.low_rank for step in (0, 2, 3, 8, 9)] == [None, None, LowRank(4), LowRank(4), None]
+    assert made.grad_sync.changes == {3, 9}
     assert Strategy.from_toml(made.to_toml()) == made
     assert "low-rank:4, feedback at first, after 3 steps, until step 9" in str(made)
 
@@ -96,24 +96,24 @@ def test_where_gradients_are_cut_it_is_refused(name: str) -> None:
 
 
 def test_mistakes_are_refused() -> None:
-    for message, wire in (
+    for message, transport in (
         ("feedback is 'none' or 'first'; got 'both'", {"codec": "low-rank:4", "feedback": "both"}),
-        ("after=4 and until=4: the codec would never serve", {"codec": "int8", "after": 4, "until": 4}),
+        ("after=4 and until=4: the codec would never be used", {"codec": "int8", "after": 4, "until": 4}),
         ("after is a number of optimizer steps", {"codec": "int8", "after": -1}),
         ("after=2 without a codec", {"after": 2}),
         ("'low-rank:16\\+rate:2'", {"codec": "low-rank:4:2"}),
         ("rate is a number of at least 1", {"codec": "low-rank:4+rate:0.5"}),
     ):
         with pytest.raises(StrategyError, match=message):
-            Wire(**wire)
+            Transport(**transport)
     with pytest.raises(StrategyError, match="need gradients= to name a codec"):
         strategy("ddp", SQUARE, gradients_after=3)
 
 
 def test_inside_one_node_nothing_is_rounded() -> None:
-    assert _made("ddp", Topology(1, 4)).sync.low_rank is None
+    assert _made("ddp", Topology(1, 4)).grad_sync.low_rank is None
     mics = strategy("mics", Topology(2, 1), gradients="low-rank:4", group=Extent(1))
-    assert mics.sync.low_rank == LowRank(4)
+    assert mics.grad_sync.low_rank == LowRank(4)
 
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------

@@ -10,8 +10,10 @@ import pytest
 import towpath
 from tests.unit.test_plan_command import told, told_wide
 from towpath.core.step import StepMachine
-from towpath.core.step_state import Submit, UnitFacts, Wait
-from towpath.core.strategy import Kind
+from towpath.core.step_state import Submit, Wait
+from towpath.core.strategy import TransferKind
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StrategyError
 from towpath.planner import clusters
 from towpath.planner.model import describe
@@ -31,7 +33,7 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
     )
     mine = NUMEL // (1 if label == "ddp" else 4)
     assert offloaded.host_memory_bytes() == {"master": 4 * mine, "grad": 4 * mine, "outgoing": 2 * mine}
-    assert offloaded.host_copy_bytes() == {Kind.SYNC: 4 * mine, Kind.PUBLISH: 2 * mine}
+    assert offloaded.host_copy_bytes() == {TransferKind.GRAD_SYNC: 4 * mine, TransferKind.PARAM_SYNC: 2 * mine}
     assert offloaded.memory_bytes() == plain.memory_bytes() | {"master": 0}
     assert plain.host_memory_bytes() == plain.host_copy_bytes() == {}
     assert (offloaded.inter_bytes, offloaded.intra_bytes) == (plain.inter_bytes, plain.intra_bytes)
@@ -39,21 +41,25 @@ def test_the_schedule_tells_device_and_host_apart(label: str) -> None:
 
 def test_the_host_waits_for_what_it_reads_and_for_what_it_writes_over() -> None:
     for on_host in (True, False):
-        machine = StepMachine([UnitFacts("", root=True, steps_on_host=on_host), UnitFacts("a", steps_on_host=on_host)])
+        made = towpath.strategy("paro-iig", SHAPE, offload="optimizer" if on_host else None)
+        units = [UnitSpec(name, (BucketSpec((NUMEL,)),), kept=not name) for name in ("", "a")]
+        machine = StepMachine([plan_unit(made, unit, MIXED) for unit in units])
         machine.forward_begins(0, comes_back=True)
         passed = machine.graph_made(0)
         machine.forward_ends(0, graph_follows=True)
         machine.backward_begins(passed)
         machine.gradient_arrives(0)
-        waits = [a for a in machine.backward_pass_ended() if isinstance(a, Wait) and a.task.kind is Kind.SYNC]
+        waits = [
+            a for a in machine.backward_pass_ended() if isinstance(a, Wait) and a.task.kind is TransferKind.GRAD_SYNC
+        ]
         assert len(waits) == 2 and all(wait.on_host is on_host for wait in waits)
         machine.micro_step_ended()
         machine.written(0)
-        machine.publish()
+        machine.param_sync()
         machine.written(0)
-        actions = [a for a in machine.publish() if isinstance(a, (Wait, Submit))]
+        actions = [a for a in machine.param_sync() if isinstance(a, (Wait, Submit))]
         assert [type(a) for a in actions] == ([Wait, Submit] if on_host else [Submit])
-        assert all(a.on_host and a.task.kind is Kind.PUBLISH for a in actions if isinstance(a, Wait))
+        assert all(a.on_host and a.task.kind is TransferKind.PARAM_SYNC for a in actions if isinstance(a, Wait))
 
 
 def _solver(offload: str | None, memory: int = 80 << 30) -> Solver:
@@ -72,7 +78,7 @@ def test_the_planner_prices_memory_and_the_copies() -> None:
     assert plain.peak_bytes - offloaded.peak_bytes == sum(plain.memory[part] for part in moved)
     assert offloaded.host_copy_bytes > 0 == plain.host_copy_bytes
     assert offloaded.inter_bytes == plain.inter_bytes and offloaded.seconds > plain.seconds
-    assert offloaded.in_flight[Kind.SYNC] > plain.in_flight.get(Kind.SYNC, 0.0)
+    assert offloaded.in_flight[TransferKind.GRAD_SYNC] > plain.in_flight.get(TransferKind.GRAD_SYNC, 0.0)
 
 
 def test_what_does_not_fit_otherwise_fits() -> None:

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import towpath
 from tests.unit.test_metrics import row_of
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.engine.streams.record import Sums, TransferStats
 from towpath.observing import Stats
 from towpath.train.observe.progress import Progress, duration, size
@@ -117,11 +117,11 @@ def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
 
 def test_the_times_add_up_to_the_run() -> None:
     done = _stats(10)
-    aside = Sums(exposed_seconds={Kind.GATHER: 1.5}, host_seconds=0.1)
+    aside = Sums(exposed_seconds={TransferKind.GATHER: 1.5}, host_seconds=0.1)
     spent = Spent(total_seconds=20.0, passes_seconds=15.0, others={"optimizer": 1.0, "evaluation": 3.0}, aside=aside)
     found = times(done, spent)
     assert sum(found.values()) == pytest.approx(20.0)
-    gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is Kind.GATHER)
+    gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
     assert found["waiting for gather"] == pytest.approx(gathers - 1.5)
     assert found["the engine's own work"] == pytest.approx(0.4)
     assert found["the rest"] == pytest.approx(1.0)
@@ -135,7 +135,7 @@ def test_the_summary_reads_well_in_a_file() -> None:
     assert max(map(len, lines)) <= 100 and "\x1b" not in text and "…" not in text
     assert lines[0] == "Where the time went (10 steps, 20.0 s)"
     (gather,) = [line for line in lines if line.startswith("gather")]
-    mine = [t for t in done.transfers if t.transfer.kind is Kind.GATHER]
+    mine = [t for t in done.transfers if t.transfer.kind is TransferKind.GATHER]
     assert "int8:256" in gather and size(sum(t.inter_bytes for t in mine)) in gather
     total = [line for line in lines if line.startswith("all")][-1]
     assert size(done.inter_bytes) in total and f"{done.seconds_exposed:.2f} s" in total

@@ -57,6 +57,6 @@ import towpath
 towpath.checkpoint.get_model_state_dict, towpath.checkpoint.set_optimizer_state_dict, towpath.checkpoint.save
 towpath.codecs.register, towpath.errors.ShardError, towpath.lab.Lab, towpath.pipeline.Compression
 towpath.integrations.accelerate.Accelerator
-towpath.optim.whole_matrices, towpath.optim.together
+towpath.optim.owner_stepped, towpath.optim.chain
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -12,10 +12,10 @@ import torch
 from towpath.collectives.collective import WireBuffers, Workspace
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
-from towpath.engine.streams.record import Record, Waits
+from towpath.core.transport import Transport
+from towpath.engine.streams.record import Record, TransferWait
 from towpath.engine.streams.streams import HostTimer, Mark
 from towpath.topology.cluster import Topology
 
@@ -23,7 +23,7 @@ PAIR = GroupCollective(Op.ALL_GATHER, 2, (Group((0, 1), (0, 1)),))
 
 
 def gather(unit: str) -> Transfer:
-    return Transfer(Kind.GATHER, Range(unit, "float32", 8, "float32"), PAIR, Wire("flat"), Topology(2, 1))
+    return Transfer(TransferKind.GATHER, Range(unit, "float32", 8, "float32"), PAIR, Transport("flat"), Topology(2, 1))
 
 
 def record(timer: Any) -> Record:
@@ -68,7 +68,7 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     for transfer in (first, second):
         with counted.running([transfer], micro_step=0):
             device.end += 2.0
-    waits = Waits(counted, [second])
+    waits = TransferWait(counted, [second])
     began = waits.mark()
     device.end += 0.5
     waits.waited(began, waits.mark())
@@ -80,7 +80,7 @@ def test_seconds_of_a_device_are_added_when_they_are_known_and_calls_at_once() -
     assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 0, 0)]
     device.settle()
     assert [(t.calls, t.seconds_in_flight, t.seconds_exposed) for t in counted.totals()] == [(1, 2, 0), (1, 2, 0.5)]
-    assert counted.sums().exposed_seconds == {Kind.GATHER: 0.5}
+    assert counted.sums().exposed_seconds == {TransferKind.GATHER: 0.5}
     assert [(t.calls, t.seconds_in_flight) for t in counted.totals()] == [(1, 2), (1, 2)]  # once
 
 
@@ -119,7 +119,7 @@ def test_wire_buffers_are_made_once_and_only_as_large_as_is_needed() -> None:
 
 def test_ways_have_tags_of_their_own() -> None:
     buffers = WireBuffers(torch.device("cpu"))
-    tags = {Workspace(buffers, way, ways=2).tag(tag) for tag in range(8) for way in range(2)}
+    tags = {Workspace(buffers, buffer_index, depth=2).tag(tag) for tag in range(8) for buffer_index in range(2)}
     assert len(tags) == 16
 
 

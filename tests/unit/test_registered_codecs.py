@@ -12,7 +12,7 @@ from towpath.codecs import register
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.core import formats
 from towpath.core.formats import Codec
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.errors import StrategyError
 from towpath.planner import clusters
 
@@ -125,7 +125,7 @@ def test_functions_that_return_something_else_are_told_so() -> None:
 
 def test_it_is_unknown_until_it_is_registered_and_planned_afterwards() -> None:
     with pytest.raises(StrategyError, match="unknown codec 'sign'"):
-        Wire("two-hop", "sign")
+        Transport("two-hop", "sign")
     _signs()
-    assert str(Wire("two-hop", "sign").encoding) == "sign:256"
+    assert str(Transport("two-hop", "sign").encoding) == "sign:256"
     assert clusters.load("ethernet-10g").hardware.codec_speed("sign") is not None

@@ -14,10 +14,10 @@ from towpath.core.formats import Codec, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Op, Send, encoded_slice, piece_bounds, sends
 from towpath.core.schedule import schedule
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
+from towpath.core.transport import Transport
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
 from towpath.topology.cluster import Extent, Topology
 
 MOST = 64
@@ -35,7 +35,11 @@ def drawn(route: str, shape: Topology) -> Transfer:
     elements = draw.choice((0, 1, draw.randrange(50 * shape.world), draw.randrange(5000 * shape.world)))
     dtype = draw.choice(("float32", "bfloat16"))
     return Transfer(
-        Kind.SYNC, Range("", "", elements, dtype), GroupCollective(op, 1, (group,)), Wire(route, codec), shape
+        TransferKind.GRAD_SYNC,
+        Range("", "", elements, dtype),
+        GroupCollective(op, 1, (group,)),
+        Transport(route, codec),
+        shape,
     )
 
 
@@ -56,7 +60,7 @@ def _plan(t: Transfer) -> list[Send]:
 
 
 def _message_bytes(t: Transfer, slot: int, part: int, parts: int, adds: bool) -> int:
-    codec, members, piece = t.wire.encoding, t.move.members, Send(0, 0, 0, 0, slot, part, parts).piece
+    codec, members, piece = t.transport.encoding, t.move.members, Send(0, 0, 0, 0, slot, part, parts).piece
     if codec is not None and not adds:  # slices that were encoded before, like any bytes
         start, end = piece_bounds(encoded_slice(codec, t.elements, members) * members, members, piece)
         return end - start
@@ -75,7 +79,7 @@ def test_the_closed_form_is_the_sum_of_the_messages(route: str, monkeypatch: pyt
         inside, leaving = one_by_one(transfer)
         assert (transfer.intra_bytes, [*map(transfer.cable_bytes, range(shape.nodes))]) == (inside, leaving), transfer
         assert transfer.inter_bytes == sum(leaving)
-        seen[transfer.move.op, transfer.wire.encoding is not None, transfer.parts > 1] += 1
+        seen[transfer.move.op, transfer.transport.encoding is not None, transfer.parts > 1] += 1
     assert len({op for op, *_ in seen}) == len(COLLECTIVES) and len({coded for _, coded, _ in seen}) == 2
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from towpath.core.placement import GroupCollective, Placement, everyone, legal_extents, transitions
 from towpath.core.routes import ROUTES, Grid, Group, Op, phases, sends
-from towpath.core.strategy import Kind, move_shapes
+from towpath.core.strategy import TransferKind, move_shapes
 from towpath.topology.cluster import Topology
 
 MOST = 36
@@ -68,7 +68,7 @@ def test_shapes_of_moves_are_those_of_the_groups(topology: Topology) -> None:
             placement = Placement(p, g, o, copy)
             made = transitions(placement, topology)
             for kind, found in move_shapes(placement, topology).items():
-                moves = everyone(topology) if kind is Kind.USAGE else getattr(made, kind.value)
+                moves = everyone(topology) if kind is TransferKind.UNUSED_PARAMS else getattr(made, kind.value)
                 assert [(s.op, s.regions, s.grid, s.stride) for s in found] == [shape_of(m, topology) for m in moves], (
                     f"{kind} of {placement}"
                 )

@@ -18,15 +18,15 @@ from towpath.core.routes import (
     Op,
     Send,
     cells_of,
+    effective_route,
     parts_of,
     piece_bounds,
     sends,
-    travelled,
     wire_elements,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(*shape) for shape in ((1, 1), (1, 4), (3, 1), (2, 2), (2, 3), (3, 3), (4, 2), (2, 4), (2, 6))]
@@ -137,7 +137,11 @@ def test_pieces_cover_a_region_of_any_length(
         covered = sorted(i for p in {s.piece for s in plan} for i in range(*piece_bounds(elements, shape.world, p)))
         assert covered == (list(range(elements)) if shape.world > 1 else [])
         transfer = Transfer(
-            Kind.SYNC, Range("", "", elements, "float32"), GroupCollective(op, 1, (group,)), Wire(route), shape
+            TransferKind.GRAD_SYNC,
+            Range("", "", elements, "float32"),
+            GroupCollective(op, 1, (group,)),
+            Transport(route),
+            shape,
         )
         crossing = [(node(s.source), n) for s, n in zip(plan, lengths, strict=True) if node(s.source) != node(s.target)]
         for cable in range(shape.nodes):
@@ -156,7 +160,7 @@ def test_each_cable_carries_what_the_route_promises(op: Op, shape: Topology) -> 
     promised |= {"flat": world - 1, "ring": world - 1, "one-hop": ranks * (world - ranks)}
     for route, slices in promised.items():
         move = GroupCollective(op, 1, (group_of(shape, "rank order"),))
-        transfer = Transfer(Kind.GATHER, Range("", "", elements, "float32"), move, Wire(route), shape)
+        transfer = Transfer(TransferKind.GATHER, Range("", "", elements, "float32"), move, Transport(route), shape)
         assert {transfer.cable_bytes(node) for node in range(shape.nodes)} == {slices * 144 * 4}
 
 
@@ -165,9 +169,9 @@ def test_each_cable_carries_what_the_route_promises(op: Op, shape: Topology) -> 
 def test_where_there_is_one_kind_of_link_every_route_sends_what_flat_sends(route: str, shape: Topology) -> None:
     """But for one-hop, which a reduction with a codec takes there: by a ring every member would round."""
     if route == "one-hop":
-        assert travelled(route, Grid.of(nodes_of(shape))) == "one-hop"
+        assert effective_route(route, Grid.of(nodes_of(shape))) == "one-hop"
         return
-    assert travelled(route, Grid.of(nodes_of(shape))) in ("flat", "ring")
+    assert effective_route(route, Grid.of(nodes_of(shape))) in ("flat", "ring")
     for op in COLLECTIVES:
         assert plan_of(op, route, shape) == plan_of(op, "flat", shape)
 

@@ -5,7 +5,7 @@ from math import prod
 import pytest
 
 import towpath
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StrategyError, TopologyError
 
@@ -17,7 +17,7 @@ MODEL = {"block": ELEMENTS}
 def inter(name: str, topology: towpath.Topology, micro_steps: int, **options: object) -> float:
     """Bytes between nodes of one optimizer step, all ranks together, in units of the model's size."""
     schedule = towpath.schedule(towpath.strategy(name, topology, **options), MODEL, micro_steps)
-    return sum(t.inter_bytes for t in schedule.transfers if t.kind is not Kind.USAGE) / BYTES
+    return sum(t.inter_bytes for t in schedule.transfers if t.kind is not TransferKind.UNUSED_PARAMS) / BYTES
 
 
 @pytest.mark.parametrize("topology", [towpath.Topology(2, 2), towpath.Topology(4, 2), towpath.Topology(2, 4)], ids=str)
@@ -56,24 +56,24 @@ def test_mics_in_a_group_that_spans_nodes_gathers_in_the_group_and_syncs_between
     topology = towpath.Topology(4, 2)
     schedule = towpath.schedule(towpath.strategy("mics", topology, group=towpath.Extent(2, 2)), MODEL, 1)
     members = {t.kind: t.move.members for t in schedule.transfers}
-    assert members[Kind.GATHER] == members[Kind.REDUCE] == 4
-    assert members[Kind.SYNC] == 2
+    assert members[TransferKind.GATHER] == members[TransferKind.REDUCE] == 4
+    assert members[TransferKind.GRAD_SYNC] == 2
 
 
 def test_the_root_unit_is_not_gathered_again_for_its_backward_pass() -> None:
     strategy = towpath.strategy("zero3", towpath.Topology(2, 2))
     schedule = towpath.schedule(strategy, {"": 1000, "a": 1000, "b": 1000}, 1)
-    gathered = [t.unit for t in schedule.transfers if t.kind is Kind.BACKWARD_GATHER]
+    gathered = [t.unit for t in schedule.transfers if t.kind is TransferKind.BACKWARD_GATHER]
     assert gathered == ["b", "a"]
-    assert [t.unit for t in schedule.transfers if t.kind is Kind.REDUCE] == ["b", "a", ""]
+    assert [t.unit for t in schedule.transfers if t.kind is TransferKind.REDUCE] == ["b", "a", ""]
 
 
 def test_mixed_precision_travels_in_its_own_dtypes() -> None:
     strategy = towpath.strategy("zero3", towpath.Topology(2, 2))
     schedule = towpath.schedule(strategy, MODEL, 1, towpath.Precision("bfloat16", "float32"))
     dtypes = {t.kind: t.dtype for t in schedule.transfers}
-    assert dtypes[Kind.GATHER] == dtypes[Kind.BACKWARD_GATHER] == "bfloat16"
-    assert dtypes[Kind.REDUCE] == "float32"
+    assert dtypes[TransferKind.GATHER] == dtypes[TransferKind.BACKWARD_GATHER] == "bfloat16"
+    assert dtypes[TransferKind.REDUCE] == "float32"
 
 
 def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None:
@@ -82,7 +82,7 @@ def test_frozen_parameters_are_gathered_but_never_reduced_or_published() -> None
     frozen = UnitSpec("a", (BucketSpec((5000,), "float32", trainable=False), BucketSpec((100,), "float32")))
     made = schedule(towpath.strategy("paro-iig", towpath.Topology(2, 2)), (frozen,), 2)
     kinds = {t.kind for t in made.transfers if t.bucket.endswith("frozen")}
-    assert kinds == {Kind.GATHER, Kind.BACKWARD_GATHER}
+    assert kinds == {TransferKind.GATHER, TransferKind.BACKWARD_GATHER}
 
 
 @pytest.mark.parametrize("name", towpath.strategies())
@@ -132,7 +132,7 @@ def test_an_fp16_sum_is_divided_in_two_parts_and_all_others_once(name: str, worl
         precision = towpath.Precision(dtype, dtype)
         made = towpath.schedule(towpath.strategy(name, topology), [1 << 20], 1, precision)
         bucket = made.plans[0].buckets[0]
-        parts = [bucket.divisors(kind, topology.world) for kind in (Kind.REDUCE, Kind.SYNC)]
+        parts = [bucket.divisors(kind, topology.world) for kind in (TransferKind.REDUCE, TransferKind.GRAD_SYNC)]
         assert prod(before * after for before, after in parts) == pytest.approx(topology.world)
         if dtype != "float16":
             assert parts == [(1, 1), (1, topology.world)]
@@ -153,9 +153,9 @@ def test_a_schedule_prints_a_line_for_each_kind_of_transfer_and_a_total() -> Non
         "gather",
         "backward_gather",
         "reduce",
-        "sync",
-        "publish",
-        "usage",
+        "grad_sync",
+        "param_sync",
+        "unused_params",
         "total",
     ]
     assert max(map(len, text.splitlines())) <= 100

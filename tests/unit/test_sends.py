@@ -10,10 +10,10 @@ from tests.cases import each
 from towpath.core.placement import send
 from towpath.core.presets import strategy
 from towpath.core.schedule import schedule
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Activation, Transfer
+from towpath.core.transport import LowRank, Transport, matrix_of
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import LowRank, Wire, matrix_of
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Topology
 
@@ -22,8 +22,10 @@ SHAPE = (2, 64, 256)  # sequences × tokens × width
 PLAIN = 2 * 64 * 256 * 2
 
 
-def activation(pairs: list[tuple[int, int]], wire: Wire | None = None, dtype: str = "bfloat16") -> Transfer:
-    return Transfer(Kind.ACTIVATION_GRADIENT, Activation(1, SHAPE, dtype), send(pairs), wire or Wire(), JOB)
+def activation(pairs: list[tuple[int, int]], transport: Transport | None = None, dtype: str = "bfloat16") -> Transfer:
+    return Transfer(
+        TransferKind.ACTIVATION_GRADIENT, Activation(1, SHAPE, dtype), send(pairs), transport or Transport(), JOB
+    )
 
 
 def test_a_message_counts_once_on_the_cable_of_the_node_that_sends_it() -> None:
@@ -36,7 +38,7 @@ def test_a_message_counts_once_on_the_cable_of_the_node_that_sends_it() -> None:
 
 
 def test_it_may_travel_in_a_codec_of_blocks() -> None:
-    found = activation([(2, 0)], Wire(codec="int8", feedback="first"))
+    found = activation([(2, 0)], Transport(codec="int8", feedback="first"))
 
     assert found.inter_bytes == PLAIN // 2 + PLAIN // 2 // 256 * 4
     assert found.kept_elements == (PLAIN // 2,)
@@ -44,11 +46,11 @@ def test_it_may_travel_in_a_codec_of_blocks() -> None:
 
 
 def test_in_low_rank_two_thin_matrices_travel_and_the_sender_keeps_one_and_what_was_missed() -> None:
-    found = activation([(2, 0)], Wire(codec="low-rank:4", feedback="first"))
+    found = activation([(2, 0)], Transport(codec="low-rank:4", feedback="first"))
 
     assert found.inter_bytes == 4 * (128 + 256) * 2
     assert found.kept_elements == (4 * 256 + 128 * 256,)
-    assert activation([(2, 0)], Wire(codec="low-rank:4")).kept_elements == (4 * 256,)
+    assert activation([(2, 0)], Transport(codec="low-rank:4")).kept_elements == (4 * 256,)
 
 
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), rank=st.integers(1, 300))
@@ -67,13 +69,13 @@ def test_a_tensor_is_seen_as_a_matrix_of_its_last_dimension() -> None:
 @each(text=["low-rank", "low-rank:0", "low-rank:4+hadamard", "low-rank:-1"])
 def test_a_mistaken_rank_is_refused(text: str) -> None:
     with pytest.raises(StrategyError, match=r"Write 'low-rank:' and the rank|at least 1"):
-        Wire(codec=text)
+        Transport(codec=text)
 
 
 def test_messages_have_no_route_and_round_once() -> None:
-    wire = Wire(codec="low-rank:4", until=3)
-    assert (wire.at(2).low_rank, wire.at(3).low_rank) == (LowRank(4), None)
-    for wrong in (Wire("ring"), Wire(codec="int8", feedback="both")):
+    transport = Transport(codec="low-rank:4", until=3)
+    assert (transport.at(2).low_rank, transport.at(3).low_rank) == (LowRank(4), None)
+    for wrong in (Transport("ring"), Transport(codec="int8", feedback="both")):
         with pytest.raises(StrategyError):
             wrong.check(activation([(0, 1)]).move.op, "an activation")
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from towpath.core.formats import Precision
+from towpath.core.owner_stepped import OwnedParameter, plan_matrices
 from towpath.core.placement import legal_placements
 from towpath.core.presets import strategies, strategy
 from towpath.core.routes import ROUTES
 from towpath.core.schedule import schedule, steady_tasks
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.whole_matrices import WholeParameter, plan_matrices
 from towpath.errors import ConfigError
 from towpath.sim.fluid import _ROUNDS, BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
@@ -143,7 +143,7 @@ def test_transfers_need_of_the_cables_what_the_schedule_counts(topology: Topolog
     for name, options in labels:
         made = schedule(strategy(name, topology, **options), UNITS, micro_steps=2)
         for transfer in made.transfers:
-            if transfer.kind is Kind.USAGE:
+            if transfer.kind is TransferKind.UNUSED_PARAMS:
                 continue
             loads = loads_of(TransferShape.of(transfer), on)
             cable = sum(load.needs.get(CABLE, 0) for load in loads) * topology.nodes
@@ -158,7 +158,7 @@ def test_a_ring_leaves_a_rack_once_and_all_to_all_from_every_node() -> None:
     on = replace(hardware(topology), racks=Racks(4, 1e9))
     for route, cables in (("flat", 1.0), ("one-hop", 4 * 4 / 7)):
         made = schedule(strategy("zero3", topology, route=route), UNITS, 1)
-        (first, *_) = [t for t in made.transfers if t.kind is Kind.GATHER]
+        (first, *_) = [t for t in made.transfers if t.kind is TransferKind.GATHER]
         (load,) = loads_of(TransferShape.of(first), on)
         assert load.needs["spine"] == pytest.approx(cables * load.needs[CABLE])
 
@@ -171,11 +171,11 @@ def test_each_queue_carries_out_what_the_schedule_has_in_its_order(name: str) ->
     made = strategy(name, Topology(2, 2))
     found = replayed(made, hardware(Topology(2, 2), latency=1e-5), micro_steps=2)
 
-    facts = [plan_unit(made, unit, Precision()).facts() for unit in UNITS]
-    expected = [(m, t.kind, facts[t.unit].name) for m, t in steady_tasks(facts, 2)]
+    plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
+    expected = [(m, t.kind, plans[t.unit].name) for m, t in steady_tasks(plans, 2)]
     for queue in {e.track for e in found.events} - {"compute", "waiting"}:
         events = [e for e in sorted(found.events, key=lambda e: e.end) if e.track == queue]
-        kinds = {e.kind for e in events} - {Kind.USAGE}
+        kinds = {e.kind for e in events} - {TransferKind.UNUSED_PARAMS}
         assert [(e.micro_step, e.kind, e.unit) for e in events if e.kind in kinds] == [
             e for e in expected if e[1] in kinds
         ]
@@ -316,7 +316,9 @@ def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> N
     topology = Topology(4, 1)
     idle = hardware(topology)
     busy = replace(idle, inter=replace(idle.inter, busy_latency=0.01))
-    (transfer,) = (t for t in schedule(strategy("ddp", topology), UNITS[:1], 1).transfers if t.kind is Kind.SYNC)
+    (transfer,) = (
+        t for t in schedule(strategy("ddp", topology), UNITS[:1], 1).transfers if t.kind is TransferKind.GRAD_SYNC
+    )
 
     loads = loads_of(TransferShape.of(transfer), busy)
 
@@ -330,7 +332,7 @@ def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> N
 def test_the_step_of_whole_matrices_sends_what_is_scheduled_while_owners_work() -> None:
     """What travels is hidden under the work of the rounds before, but for the first gather and the last scatter."""
     made = strategy("zero3", Topology(2, 2))
-    chosen = [WholeParameter(f"{u}.{i}", (64, 64), u, 0, i) for u in range(1, DEPTH + 1) for i in (0, 2)]
+    chosen = [OwnedParameter(f"{u}.{i}", (64, 64), u, 0, i) for u in range(1, DEPTH + 1) for i in (0, 2)]
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
     plan = plan_matrices(made, plans, chosen)
     seconds = Seconds([0.0] * len(plans), [0.0] * len(plans), 0.0, 0.0)

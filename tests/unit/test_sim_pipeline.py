@@ -22,10 +22,10 @@ from towpath.core.pipeline import (
     one_forward_one_backward,
     one_forward_one_backward_walk,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
+from towpath.core.transport import Transport
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
 from towpath.sim.pipeline import PipelineReplay, PipelineTimeline, SimulatedStage
@@ -73,7 +73,7 @@ def found(name: str, ranks: int, micro_batches: int, halved: bool = False) -> tu
 
 def test_a_step_of_a_warm_up_is_replayed_with_the_messages_of_that_step() -> None:
     _, walk, owners = found("1F1B", 2, 4)
-    given = Compression(activations=Wire(codec="int8", after=2))
+    given = Compression(activations=Transport(codec="int8", after=2))
     plain, encoded = (replayed(walk, owners, compression=c) for c in (Compression(), Compression(activations="int8")))
     assert encoded.inter_bytes < plain.inter_bytes
     assert [replayed(walk, owners, compression=given.at(step)).inter_bytes for step in (1, 2)] == [
@@ -121,8 +121,8 @@ def test_a_message_takes_its_cable_and_is_waited_for() -> None:
     cable = 4 * HIDDEN / 0.5  # half a second each
     seen = replayed(gpipe_walk(gpipe(2, 1)), [0, 1], cable)
     assert seen.seconds == pytest.approx(2 * (FORWARD + BACKWARD) + 2 * 0.5, rel=1e-6)
-    assert seen.ranks[1].exposed[Kind.ACTIVATION] == pytest.approx(FORWARD + 0.5)
-    assert seen.ranks[0].in_flight[Kind.ACTIVATION] == pytest.approx(0.5)
+    assert seen.ranks[1].exposed[TransferKind.ACTIVATION] == pytest.approx(FORWARD + 0.5)
+    assert seen.ranks[0].in_flight[TransferKind.ACTIVATION] == pytest.approx(0.5)
     assert seen.inter_bytes == 2 * 4 * HIDDEN
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.pipeline.stage_link import Encoding, Sender
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)
-LOW_RANK = Wire(codec="low-rank:2", feedback="first")
-INT8 = Wire(codec="int8:32+stochastic", feedback="first")
+LOW_RANK = Transport(codec="low-rank:2", feedback="first")
+INT8 = Transport(codec="int8:32+stochastic", feedback="first")
 
 
-def sender(wire: Wire, dtype: torch.dtype = torch.float32) -> Sender:
-    return Sender(Encoding(SHAPE, dtype, wire), CPU, "gradients of stage 1, 0")
+def sender(transport: Transport, dtype: torch.dtype = torch.float32) -> Sender:
+    return Sender(Encoding(SHAPE, dtype, transport), CPU, "gradients of stage 1, 0")
 
 
 def drawn(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -23,9 +23,9 @@ def drawn(count: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(SHAPE, generator=generator, dtype=dtype) for _ in range(count)]
 
 
-@pytest.mark.parametrize("wire", [LOW_RANK, INT8], ids=str)
-def test_what_has_arrived_and_what_is_kept_are_all_that_was_sent(wire: Wire) -> None:
-    made, sent = sender(wire), drawn(4)
+@pytest.mark.parametrize("transport", [LOW_RANK, INT8], ids=str)
+def test_what_has_arrived_and_what_is_kept_are_all_that_was_sent(transport: Transport) -> None:
+    made, sent = sender(transport), drawn(4)
     arrived = sum(made.encoding.decoded(made.encoded(x)) for x in sent)
     kept = made._error.view(SHAPE)
     assert kept.abs().max() > 1e-3
@@ -33,7 +33,7 @@ def test_what_has_arrived_and_what_is_kept_are_all_that_was_sent(wire: Wire) -> 
 
 
 def test_without_feedback_nothing_is_kept_but_what_the_next_factors_start_from() -> None:
-    made = sender(Wire(codec="low-rank:2"))
+    made = sender(Transport(codec="low-rank:2"))
     first, second = drawn(2)
     made.encoded(first)
     assert [kept.shape for kept in made.state] == [(16, 2)]
@@ -50,26 +50,26 @@ def test_of_its_own_rank_a_message_arrives_whole() -> None:
     assert torch.allclose(made.encoding.decoded(message), x, atol=1e-12)
 
 
-@pytest.mark.parametrize("wire", [LOW_RANK, INT8], ids=str)
-def test_what_is_not_finite_arrives_so_and_no_later_message_hears_of_it(wire: Wire) -> None:
-    made, (first, second) = sender(wire), drawn(2)
+@pytest.mark.parametrize("transport", [LOW_RANK, INT8], ids=str)
+def test_what_is_not_finite_arrives_so_and_no_later_message_hears_of_it(transport: Transport) -> None:
+    made, (first, second) = sender(transport), drawn(2)
     made.encoded(first)
     before = [kept.clone() for kept in made.state[:2]]
     broken = second.clone()
     broken[0, 0, 0] = float("inf")
     assert not made.encoding.decoded(made.encoded(broken)).isfinite().all()
-    assert all(torch.equal(a, b) for a, b in zip(before[: 2 - (wire is INT8)], made.state, strict=False))
+    assert all(torch.equal(a, b) for a, b in zip(before[: 2 - (transport is INT8)], made.state, strict=False))
     assert made.encoding.decoded(made.encoded(second)).isfinite().all()
 
 
 def test_a_sender_that_takes_over_anothers_state_sends_the_same() -> None:
     """Stochastic rounding draws from numbers that go on."""
-    for wire in (LOW_RANK, INT8):
-        one, other = sender(wire), sender(wire)
+    for transport in (LOW_RANK, INT8):
+        one, other = sender(transport), sender(transport)
         first, second = drawn(2)
         one.encoded(first)
         for mine, theirs in zip(other.state, one.state, strict=True):
             mine.copy_(theirs)
-        assert torch.equal(one.encoded(second), other.encoded(second)), wire
+        assert torch.equal(one.encoded(second), other.encoded(second)), transport
         one.restart()
         assert torch.equal(one._error, torch.zeros_like(one._error))

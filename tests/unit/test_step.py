@@ -11,7 +11,8 @@ import gc
 import random
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -32,39 +33,53 @@ from towpath.core.step_state import (
     Gradients,
     InvalidateViews,
     OpenGradients,
+    PlannedUnit,
     SaveBackwardCopy,
     SetGrads,
     Slot,
     Submit,
     SwapParameters,
     Task,
-    UnitFacts,
     UnitState,
     Wait,
     Weights,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StepError
 from towpath.topology.cluster import Extent, Topology
 
-GATHERS = (Kind.GATHER, Kind.BACKWARD_GATHER)
+GATHERS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
 Content = tuple[int, int]  # the weights of which unit, and of which version
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A unit that no strategy need allow."""
+
+    name: str
+    root: bool = False
+    gathers: bool = True
+    copies: bool = False
+    trains: bool = True
+    reduces: bool = True
+    has_param_sync: bool = True
+    steps_on_host: bool = False
 
 
 class Watched:
     """A machine, and one who does what it says."""
 
-    def __init__(self, facts: list[UnitFacts], draw: random.Random) -> None:
-        self.facts, self.draw = facts, draw
-        self.machine = StepMachine(facts)
-        self.versions = [0] * len(facts)
-        self.published = [0] * len(facts)  # the version that the shards of every rank have
-        self.copies: list[int] = [-1] * len(facts)
-        self.lives_in: list[Slot | None] = [self.machine.slot_of(i) for i in range(len(facts))]
+    def __init__(self, plans: Sequence[PlannedUnit], draw: random.Random) -> None:
+        self.plans, self.draw = plans, draw
+        self.machine = StepMachine(plans)
+        self.versions = [0] * len(plans)
+        self.published = [0] * len(plans)  # the version that the shards of every rank have
+        self.copies: list[int] = [-1] * len(plans)
+        self.lives_in: list[Slot | None] = [self.machine.slot_of(i) for i in range(len(plans))]
         self.content: dict[Slot, Content] = {}
-        self.shown, self.sealed = [False] * len(facts), [False] * len(facts)
+        self.shown, self.sealed = [False] * len(plans), [False] * len(plans)
         self.computing: list[int] = []
         self.queues: dict[str, deque[Task]] = defaultdict(deque)
         self.done: set[Task] = set()
@@ -83,9 +98,9 @@ class Watched:
                 case Submit(task):
                     self.queues[QUEUES[task.kind]].append(task)
                     self.after[task] = task.after
-                    if task.kind is Kind.SYNC:
+                    if task.kind is TransferKind.GRAD_SYNC:
                         self.synced.append(task.unit)
-                    if task.kind is Kind.REDUCE:
+                    if task.kind is TransferKind.REDUCE:
                         assert self.gradients.get(task.unit) is task.slot is not None
                 case Wait(task):
                     self.finish(task, ())
@@ -111,7 +126,7 @@ class Watched:
                 case CheckRanks():
                     assert self.machine.boundary
                 case SetGrads():
-                    assert not self.queues["sync"], "delivered before it was there"
+                    assert not self.queues["grad_sync"], "delivered before it was there"
                     self.delivered += 1
             if self.draw.random() < 0.3:  # a queue goes on by itself
                 queue = self.draw.choice(list(self.queues.values()) or [deque()])
@@ -133,18 +148,18 @@ class Watched:
     def complete(self, task: Task) -> None:
         self.done.add(task)
         match task.kind:
-            case Kind.PUBLISH:
+            case TransferKind.PARAM_SYNC:
                 self.published[task.unit] = self.versions[task.unit]
-            case Kind.GATHER | Kind.BACKWARD_GATHER:
+            case TransferKind.GATHER | TransferKind.BACKWARD_GATHER:
                 assert task.slot is not None
                 users = [u for u in self.computing if self.lives_in[u] is task.slot]
                 assert not users, f"{task} overwrites the weights that unit {users} computes with"
-                copies = task.kind is Kind.BACKWARD_GATHER and self.facts[task.unit].copies
+                copies = task.kind is TransferKind.BACKWARD_GATHER and self.plans[task.unit].copies
                 version = self.copies[task.unit] if copies else self.published[task.unit]
                 self.content[task.slot] = (task.unit, version)
-                if task.keep_copy and self.facts[task.unit].copies:
+                if task.keep_copy and self.plans[task.unit].copies:
                     self.copies[task.unit] = version
-            case Kind.REDUCE:
+            case TransferKind.REDUCE:
                 self.reduced.append(task.unit)
                 self.gradients[task.unit] = None  # the slot is another's from here on
             case _:
@@ -200,7 +215,7 @@ class Watched:
             self.execute(self.machine.weight_gradients_done(passed))
 
     def gradient(self, unit: int) -> None:
-        if self.facts[unit].trains:
+        if self.plans[unit].trains:
             assert not self.machine.is_reduced(unit), "a gradient that comes too late"
             self.execute(self.machine.gradient_arrives(unit))
             assert unit in self.gradients
@@ -218,7 +233,7 @@ class Watched:
 
     def step(self) -> None:
         """Every unit once, and the optimizer."""
-        root, passes = self.forward_of_the_model(range(1, len(self.facts)))
+        root, passes = self.forward_of_the_model(range(1, len(self.plans)))
         self.execute(self.machine.backward_begins(root))
         for passed in reversed(passes):
             self.backward(passed)
@@ -230,40 +245,40 @@ class Watched:
         if self.machine.more_passes:
             return
         self.machine.micro_step_ended()
-        trained = [u for u in (*reversed(range(1, len(self.facts))), 0) if self.facts[u].trains]
+        trained = [u for u in (*reversed(range(1, len(self.plans))), 0) if self.plans[u].trains]
         for task in list(self.queues["reduce"]):
             self.finish(task, ())
-        assert self.reduced == [u for u in trained if self.facts[u].reduces], "not once each, in one order"
+        assert self.reduced == [u for u in trained if self.plans[u].reduces], "not once each, in one order"
         assert self.synced == (trained if self.machine.boundary else [])
         self.reduced, self.synced, self.gradients = [], [], {}
-        for unit in range(len(self.facts)):
+        for unit in range(len(self.plans)):
             assert not self.shown[unit]
         assert not any(slot.user is not None for slot in self.machine.weight_slots.all)
 
     def optimizer_step(self) -> None:
-        for unit, facts in enumerate(self.facts):
-            if facts.trains:
+        for unit, plan in enumerate(self.plans):
+            if plan.trains:
                 self.write(unit)
 
     def write(self, unit: int) -> None:
         self.versions[unit] += 1
         self.machine.written(unit)
-        if not self.facts[unit].publishes:
+        if not self.plans[unit].has_param_sync:
             self.published[unit] = self.versions[unit]
 
 
-def facts_of(draw: random.Random, units: int) -> list[UnitFacts]:
-    gathers, reduces, publishes = (draw.random() < 0.7 for _ in range(3))
+def plans_of(draw: random.Random, units: int) -> list[Planned]:
+    gathers, reduces, has_param_sync = (draw.random() < 0.7 for _ in range(3))
     copies = gathers and draw.random() < 0.4
     return [
-        UnitFacts(
+        Planned(
             f"u{i}" if i else "",
             root=i == 0,
             gathers=gathers,
             copies=copies and i > 0,
             trains=draw.random() < 0.8,
             reduces=reduces,
-            publishes=publishes,
+            has_param_sync=has_param_sync,
         )
         for i in range(units)
     ]
@@ -276,7 +291,7 @@ thorough = settings(max_examples=400, deadline=None)
 @thorough
 @given(draws, st.integers(1, 7))
 def test_any_order_of_units_with_some_left_out_and_some_twice(draw: random.Random, units: int) -> None:
-    watched = Watched(facts_of(draw, units), draw)
+    watched = Watched(plans_of(draw, units), draw)
     order = list(range(1, units))
     for _ in range(6):
         if draw.random() < 0.3:
@@ -308,7 +323,7 @@ def test_passes_that_interleave_as_in_pipelines(
     draw: random.Random, units: int, micro_batches: int, ahead: int, split: bool
 ) -> None:
     """1F1B: so many forwards ahead, then one of each. Split: the weights' gradients wait for the end (zero bubble)."""
-    watched = Watched(facts_of(draw, units), draw)
+    watched = Watched(plans_of(draw, units), draw)
     for _ in range(3):
         alive: deque[list[ForwardPass]] = deque()
         later: list[ForwardPass] = []
@@ -342,7 +357,7 @@ def test_passes_that_interleave_as_in_pipelines(
 @thorough
 @given(draws, st.integers(2, 6), st.integers(0, 5))
 def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, units: int, failing: int) -> None:
-    watched = Watched(facts_of(draw, units), draw)
+    watched = Watched(plans_of(draw, units), draw)
     for _ in range(4):
         for broken in (True, False):
             root, passes = watched.forward_of_the_model(range(1, units))
@@ -358,7 +373,7 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
                 watched.execute(watched.machine.abandoned())
                 watched.reduced, watched.synced, watched.gradients = [], [], {}
                 assert not any(watched.shown)
-                watched.queues["sync"].clear()
+                watched.queues["grad_sync"].clear()
                 continue
             watched.end_backward()
             watched.optimizer_step()
@@ -366,12 +381,12 @@ def test_after_a_pass_that_failed_nothing_of_it_is_left(draw: random.Random, uni
 
 @thorough
 @given(draws, st.integers(1, 5))
-def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: random.Random, units: int) -> None:
-    watched = Watched(facts_of(draw, units), draw)
+def test_units_kept_unsharded_are_fresh_after_a_write(draw: random.Random, units: int) -> None:
+    watched = Watched(plans_of(draw, units), draw)
     for _ in range(3):
-        watched.execute(watched.machine.publish())
+        watched.execute(watched.machine.param_sync())
         for unit in range(units):
-            watched.execute(watched.machine.pin(unit))
+            watched.execute(watched.machine.keep_unsharded(unit))
             watched.check_whole(unit)
         for unit in range(units):
             watched.check_whole(unit)
@@ -382,7 +397,7 @@ def test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write(draw: rando
                 watched.forward(unit, graph=False)
             watched.ends(0, graph=False)
         for unit in range(units):
-            watched.execute(watched.machine.unpin(unit))
+            watched.execute(watched.machine.allow_reshard(unit))
         assert not any(watched.shown)
         watched.begins(0, graph=False)
         for unit in range(1, units):
@@ -411,7 +426,7 @@ def test_the_changes_that_are_drawn_happen_and_no_others(monkeypatch: pytest.Mon
             draw = random.Random(seed)
             _inner(test_any_order_of_units_with_some_left_out_and_some_twice)(draw, units)
             _inner(test_after_a_pass_that_failed_nothing_of_it_is_left)(draw, units, 1)
-            _inner(test_what_is_pinned_stays_whole_and_is_fresh_again_after_a_write)(draw, units)
+            _inner(test_units_kept_unsharded_are_fresh_after_a_write)(draw, units)
     assert {(a, b) for a, b in weights if a is not b} == {(a, b) for a, after in WEIGHTS_CHANGE.items() for b in after}
     assert {(a, b) for a, b in gradients if a is not b} == {
         (a, b) for a, after in GRADIENTS_CHANGE.items() for b in after
@@ -425,12 +440,12 @@ def _inner(test: Any) -> Any:
 
 def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
     """From the second step on: two units are whole, or on their way, beside the root."""
-    watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 6))], random.Random(0))
+    watched = Watched([Planned("", root=True), *(Planned(f"u{i}") for i in range(1, 6))], random.Random(0))
     watched.step()
     said: list[Action] = []
     watched.note(said)
     watched.step()
-    gathered = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is Kind.GATHER]
+    gathered = [a.task.unit for a in said if isinstance(a, Submit) and a.task.kind is TransferKind.GATHER]
     begun = [a.unit for a in said if isinstance(a, SwapParameters) and a.whole][:6]
     assert gathered == begun == [0, 1, 2, 3, 4, 5] and UNITS_IN_FLIGHT == 2
     for unit in range(2, 6):
@@ -441,23 +456,25 @@ def test_what_comes_next_is_prefetched_while_a_unit_computes() -> None:
 
 def test_a_transfer_waits_for_nothing_but_what_it_needs() -> None:
     """A gather: for the publication of its unit, and for what its slot was last used for. A sync: for its reduction."""
-    watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 5))], random.Random(1))
+    watched = Watched([Planned("", root=True), *(Planned(f"u{i}") for i in range(1, 5))], random.Random(1))
     said: list[Action] = []
     watched.note(said)
     for _ in range(3):
         watched.step()
-    seen: dict[Kind, set[tuple[Kind, bool]]] = defaultdict(set)
+    seen: dict[TransferKind, set[tuple[TransferKind, bool]]] = defaultdict(set)
     for task in (action.task for action in said if isinstance(action, Submit)):
         seen[task.kind] |= {(t.kind, t.unit == task.unit or t.slot is task.slot) for t in task.after}
-    gathers = {(Kind.GATHER, True), (Kind.BACKWARD_GATHER, True)}
-    assert seen[Kind.GATHER] == seen[Kind.BACKWARD_GATHER] == {(Kind.PUBLISH, True), *gathers}
-    assert seen[Kind.SYNC] == {(Kind.REDUCE, True)}
-    assert not seen[Kind.REDUCE] and not seen[Kind.PUBLISH]
+    gathers = {(TransferKind.GATHER, True), (TransferKind.BACKWARD_GATHER, True)}
+    assert (
+        seen[TransferKind.GATHER] == seen[TransferKind.BACKWARD_GATHER] == {(TransferKind.PARAM_SYNC, True), *gathers}
+    )
+    assert seen[TransferKind.GRAD_SYNC] == {(TransferKind.REDUCE, True)}
+    assert not seen[TransferKind.REDUCE] and not seen[TransferKind.PARAM_SYNC]
 
 
 def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None:
     """It reads the shards that the optimizer writes to."""
-    watched = Watched([UnitFacts("", root=True), *(UnitFacts(f"u{i}") for i in range(1, 5))], random.Random(1))
+    watched = Watched([Planned("", root=True), *(Planned(f"u{i}") for i in range(1, 5))], random.Random(1))
     watched.step()
     said: list[Action] = []
     watched.note(said)
@@ -466,15 +483,19 @@ def test_what_was_prefetched_in_vain_is_over_before_the_user_may_write() -> None
     for passed in reversed(passes):
         watched.backward(passed)
     watched.end_backward()
-    gathered = {a.task for a in said if isinstance(a, Submit) and a.task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)}
+    gathered = {
+        a.task
+        for a in said
+        if isinstance(a, Submit) and a.task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
+    }
     assert {task.unit for task in gathered} >= {1}
     assert gathered <= {a.task for a in said if isinstance(a, Wait)}
 
 
 def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -> None:
     """A frozen part runs under no_grad, and prefetches the unit behind it without a copy."""
-    facts = [UnitFacts("", root=True), *(UnitFacts(f"u{i}", copies=True) for i in range(1, 5))]
-    watched = Watched(facts, random.Random(1))
+    plans = [Planned("", root=True), *(Planned(f"u{i}", copies=True) for i in range(1, 5))]
+    watched = Watched(plans, random.Random(1))
     said: list[Action] = []
     watched.note(said)
     for _ in range(3):
@@ -493,7 +514,7 @@ def test_behind_a_unit_without_a_backward_pass_the_copy_is_kept_all_the_same() -
         gathered = [
             (a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.slot in watched.content
         ]
-        assert (Kind.GATHER, 3) not in gathered and (Kind.BACKWARD_GATHER, 3) in gathered
+        assert (TransferKind.GATHER, 3) not in gathered and (TransferKind.BACKWARD_GATHER, 3) in gathered
         watched.optimizer_step()
 
 
@@ -504,43 +525,42 @@ def test_what_rests_encoded_on_every_rank_is_decoded_as_if_it_were_gathered() ->
     trains, frozen = BucketSpec((512,)), BucketSpec((512 * 512,), trainable=False)
     units = [UnitSpec("", (trains,), kept=True), UnitSpec("a", (frozen,)), UnitSpec("b", (frozen, trains))]
     plans = [plan_unit(resting, unit, precision) for unit in units]
-    assert not any(t for plan in plans for t in plan.transfers(Kind.GATHER))
-    facts = [plan.facts() for plan in plans]
-    assert [f.gathers for f in facts] == [False, True, True]
-    assert [f.trains for f in facts] == [True, False, True]
-    assert not plan_unit(strategy("ddp", topology, frozen=Extent(1)), units[1], precision).facts().gathers
-    watched = Watched(facts, random.Random(2))
+    assert not any(t for plan in plans for t in plan.transfers(TransferKind.GATHER))
+    assert [plan.gathers for plan in plans] == [False, True, True]
+    assert [plan.trains for plan in plans] == [True, False, True]
+    assert not plan_unit(strategy("ddp", topology, frozen=Extent(1)), units[1], precision).gathers
+    watched = Watched(plans, random.Random(2))
     watched.step()
     said: list[Action] = []
     watched.note(said)
     watched.step()
     decoded = [(a.task.kind, a.task.unit) for a in said if isinstance(a, Submit) and a.task.kind in GATHERS]
-    assert (Kind.GATHER, 1) in decoded and (Kind.GATHER, 2) in decoded
+    assert (TransferKind.GATHER, 1) in decoded and (TransferKind.GATHER, 2) in decoded
     assert {unit for _, unit in decoded} == {1, 2}
 
 
 def test_a_unit_is_not_moved_while_a_call_into_it_computes_with_its_weights() -> None:
-    watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
+    watched = Watched([Planned("", root=True), Planned("a")], random.Random(0))
     watched.step()
     watched.begins(0, graph=False)
     with pytest.raises(StepError, match="unit 'root': a call into it is under way"):
-        watched.machine.pin(0)
+        watched.machine.keep_unsharded(0)
 
 
-def test_memory_of_its_own_goes_when_a_unit_is_no_longer_pinned() -> None:
+def test_a_slot_goes_when_its_unit_may_reshard() -> None:
     """At once, not when the garbage collector comes."""
-    watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
+    watched = Watched([Planned("", root=True), Planned("a")], random.Random(0))
     watched.step()
     said: list[Action] = []
     watched.note(said)
     gc.disable()
     try:
-        watched.execute(watched.machine.publish())
+        watched.execute(watched.machine.param_sync())
         for unit in range(2):
-            watched.execute(watched.machine.pin(unit))
+            watched.execute(watched.machine.keep_unsharded(unit))
         own = [weakref.ref(action.slot) for action in said if isinstance(action, AssignSlot)]
         for unit in range(2):
-            watched.execute(watched.machine.unpin(unit))
+            watched.execute(watched.machine.allow_reshard(unit))
         for notes in (said, watched.content, watched.done, watched.after):
             notes.clear()
         assert len(own) == 2 and not any(slot() for slot in own)
@@ -549,7 +569,7 @@ def test_memory_of_its_own_goes_when_a_unit_is_no_longer_pinned() -> None:
 
 
 def test_gradients_of_older_weights_are_refused() -> None:
-    watched = Watched([UnitFacts("", root=True), UnitFacts("a")], random.Random(0))
+    watched = Watched([Planned("", root=True), Planned("a")], random.Random(0))
     passed = watched.forward(1, graph=True)
     assert passed is not None
     watched.write(1)

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import towpath
-from towpath.core.strategy import WIRED, Strategy
+from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.errors import PlacementError, StrategyError, TopologyError
 
 TOPOLOGY = towpath.Topology(3, 2)
@@ -85,7 +85,7 @@ def test_a_name_that_no_file_can_hold_is_refused() -> None:
 def test_only_what_crosses_nodes_with_several_members_in_each_leaves_the_flat_route() -> None:
     def routes(name: str, **options: object) -> list[str]:
         made = towpath.strategy(name, TOPOLOGY, **options)
-        return [made.wire(kind).route for kind in WIRED]
+        return [made.transport(kind).route for kind in WITH_TRANSPORT]
 
     for plain in ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig"):
         assert routes(plain) == ["flat"] * 5
@@ -95,7 +95,7 @@ def test_only_what_crosses_nodes_with_several_members_in_each_leaves_the_flat_ro
     assert routes("paro-ggg") == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
     assert routes("mics", group=ALL) == ["ho-ring", "ho-ring", "ho-ring", "flat", "flat"]
     assert routes("paro-ggg", route="ring") == ["ring"] * 5
-    assert routes("paro-igg", reduce=towpath.Wire("two-hop"))[2] == "two-hop"
+    assert routes("paro-igg", reduce=towpath.Transport("two-hop"))[2] == "two-hop"
 
 
 def test_a_strategy_prints_as_a_table() -> None:
@@ -163,7 +163,7 @@ def test_precision_takes_dtypes_or_their_names() -> None:
     }
     assert {p.accumulate_dtype("float64") for p in kept.values()} == set(kept)
     assert towpath.Precision(accumulate="bfloat16").accumulate_dtype("float32") == "float32"  # never narrower
-    with pytest.raises(StrategyError, match=r"would lose what has travelled\. Pass accumulate=float32"):
+    with pytest.raises(StrategyError, match=r"would lose what was sent\. Pass accumulate=float32"):
         towpath.Precision("bfloat16", "float32", "bfloat16")
     with pytest.raises(StrategyError, match=r"Precision\(params=torch.int8\): expected one of bfloat16"):
         towpath.Precision(params=torch.int8)
@@ -175,3 +175,10 @@ def test_a_world_of_one_needs_no_process_group() -> None:
         import torch
 
         towpath.shard(torch.nn.Linear(2, 2), "zero3", topology=towpath.Topology(2, 2))
+
+
+def test_a_file_with_the_old_names_of_transfers_is_read() -> None:
+    made = towpath.strategy("zero++", towpath.Topology(2, 2), gradients="int4:64")
+    old = made.to_toml().replace("[grad_sync]", "[sync]").replace("[param_sync]", "[publish]")
+    assert old != made.to_toml()
+    assert Strategy.from_toml(old) == made

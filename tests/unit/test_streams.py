@@ -22,7 +22,7 @@ def job(run: Work, begin: Work | None = None) -> Job:
 
 @pytest.fixture
 def stream() -> Generator[Stream]:
-    made = make_stream("test", torch.device("cpu"), ways=2)
+    made = make_stream("test", torch.device("cpu"), depth=2)
     yield made
     made.close()
 
@@ -59,7 +59,7 @@ def test_what_waits_for_nobody_begins_when_the_job_before_it_says_so(stream: Str
 def test_it_does_not_begin_before_what_it_comes_after(stream: Stream) -> None:
     seen: list[str] = []
     begun, let_go = Event(), Event()
-    other = make_stream("other", torch.device("cpu"), ways=1)
+    other = make_stream("other", torch.device("cpu"), depth=1)
 
     def first(workspace: Workspace) -> None:
         workspace.links_free()  # too early: the other stream is not through

@@ -63,7 +63,7 @@ def test_gradients_reach_every_owner_once_and_weights_come_back_whole(
     gradients: Contents = {(rank, k): frozenset([rank]) for rank in range(world) for k in range(finest)}
     for move in moves.reduce:
         run(move, route, topology, finest, [0] * world, gradients)
-    for move in moves.sync:
+    for move in moves.grad_sync:
         within = moves.grads if move.op is Op.REDUCE_SCATTER else moves.optimizer
         run(move, route, topology, finest, offsets(within, finest), gradients)
     size = finest // moves.optimizer.count
@@ -77,7 +77,7 @@ def test_gradients_reach_every_owner_once_and_weights_come_back_whole(
         for rank in range(world)
         for k in range(finest)
     }
-    for move in moves.publish:
+    for move in moves.param_sync:
         run(move, route, topology, finest, offsets(moves.params, finest), weights)
     for move in moves.gather:
         run(move, route, topology, finest, [0] * world, weights)
@@ -98,9 +98,9 @@ def test_transitions_below_a_spanning_extent_stay_in_their_column() -> None:
     from towpath.core.presets import strategy
 
     for name in ("paro-igg", "paro-iig", "paro-nig"):
-        sync_and_publish = [*strategy(name, topology).moves.sync]
+        grad_sync_and_param_sync = [*strategy(name, topology).moves.grad_sync]
         if name != "paro-nig":
-            sync_and_publish += strategy(name, topology).moves.publish
-        for move in sync_and_publish:
+            grad_sync_and_param_sync += strategy(name, topology).moves.param_sync
+        for move in grad_sync_and_param_sync:
             for group in move.groups:
                 assert len({topology.local_of(r) for r in group.ranks}) == 1

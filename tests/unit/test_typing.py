@@ -20,7 +20,7 @@ import pytest
 import towpath
 from tests.documented import ROOT, programs
 from towpath.core.presets import Options, Preset
-from towpath.core.strategy import WIRED
+from towpath.core.strategy import WITH_TRANSPORT
 
 # What the pages' programs take for granted.
 IMPORTS = """
@@ -77,8 +77,8 @@ towpath.reshard(model, modifier_rank=0)
 towpath.broadcast_buffers(model)
 assert_type(towpath.full_tensor(weight), Tensor)
 assert_type(towpath.strategy("mics", four, gradients="int4:64", feedback="both", route="two-hop"), towpath.Strategy)
-towpath.strategy("lins", params=towpath.Extent(2), sync=towpath.Wire("ring"), frozen="as-trained")
-towpath.optim.whole_matrices(torch.optim.Muon([weight]))
+towpath.strategy("lins", params=towpath.Extent(2), grad_sync=towpath.Transport("ring"), frozen="as-trained")
+towpath.optim.owner_stepped(torch.optim.Muon([weight]))
 towpath.checkpoint.State(model, torch.optim.AdamW([weight]))
 
 def named_at_run_time(strategy: str) -> GPT:
@@ -98,8 +98,8 @@ towpath.strategy("mics", four, feedback="bothh")  # wrong
 towpath.strategy("mics", four, route="two-hops")  # wrong
 towpath.strategy("mics", four, ofload="optimizer")  # wrong
 towpath.strategy("mics", four, gather="ring")  # wrong
-towpath.Wire("two-hops")  # wrong
-towpath.Wire("two-hop", "int8", feedback="bothh")  # wrong
+towpath.Transport("two-hops")  # wrong
+towpath.Transport("two-hop", "int8", feedback="bothh")  # wrong
 towpath.Workload(tokens=8, optimizer="adamm")  # wrong
 towpath.no_sync("model")  # wrong
 towpath.full_tensor(model)  # wrong
@@ -145,4 +145,4 @@ def test_what_is_wrong_is_found_and_what_is_right_is_not(found: dict[str, dict[i
 
 def test_the_types_name_every_preset_and_every_option() -> None:
     assert sorted(get_args(Preset)) == sorted(towpath.strategies())
-    assert {kind.value for kind in WIRED} <= Options.__annotations__.keys()
+    assert {kind.value for kind in WITH_TRANSPORT} <= Options.__annotations__.keys()

@@ -9,22 +9,22 @@ import pytest
 
 import towpath
 from towpath.core.formats import Codec, Precision
-from towpath.core.placement import legal_placements
-from towpath.core.step_state import Submit, Wait
-from towpath.core.strategy import Strategy
-from towpath.core.transfer import Matrices, owner_messages, piece_bytes
-from towpath.core.unit_plan import plan_unit
-from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.whole_matrices import (
+from towpath.core.owner_stepped import (
     ROUNDS_IN_FLIGHT,
     Iterate,
     MatrixPlan,
-    WholeParameter,
+    OwnedParameter,
     cost,
     plan_matrices,
     step_actions,
 )
-from towpath.core.wire import Wire
+from towpath.core.placement import legal_placements
+from towpath.core.step_state import Submit, Wait
+from towpath.core.strategy import Strategy
+from towpath.core.transfer import Matrices, owner_messages, piece_bytes
+from towpath.core.transport import Transport
+from towpath.core.unit_plan import plan_unit
+from towpath.core.units import BucketSpec, UnitSpec
 
 # As a GPT's: in each block four matrices and two vectors; the shapes are odd, so that slices cut across rows.
 SHAPES = ((33, 7), (7,), (9, 11), (5, 40), (40,), (40, 5))
@@ -37,11 +37,11 @@ def _plan(strategy: Strategy, blocks: int = 3, codec: str = "none", reverse: boo
     units += [UnitSpec(f"blocks.{i}", (BucketSpec(numels),)) for i in range(blocks)]
     plans = [plan_unit(strategy, unit, Precision()) for unit in units]
     chosen = [
-        WholeParameter(f"blocks.{unit - 1}.{index}", shape, unit, 0, index)
+        OwnedParameter(f"blocks.{unit - 1}.{index}", shape, unit, 0, index)
         for unit in range(1, blocks + 1)
         for index, shape in enumerate(SHAPES)
     ]
-    return plan_matrices(strategy, plans, chosen[::-1] if reverse else chosen, Wire(codec=codec))
+    return plan_matrices(strategy, plans, chosen[::-1] if reverse else chosen, Transport(codec=codec))
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -63,7 +63,7 @@ def test_bytes_in_closed_form_are_those_of_the_messages(topology: towpath.Topolo
             for group in transfer.move.groups:
                 for message in owner_messages(transfer.move.op, transfer.payload.matrices, group):
                     matrix = transfer.payload.matrices[message.matrix]
-                    nbytes = piece_bytes(matrix.pieces[message.slot], 4, transfer.wire.encoding)
+                    nbytes = piece_bytes(matrix.pieces[message.slot], 4, transfer.transport.encoding)
                     source, target = (topology.node_of(group.ranks[i]) for i in message[:2])
                     inside += nbytes * (source == target)
                     leaving[source] += nbytes * (source != target)

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from towpath.auto.probe import device_of_job, probe, still_holds
 from towpath.core import presets
 from towpath.core.formats import Precision
 from towpath.core.strategy import Offload, Strategy
-from towpath.engine.layout import UnitChoice, lay_out
+from towpath.engine.layout import UnitLayout
 from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
@@ -117,17 +117,19 @@ def _probed(groups: Groups, topology: Topology, planner: _Planner, seconds: floa
 
 def choose_for(
     model: nn.Module,
+    layouts: Sequence[UnitLayout],
     workload: Workload,
     groups: Groups,
     topology: Topology,
     precision: Precision,
-    units: UnitChoice | None = None,
-    offload: Offload | None = None,
+    offload: Offload | None,
 ) -> Strategy:
-    """For a loop that has its micro-batch already. Says on rank 0 what was chosen, and why."""
+    """Return the strategy that the planner ranks first for a model and a workload. Rank 0 prints it, and why.
+
+    Every rank must call it, with the same arguments. `layouts` are the units of the model, as `lay_out` returns them.
+    """
     if topology.world == 1:
         return presets.strategy("ddp", topology, offload=offload)  # nothing to share
-    layouts = lay_out(model, units, precision)
     dtype = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     weights, gradients = codecs_for_both(workload.allow)
 

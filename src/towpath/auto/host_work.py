@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from towpath.core import presets
 from towpath.core.formats import Precision
-from towpath.engine.build import BuildOptions, build
+from towpath.engine.build import build
 from towpath.engine.hooks import attach
 from towpath.engine.layout import lay_out
 from towpath.planner.profile import HOST_PARTS, HOST_SHAPES, HostShape, Point, host_name
@@ -85,7 +85,7 @@ def _steps(kind: _Kind, shape: HostShape, warm: int, repeats: int) -> list[Seque
     model: Any = nn.Sequential(*(_Unit(shape.parameters, memory) for _ in range(shape.units)))
     if kind.groups is not None:
         strategy = presets.strategy(kind.strategy, Topology(kind.groups.world, 1))
-        attach(model, build(model, BuildOptions(strategy, Precision(), None), lay_out(model, [_Unit]), kind.groups))
+        attach(model, build(model, strategy, Precision(), None, lay_out(model, [_Unit]), kind.groups))
     optimizer, x = torch.optim.AdamW(model.parameters(), fused=True), torch.ones(_ELEMENTS)
 
     def step() -> Sequence[float]:

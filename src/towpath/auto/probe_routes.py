@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from towpath.collectives.bound_transfer import bind, has_group_between_nodes
-from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
-from towpath.core.routes import ROUTES, Grid, Group, Op
+from towpath.collectives.bound_transfer import has_group_between_nodes, select
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.core.placement import GroupCollective
+from towpath.core.routes import ROUTES, Grid, Group, Op, Route
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Range, Transfer
+from towpath.core.transport import Transport
 from towpath.planner.profile import route_name
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
@@ -38,7 +42,7 @@ def route_probes(groups: Groups, topology: Topology, device: torch.device) -> It
                 between = groups.of(rows, "probe between nodes")
             members = GroupRank(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), nodes)
             for op in _OPS:
-                work = _collective(op, route, members, groups.backend(device), device)
+                work = _collective(op, route, topology, members, groups.backend(device), device)
                 yield RouteProbe(route_name(op, route, mesh), work)
 
 
@@ -55,14 +59,19 @@ def _meshes(topology: Topology) -> dict[str, tuple[tuple[int, ...], ...]]:
     return found
 
 
-def _collective(op: Op, route: str, members: GroupRank, backend: str, device: torch.device) -> Callable[[int], Work]:
+def _collective(
+    op: Op, route: Route, topology: Topology, members: GroupRank, backend: str, device: torch.device
+) -> Callable[[int], Work]:
     def of_size(size: int) -> Work:
         count = len(members.group.ranks)
         numel = max(1, size // 4 // count) * count
         region = torch.zeros(numel, device=device)
-        binding = Binding(op, route, numel, torch.float32, f"probe of {op.value} by {route}")
-        collective = bind(binding, members, backend, device)
-        shard, workspace = binding.own_slice(region, members), Workspace(WireBuffers(device))
+        move = GroupCollective(op, 1, (members.group,))
+        transfer = Transfer(
+            TransferKind.GRAD_SYNC, Range("", "probe", numel, "float32"), move, Transport(route), topology
+        )
+        collective = select(transfer, members, backend, device)
+        shard, workspace = region[slice(*transfer.bounds(members.slot))], Workspace(WireBuffers(device))
         return lambda: collective.run(region, shard, workspace)
 
     return of_size

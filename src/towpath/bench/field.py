@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import towpath
 from towpath.bench import deepspeed_peer
-from towpath.bench.peers import AUTO, Kind
+from towpath.bench.peers import AUTO, CandidateSpec
 from towpath.core.formats import Codec, item_bytes
-from towpath.core.strategy import WIRED
+from towpath.core.strategy import WITH_TRANSPORT
 from towpath.topology.cluster import Topology
 
 # Of ddp with low-rank gradients, and of DDP's PowerSGD hook beside it.
@@ -62,7 +62,7 @@ class Entrant:
 
     @staticmethod
     def of(name: str, topology: Topology, dtype: str) -> Entrant:
-        kind = Kind.parse(name)
+        kind = CandidateSpec.parse(name)
         return Entrant(name, not kind.foreign, lossless(name, topology, dtype), kind.foreign and kind.has("ring"))
 
 
@@ -75,21 +75,21 @@ def everyone(micro_steps: int) -> tuple[str, ...]:
 
 def named(names: Sequence[str], micro_steps: int) -> tuple[str, ...]:
     """`ours` and `peers` are all of them."""
-    groups = {OURS: [n for n in everyone(micro_steps) if not Kind.parse(n).foreign]}
+    groups = {OURS: [n for n in everyone(micro_steps) if not CandidateSpec.parse(n).foreign]}
     groups[PEERS] = [n for n in everyone(micro_steps) if n not in groups[OURS]]
     return tuple(dict.fromkeys(each for name in names for each in groups.get(name, [name])))
 
 
 def lossless(name: str, topology: Topology, dtype: str) -> bool:
     """Whether nothing travels in fewer bits than the run computes in: of a codec, or a hook, that is narrower."""
-    kind = Kind.parse(name)
+    kind = CandidateSpec.parse(name)
     if kind.name == AUTO:
         return not kind.has("allow")
     if kind.foreign:
         narrow_hook = kind.has("bf16") and item_bytes(dtype) > item_bytes("bfloat16")
         return not (narrow_hook or kind.has("powersgd") or kind.has("quantized"))
     strategy = kind.strategy(topology)
-    codecs = [strategy.wire(kind).codec for kind in WIRED if getattr(strategy.moves, kind.value)]
+    codecs = [strategy.transport(kind).codec for kind in WITH_TRANSPORT if getattr(strategy.moves, kind.value)]
     return all(
         codec == "none" or (isinstance(codec, Codec) and not _narrower(codec, dtype))
         for codec in (*codecs, strategy.frozen_codec)

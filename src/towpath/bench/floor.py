@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from towpath.bench.workload import Workload
 from towpath.core.formats import Codec
-from towpath.core.strategy import WIRED, Strategy
+from towpath.core.strategy import WITH_TRANSPORT, Strategy
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
 from towpath.lab import Rate
@@ -28,7 +28,7 @@ def floor_seconds(strategy: Strategy, workload: Workload, computing: float, inte
 
 
 def _hardware(strategy: Strategy, inter: Rate | None) -> Hardware:
-    codecs = {w.codec.name for w in map(strategy.wire, WIRED) if isinstance(w.codec, Codec)}
+    codecs = {w.codec.name for w in map(strategy.transport, WITH_TRANSPORT) if isinstance(w.codec, Codec)}
     return Hardware(
         strategy.topology,
         intra=Link(_AT_ONCE, 0.0),

@@ -69,14 +69,14 @@ EXTENTS = frozenset({"frozen", "group", "params", "grads", "optimizer", "backwar
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CandidateSpec:
     """A contestant's text, taken apart: 'fsdp2 tuned reshard=no', 'zero3 route=hierarchical'."""
 
     name: str
     options: dict[str, str]
 
     @staticmethod
-    def parse(text: str) -> Kind:
+    def parse(text: str) -> CandidateSpec:
         name, *words = text.split()
         options = {option: value for option, _, value in (word.partition("=") for word in words)}
         if name in OPTIONS and (unknown := options.keys() - set(OPTIONS[name])):
@@ -89,7 +89,7 @@ class Kind:
             raise ValueError(f"contestant {text!r}: there is neither a peer nor a strategy {name!r}, only {there}.")
         if name == DEEPSPEED:
             deepspeed_peer.check_options(options)
-        return Kind(name, options)
+        return CandidateSpec(name, options)
 
     @property
     def foreign(self) -> bool:
@@ -108,7 +108,7 @@ class Kind:
 
 def build(text: str, workload: Workload) -> tuple[Any, Context]:
     """The model of a contestant, by its own engine, and the context of its micro-steps."""
-    kind = Kind.parse(text)
+    kind = CandidateSpec.parse(text)
     match kind.name:
         case "bare":
             return workload.model(), _barrier_after_the_last if kind.has("barrier") else _nothing
@@ -126,7 +126,7 @@ def build(text: str, workload: Workload) -> tuple[Any, Context]:
 
 def tuned(contestant: str) -> str | None:
     """What a peer is also raced as."""
-    kind = Kind.parse(contestant)
+    kind = CandidateSpec.parse(contestant)
     if not kind.foreign or kind.has("tuned") or "tuned" not in OPTIONS[kind.name]:
         return None
     return " ".join((kind.name, "tuned", *contestant.split()[1:]))
@@ -143,7 +143,7 @@ def _barrier_after_the_last(model: Any, last: bool) -> Generator[None]:
         dist.barrier()
 
 
-def _ours(kind: Kind, workload: Workload) -> tuple[Any, Context]:
+def _ours(kind: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
     precision = workload.precision
     if kind.name == AUTO:
         made = towpath.shard(workload.model(), AUTO, precision=precision, workload=_planned(kind, workload))
@@ -156,14 +156,14 @@ def _no_sync_before_the_last(model: Any, last: bool) -> AbstractContextManager[A
     return nullcontext() if last else model.no_sync()
 
 
-def _planned(kind: Kind, workload: Workload) -> towpath.Workload:
+def _planned(kind: CandidateSpec, workload: Workload) -> towpath.Workload:
     """What "auto" is told of the training loop."""
     allowed = tuple(kind.options["allow"].split(",")) if kind.has("allow") else ()
     tokens, inputs = workload.batch * workload.length, next(workload.data(0))
     return towpath.Workload(tokens, workload.micro_steps, allow=allowed, inputs=inputs)
 
 
-def _fsdp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
+def _fsdp(kind: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -203,7 +203,7 @@ def _prefetched(made: Any) -> None:
         after.set_modules_to_backward_prefetch([before])
 
 
-def _fsdp_context(kind: Kind) -> Context:
+def _fsdp_context(kind: CandidateSpec) -> Context:
     def context(model: Any, last: bool) -> AbstractContextManager[Any]:
         if kind.has("sync"):
             model.set_requires_gradient_sync(last)
@@ -216,7 +216,7 @@ def _fsdp_context(kind: Kind) -> Context:
     return context
 
 
-def _ddp(kind: Kind, workload: Workload) -> tuple[Any, Context]:
+def _ddp(kind: CandidateSpec, workload: Workload) -> tuple[Any, Context]:
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 

@@ -16,9 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 # FSDP2's documentation names this module as the interface's home; it is exported nowhere else (torch 2.13).
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from towpath.collectives.bound_transfer import bind
-from towpath.collectives.collective import Binding, Collective, GroupRank, WireBuffers, Workspace
+from towpath.collectives.bound_transfer import select
+from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
+from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Range, Transfer
+from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
@@ -70,7 +74,9 @@ class RingReduceScatter(ReduceScatter):
                 dist.get_rank(group),
                 tuple(map(self._topology.node_of, ranks)),
             )
-            binding = Binding(Op.REDUCE_SCATTER, "ring", region.numel(), region.dtype, "FSDP2's reduce-scatter")
-            ring = bind(binding, members, Groups(group).backend(region.device), region.device)
+            move = GroupCollective(Op.REDUCE_SCATTER, 1, (members.group,))
+            payload = Range("", "FSDP2", region.numel(), str(region.dtype).removeprefix("torch."))
+            transfer = Transfer(TransferKind.REDUCE, payload, move, Transport("ring"), self._topology)
+            ring = select(transfer, members, Groups(group).backend(region.device), region.device)
             self._rings[key] = ring, Workspace(WireBuffers(region.device))
         return self._rings[key]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from towpath.bench.field import LOW_RANK, POWERSGD, Entrant
 from towpath.bench.harness import figures
 from towpath.bench.harness.figures import Check
-from towpath.bench.peers import DEEPSPEED, Kind
+from towpath.bench.peers import DEEPSPEED, CandidateSpec
 
 # The best five of ours: some of each kind, or codecs would leave nobody for the race that lossless peers are in.
 _OUR_LOSSLESS, _OUR_LOSSY, _LOSSY_PEERS = 3, 2, 1
@@ -41,7 +41,7 @@ def _first(screened: Sequence[Entrant], count: int, *, ours: bool, lossless: boo
 
 
 def _best_of_each_library(peers: Sequence[Entrant]) -> Iterable[Entrant]:
-    return {Kind.parse(each.name).name: each for each in reversed(peers)}.values()
+    return {CandidateSpec.parse(each.name).name: each for each in reversed(peers)}.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def pairs(raced: Sequence[Entrant], medians: Mapping[str, float], regime: float 
     peer = _quickest(medians, (e for e in raced if not e.ours and e.lossless))
     unhelped = _quickest(medians, (e for e in raced if not e.ours and e.lossless and not e.helped))
     lossy = _quickest(medians, (e for e in raced if e.ours and not e.lossless))
-    deepspeed = _quickest(medians, (e for e in raced if e.lossless and Kind.parse(e.name).name == DEEPSPEED))
+    deepspeed = _quickest(medians, (e for e in raced if e.lossless and CandidateSpec.parse(e.name).name == DEEPSPEED))
     there = {e.name for e in raced}
     found: list[Pair] = []
     if ours and peer:

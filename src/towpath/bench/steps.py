@@ -15,7 +15,7 @@ import towpath
 from towpath.bench import deepspeed_peer
 from towpath.bench.harness.allocator import give_freed_memory_back
 from towpath.bench.harness.worker import timed
-from towpath.bench.peers import DEEPSPEED, Context, Kind, build
+from towpath.bench.peers import DEEPSPEED, CandidateSpec, Context, build
 from towpath.bench.workload import Workload
 
 _STATUS = Path("/proc/self/status")
@@ -27,7 +27,7 @@ class Step:
     """A turn is one optimizer step, or what of it the contestant does."""
 
     def __init__(self, rank: int, world: int, contestant: str, workload: Workload) -> None:
-        kind = Kind.parse(contestant)
+        kind = CandidateSpec.parse(contestant)
         self._bytes_before = held_bytes()
         self._optimizing: list[Span] = []  # by turn: to clip, to step and to zero
         self._model, context = build(contestant, workload)

@@ -11,7 +11,7 @@ from towpath import lab
 from towpath.bench.harness.contestants import Cluster, Entry, ThisJob, preloaded
 from towpath.bench.harness.failure import CaseError, reason
 from towpath.bench.harness.job import Job, agreed
-from towpath.bench.peers import AUTO, Kind
+from towpath.bench.peers import AUTO, CandidateSpec
 from towpath.bench.steps import Step
 from towpath.bench.workload import Workload
 from towpath.errors import LabError
@@ -56,7 +56,7 @@ class Venue:
     def entry(self, name: str, workload: Workload) -> Entry:
         """On this machine a contestant goes on to the next race on other cables; but `auto`, which has chosen for
         these."""
-        stays = self.job is None and Kind.parse(name).name != AUTO
+        stays = self.job is None and CandidateSpec.parse(name).name != AUTO
         return Entry(self.place(workload), Step, (name, workload), WARM_TURNS, stays)
 
     def screen(self, names: Sequence[str], workload: Workload, turns: int, say: Say) -> Screening:

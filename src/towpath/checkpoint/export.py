@@ -287,7 +287,7 @@ def import_safetensors(
         )
         with files.writing(root):
             write_manifest(partial, manifest)
-            folders.publish(partial, final)
+            folders.param_sync(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         release(claim)

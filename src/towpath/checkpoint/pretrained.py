@@ -25,7 +25,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
     engine = engine_of(model)
     groups, signature = engine.wiring.groups, inspect.signature(save)
     given = signature.bind(*args, **kwargs).arguments.get("state_dict", kwargs.get("state_dict"))
-    if engine.pinned == engine.units or given:
+    if engine.kept_unsharded == engine.units or given:
         return save(*args, **kwargs)
     if given is not None:  # an empty one, as get_model_state_dict gives all ranks but rank 0
         return None

@@ -28,7 +28,7 @@ from towpath.engine.executor import Engine
 from towpath.engine.parameters.shard_spec import whole_tensors
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
-from towpath.optim import WholeMatrices, members_of
+from towpath.optim import OwnerSteppedOptimizer, members_of
 
 StateDict = dict[str, Any]
 Optimizers = Optimizer | Iterable[Optimizer]
@@ -87,7 +87,7 @@ def get_optimizer_state_dict(
     tree = _alike("get_optimizer_state_dict", engines, collect)
     gathered = _gathered(tree, engines[0], options)
     for optimizer in _listed(optimizers):
-        if isinstance(optimizer, WholeMatrices):
+        if isinstance(optimizer, OwnerSteppedOptimizer):
             _add_whole_states(optimizer, _parameters(model, options), gathered, options)
     return _flattened(gathered) if options.flatten_optimizer_state_dict and gathered else gathered
 
@@ -141,7 +141,7 @@ def set_optimizer_state_dict(
     if not (engines and options.full_state_dict):
         pytorchs.set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
         return
-    owned = [optimizer for optimizer in listed if isinstance(optimizer, WholeMatrices)]
+    owned = [optimizer for optimizer in listed if isinstance(optimizer, OwnerSteppedOptimizer)]
     whole = {id(p) for optimizer in owned for group in optimizer.param_groups for p in group["params"]}
 
     def check() -> StateDict:
@@ -162,7 +162,7 @@ def set_optimizer_state_dict(
     names = {id(p): name for name, p in parameters.items()}
     for optimizer in owned:
         _load_whole_states(optimizer, names, given)
-    others = [optimizer for optimizer in listed if not isinstance(optimizer, WholeMatrices)]
+    others = [optimizer for optimizer in listed if not isinstance(optimizer, OwnerSteppedOptimizer)]
     if not others:
         return
     for optimizer in others:
@@ -214,7 +214,7 @@ def _parameters(model: nn.Module, options: StateDictOptions) -> dict[str, nn.Par
 
 def _add_by_name(optimizer: Optimizer, names: dict[int, str], found: StateDict) -> None:
     """Its state dict, which counts the parameters, with their names instead."""
-    if isinstance(optimizer, WholeMatrices):  # its states are added by `_add_whole_states`
+    if isinstance(optimizer, OwnerSteppedOptimizer):  # its states are added by `_add_whole_states`
         own = {**Optimizer.state_dict(optimizer), "state": {}}
     else:
         own = optimizer.state_dict()
@@ -225,7 +225,10 @@ def _add_by_name(optimizer: Optimizer, names: dict[int, str], found: StateDict) 
 
 
 def _add_whole_states(
-    optimizer: WholeMatrices, parameters: dict[str, nn.Parameter], gathered: StateDict, options: StateDictOptions
+    optimizer: OwnerSteppedOptimizer,
+    parameters: dict[str, nn.Parameter],
+    gathered: StateDict,
+    options: StateDictOptions,
 ) -> None:
     """What each rank has of the parameters that it owns."""
     device = torch.device("cpu") if options.cpu_offload else None
@@ -235,7 +238,7 @@ def _add_whole_states(
         gathered["state"].update({names[id(parameter)]: state for parameter, state in states.items()})
 
 
-def _load_whole_states(optimizer: WholeMatrices, names: dict[int, str], given: StateDict) -> None:
+def _load_whole_states(optimizer: OwnerSteppedOptimizer, names: dict[int, str], given: StateDict) -> None:
     """Of a dict that goes by names, what this rank owns, and the options of its groups."""
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     number = {name: i for i, name in enumerate(order)}
@@ -276,7 +279,7 @@ def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], 
     engines[0].wiring.record.peers.come_together(f"{call}()")
     lines, found, failure = list[str](), StateDict(), None
     try:
-        if any(engine.pinned for engine in engines):
+        if any(engine.kept_unsharded for engine in engines):
             raise CheckpointError(f"{call} inside towpath.full_parameters(): call it before or after.")
         found = work()
         leaves = trees.tree_flatten_with_path(found)[0] if compare else []

@@ -145,17 +145,10 @@ def plan(
         raise ConfigError("--report draws what is planned without stages: leave out --pipeline, or --report.")
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
-    asked = replace(
-        solver.request,
-        weights=weights,
-        gradients=gradients,
-        micro_batches=tuple(micro_batch or ()),
-        checkpointing=checkpointing,
-        offload=offload,
-    )
+    asked = replace(solver.request, weights=weights, gradients=gradients, checkpointing=checkpointing, offload=offload)
     if stages.pipelines and offload is not None:
         raise ConfigError("--offload is planned without stages: leave out --pipeline, or --offload.")
-    solver = Solver(solver.model, solver.cluster, asked)
+    solver = Solver(solver.model, solver.cluster, replace(asked, micro_batches=tuple(micro_batch or ())))
     began = time.monotonic()
     with progress_bar("Planning") as say:
         found = solver.solve(best=top if report is None else max(top, _IN_REPORT), most=max(top, MOST), say=say)
@@ -174,12 +167,10 @@ def plan(
     if as_json:
         print(json.dumps(_found_as_json(found, solver), indent=2))
         return
-    _show(found, solver, time.monotonic() - began, output)
-    if report is not None:
-        print(f"Plots: {report}")
+    _show(found, solver, time.monotonic() - began, output, report)
 
 
-def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None) -> None:
+def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | None, report: Path | None) -> None:
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
     table = Table(*tables.HEADINGS, box=None, pad_edge=False)
@@ -202,6 +193,8 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         first = found.ranked[0]
         settings += of_stages(first) if isinstance(first, PricedPipeline) else []
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
+    if report is not None:
+        print(f"Plots: {report}")
 
 
 def explain(

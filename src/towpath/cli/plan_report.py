@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from towpath.core import presets
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import TowpathError
 from towpath.observing import Interval
 from towpath.planner import tables
@@ -169,7 +169,7 @@ def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
 def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
-    parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in Kind
+    parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind
               if any(p.exposed.get(k, 0.0) > 0.01 * p.seconds for p in shown)}  # fmt: skip
     draw_stacked(figure, names, "seconds", parts)
 

@@ -26,9 +26,10 @@ from typing import final
 import torch
 
 from towpath.codecs.packing import Draws, Encoded, Packing, Plain
-from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
+from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.collectives.point_to_point import Message, Posted, post
 from towpath.core.routes import AllToAll, Piece, hops_of, piece_bounds
+from towpath.core.transfer import Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +78,11 @@ class AllToAllReduceScatter(Collective):
     It is used for the routes 'one-hop' and 'two-hop', with or without a codec.
     """
 
-    def __init__(self, route: str, binding: Binding, members: GroupRank, device: torch.device) -> None:
-        self._route, self._binding, self._members = route, binding, members
-        self._buffers = AllToAll(hops_of(route, members.grid), binding.parts(members), binding.elements, binding.codec)
+    def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
+        self._transfer, self._members, self._tag = transfer, members, message_tag(transfer)
+        self._what, self._start = f"{transfer.move.op.value} by {transfer.route}", transfer.bounds(members.slot)[0]
+        hops = hops_of(transfer.route, members.grid)
+        self._buffers = AllToAll(hops, transfer.parts, transfer.elements, transfer.transport.encoding)
         self._hops = _hops(members, len(self._buffers.hops))
         self._stages = [self._stage(part) for part in range(self._buffers.stages)]
         self._packing = self._make_packing(device)
@@ -87,10 +90,10 @@ class AllToAllReduceScatter(Collective):
         self._segments = [[self._ends(stage, hop) for hop in range(len(self._hops))] for stage in self._stages]
 
     def _make_packing(self, device: torch.device) -> Packing:
-        buffers, codec = self._buffers, self._binding.codec
+        buffers, codec = self._buffers, self._transfer.transport.encoding
         if codec is None:
-            return Plain(self._binding.dtype, buffers.sum_elements)
-        kept = [torch.zeros(n, device=device) if n else None for n in self._binding.kept]
+            return Plain(getattr(torch, self._transfer.dtype), buffers.sum_elements)
+        kept = [torch.zeros(n, device=device) if n else None for n in self._transfer.kept_elements]
         shaped = [k if k is None else k.view(buffers.stages, -1, buffers.cell) for k in kept]
         return Encoded(codec, device, buffers.sum_elements, shaped, self._members.position)
 
@@ -106,12 +109,12 @@ class AllToAllReduceScatter(Collective):
         return (self._packing.draws,) if isinstance(self._packing, Encoded) else ()
 
     def _stage(self, part: int) -> _Stage:
-        members, grid, binding = self._members, self._members.grid, self._binding
+        members, grid, transfer = self._members, self._members.grid, self._transfer
         count = len(members.group.ranks)
 
         def piece(position: int) -> tuple[int, int]:
             piece = Piece(members.group.slots[position], part, self._buffers.stages)
-            return piece_bounds(binding.elements, count, piece, binding.grain)
+            return piece_bounds(transfer.elements, count, piece, transfer.grain)
 
         if len(self._hops) == 1:
             order = list(range(count))
@@ -126,8 +129,7 @@ class AllToAllReduceScatter(Collective):
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the regions of all members, and write this member's slice of the sum to `shard`."""
-        wires, packing = self._wires(workspace), self._packing
-        start, _ = self._binding.bounds(self._members)
+        wires, packing, start = self._wires(workspace), self._packing, self._start
         last = len(self._hops) - 1
         # In turn t, stage t − h starts its hop h. Later stages start first. Their first hop is then in flight while
         # earlier stages sum what has arrived.
@@ -166,8 +168,8 @@ class AllToAllReduceScatter(Collective):
             for leaves, content in ((True, wire.sent[start:end]), (False, row))
             if peer != self._members.position and content.numel()
         ]
-        where = f"{self._binding.op.value} by {self._route}, stage {number}, hop {index}"
-        tag = workspace.tag(self._binding.tag)
+        where = f"{self._what}, stage {number}, hop {index}"
+        tag = workspace.tag(self._tag)
         wire.posted = post(messages, self._members, where, hop.crossing, tag) if messages else None
 
     def _arrived(self, number: int, index: int, wire: _Wire) -> list[torch.Tensor]:

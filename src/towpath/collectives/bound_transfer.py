@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from towpath.collectives.all_to_all import AllToAllReduceScatter
-from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
+from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.collectives.native import (
     EncodedAllGather,
     FlatAllGather,
@@ -24,13 +24,13 @@ from towpath.collectives.native import (
     FlatReduceScatter,
     ReduceThenGather,
     all_gather_single,
-    encoded_binding,
+    of_bytes,
 )
 from towpath.collectives.owners import OwnersExchange
 from towpath.collectives.point_to_point import PointToPoint
-from towpath.core.routes import Op, hops_of, travelled
-from towpath.core.strategy import Kind
-from towpath.core.transfer import Transfer
+from towpath.core.routes import Op, hops_of
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Range, Transfer
 from towpath.errors import StepError
 
 # --- select -----------------------------------------------------------------------------------------------------------
@@ -42,35 +42,34 @@ _FLAT = {Op.ALL_GATHER: FlatAllGather, Op.REDUCE_SCATTER: FlatReduceScatter, Op.
 
 
 def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.device) -> Collective:
-    """Return the collective that executes `transfer` on this rank."""
-    if transfer.kind is Kind.USAGE:
-        return FlatMaximum(members)
-    return bind(Binding.of(transfer), members, backend, device)
-
-
-def bind(binding: Binding, members: GroupRank, backend: str, device: torch.device) -> Collective:
-    """Return the collective that executes `binding` on this rank.
+    """Return the collective that executes `transfer` on this rank.
 
     Args:
-        binding: The operation, its route and codec, and the length of the region.
+        transfer: The operation, its route and codec, and the length of the region.
         members: The group, and this rank's position in it.
         backend: The backend of the process group, such as 'nccl' or 'gloo'.
         device: The device of the tensors.
     """
-    op, route = binding.op, travelled(binding.route, members.grid)
-    if op is Op.ALL_GATHER and binding.codec is not None:
-        inner = bind(encoded_binding(binding.codec, binding, members), members, backend, device)
-        return EncodedAllGather(binding.codec, binding, members, inner, device)
-    if route == "flat" and not _better_walked(binding, members, backend):
+    if transfer.kind is TransferKind.UNUSED_PARAMS:
+        return FlatMaximum(members)
+    op, codec = transfer.move.op, transfer.transport.encoding
+    if op is Op.ALL_GATHER and codec is not None:
+        inner = select(of_bytes(transfer, codec), members, backend, device)
+        return EncodedAllGather(transfer, members, inner, device)
+    # Point-to-point messages replace some of the backend's own collectives. These need slices of equal length. The
+    # reduce-scatter of gloo is an all-reduce inside, and sends twice the bytes. The all-gather of gloo allocates a copy
+    # of the region in each call, which fragments the heap.
+    backend_fits = backend != "gloo" and transfer.elements % transfer.move.members == 0
+    if transfer.route == "flat" and (op is Op.ALL_REDUCE or backend_fits):
         return _FLAT[op](members)
-    if not hops_of(route, members.grid) or op is Op.ALL_GATHER:
-        return PointToPoint(route, binding, members)
-    reduce = AllToAllReduceScatter(route, binding, members, device)
+    if not hops_of(transfer.route, members.grid) or op is Op.ALL_GATHER:
+        return PointToPoint(transfer, members)
+    reduce = AllToAllReduceScatter(transfer, members, device)
     if op is Op.REDUCE_SCATTER:
         return reduce
-    return ReduceThenGather(
-        binding, members, reduce, bind(replace(binding, op=Op.ALL_GATHER), members, backend, device)
-    )
+    gather = replace(transfer, move=replace(transfer.move, op=Op.ALL_GATHER))
+    own = slice(*transfer.bounds(members.slot))
+    return ReduceThenGather(own, reduce, select(gather, members, backend, device))
 
 
 def has_group_between_nodes(route: str, backend: str) -> bool:
@@ -80,17 +79,6 @@ def has_group_between_nodes(route: str, backend: str) -> bool:
     have nothing to overlap.
     """
     return backend == "nccl" and route not in ("flat", "ring")
-
-
-def _better_walked(binding: Binding, members: GroupRank, backend: str) -> bool:
-    """Return whether point-to-point messages replace the backend's own collective.
-
-    The backends' collectives need slices of equal length. The reduce-scatter of gloo is an all-reduce inside, and sends
-    twice the bytes. The all-gather of gloo allocates a copy of the region in each call, which fragments the heap.
-    """
-    if binding.op is Op.ALL_REDUCE:
-        return False
-    return backend == "gloo" or binding.elements % len(members.group.ranks) != 0
 
 
 # --- coalesced --------------------------------------------------------------------------------------------------------
@@ -107,25 +95,24 @@ class CoalescedAllGather:
     They are packed into a wire buffer as large as all regions, gathered there, and copied to their regions.
     """
 
-    def __init__(self, bindings: Sequence[Binding], members: GroupRank, backend: str, device: torch.device) -> None:
-        count, route = len(members.group.ranks), bindings[0].route
-        for each in bindings:
-            if each.op is not Op.ALL_GATHER or each.route != route or each.elements % count:
+    def __init__(self, gathers: Sequence[Transfer], members: GroupRank, backend: str, device: torch.device) -> None:
+        first, count = gathers[0], len(members.group.ranks)
+        for each in gathers:
+            op = each.move.op
+            if op is not Op.ALL_GATHER or each.route != first.route or each.elements % count:
                 raise StepError(
-                    f"rank {members.rank}: {each.label}: got {each.op.value} by {each.route} of {each.elements} "
-                    f"elements, expected an all-gather by {route} of equal slices for {count} ranks, as the others "
-                    "that it is coalesced with. Run it by itself."
+                    f"rank {members.rank}: {each}: got {op.value} by {each.route} of {each.elements} elements, "
+                    f"expected an all-gather by {first.route} of equal slices for {count} ranks, as the others that it "
+                    "is coalesced with. Run it by itself."
                 )
-        self._bindings, self._members = bindings, members
-        self._bytes = sum(b.elements * b.dtype.itemsize for b in bindings)
-        packed = Binding(Op.ALL_GATHER, route, self._bytes, torch.uint8, f"{len(bindings)} gathers in one")
-        as_one_launch = backend == "nccl" and travelled(route, members.grid) == "flat" and members.group.in_order
-        self._gather = None if as_one_launch else bind(packed, members, backend, device)
+        self._members = members
+        self._bytes = sum(each.region_bytes for each in gathers)
+        packed = replace(first, payload=Range("", "", self._bytes, "uint8"))
+        as_one_launch = backend == "nccl" and first.route == "flat" and members.group.in_order
+        self._gather = None if as_one_launch else select(packed, members, backend, device)
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
         """Gather `shards[i]` of every member into `regions[i]`, for all regions together."""
-        for binding, region, shard in zip(self._bindings, regions, shards, strict=True):
-            binding.check_fit(region, shard, self._members)
         if self._gather is None:
             group = self._members.process_group
             with dist.distributed_c10d._coalescing_manager(group):  # pyright: ignore[reportPrivateUsage]
@@ -154,7 +141,6 @@ class Observer(Protocol):
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class RankTransfer:
     """A transfer with the collective that executes it on this rank.
 
@@ -162,23 +148,44 @@ class RankTransfer:
     and the ranks that may have caused it.
     """
 
-    transfer: Transfer
-    binding: Binding
-    members: GroupRank
-    collective: Collective
-    observer: Observer
+    def __init__(self, transfer: Transfer, members: GroupRank, collective: Collective, observer: Observer) -> None:
+        self.transfer, self.members, self.collective, self.observer = transfer, members, collective, observer
+        # The length and dtype of the region, and of the shard unless the operation has none.
+        self._expected: list[tuple[int, torch.dtype]] = [(transfer.elements, getattr(torch, transfer.dtype))]
+        if transfer.move.op is not Op.ALL_REDUCE:
+            start, end = transfer.bounds(members.slot)
+            codec = transfer.transport.encoding
+            if codec is not None and isinstance(transfer.payload, Range) and transfer.payload.encoded:
+                self._expected.append((codec.encoded_bytes(end - start), torch.uint8))
+            else:
+                self._expected.append((end - start, self._expected[0][1]))
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Start the non-blocking first phase, before this transfer's turn in the queue."""
-        self.binding.check_fit(region, shard, self.members)
+        self.check_fit(region, shard)
         with self.explained():
             self.collective.begin(region, shard, workspace)
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Execute the transfer, and record it."""
-        self.binding.check_fit(region, shard, self.members)
+        self.check_fit(region, shard)
         with self.observer.running([self.transfer], workspace.micro_step), self.explained():
             self.collective.run(region, shard, workspace)
+
+    def check_fit(self, region: torch.Tensor, shard: torch.Tensor) -> None:
+        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.
+
+        Raises:
+            StepError: If a tensor's length, dtype or layout is not what the collective was made for.
+        """
+        tensors = ("region", region), ("shard", shard)
+        for (name, tensor), (elements, dtype) in zip(tensors, self._expected, strict=False):
+            if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise StepError(
+                    f"rank {self.members.rank}: {self.transfer} by {self.transfer.route}: got a {name} of "
+                    f"{tensor.numel()} elements of {tensor.dtype}, expected {elements} of {dtype}, contiguous. A "
+                    "collective carries what it was made for; make another for other tensors."
+                )
 
     def explained(self) -> AbstractContextManager[None]:
         """Return a context manager that explains failures of this transfer."""
@@ -228,6 +235,8 @@ class CoalescedTransfers:
 
     def run(self, regions: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], workspace: Workspace) -> None:
         """Execute all gathers together, and record them."""
+        for bound, region, shard in zip(self.transfers, regions, shards, strict=True):
+            bound.check_fit(region, shard)
         first, each = self.transfers[0], [bound.transfer for bound in self.transfers]
         with first.observer.running(each, workspace.micro_step), first.explained():
             self.collective.run(regions, shards, workspace)

@@ -1,4 +1,4 @@
-"""The base class of collectives, and what a collective works with: its group, its binding and its workspace."""
+"""The base class of collectives, and what a collective works with: its group and its workspace."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 from towpath.codecs.packing import Draws
 from towpath.codecs.watched import Watch
-from towpath.core.formats import Codec
-from towpath.core.routes import Grid, Group, Op, bounds, parts_of, slice_bytes
-from towpath.core.transfer import Range, Transfer
-from towpath.errors import StepError
+from towpath.core.routes import Grid, Group
+from towpath.core.transfer import Transfer
 
 # --- workspace --------------------------------------------------------------------------------------------------------
 #
@@ -66,20 +64,20 @@ class WireBuffers:
 class Workspace:
     """The memory and the tags of one transfer, from its submission to its end.
 
-    Transfers of one queue that run at the same time have different *ways*: different wire buffers and different tags.
+    Transfers of one queue that run at the same time have different buffer indices, and so different buffers and tags.
 
     Attributes:
-        buffers: The wire buffers of this way.
-        way: The number of the way.
-        ways: How many ways the queue has.
+        buffers: The wire buffers with this index.
+        buffer_index: Their index. Transfers with the same index never overlap.
+        depth: How many transfers of the queue may run at the same time.
         micro_step: The micro-step in which the transfer was submitted.
         watch: A callback for the work of codecs, if a trace records it.
         links_free: A function to call when the transfer no longer needs the links. The next transfer may then begin.
     """
 
     buffers: WireBuffers
-    way: int = 0
-    ways: int = 1
+    buffer_index: int = 0
+    depth: int = 1
     micro_step: int = 0
     watch: Watch | None = None
     links_free: Callable[[], None] = lambda: None
@@ -89,8 +87,8 @@ class Workspace:
         return self.buffers.take(numel, dtype)
 
     def tag(self, tag: int) -> int:
-        """Return the tag of messages of this way, for a collective whose tag is `tag`."""
-        return tag * self.ways + self.way
+        """Return the tag of this transfer's messages, for a collective whose tag is `tag`."""
+        return tag * self.depth + self.buffer_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,86 +130,15 @@ class GroupRank:
         return self.between_nodes is not self.process_group and self.nodes[peer] != self.nodes[self.position]
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """The tensors and the operation that a collective is made for.
+def message_tag(transfer: Transfer) -> int:
+    """Return the tag of a collective's messages, so that messages of collectives that do not fit each other never meet.
 
-    Attributes:
-        op: The operation.
-        route: The route of its messages.
-        elements: The length of the region. The collective refuses other tensors.
-        dtype: The dtype of the region.
-        label: The name of the transfer in error messages.
-        codec: The codec, if any.
-        kept: How many elements of error feedback each hop of a reduction keeps.
-        encoded: True if each member's shard of a gather is already encoded.
+    gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them up,
+    the journals reveal it, without a wait.
     """
-
-    op: Op
-    route: str
-    elements: int
-    dtype: torch.dtype
-    label: str
-    codec: Codec | None = None
-    kept: tuple[int, ...] = ()
-    encoded: bool = False
-
-    @staticmethod
-    def of(transfer: Transfer) -> Binding:
-        """Return the binding of a transfer."""
-        dtype, codec, kept = getattr(torch, transfer.dtype), transfer.wire.encoding, transfer.kept_elements
-        encoded = isinstance(transfer.payload, Range) and transfer.payload.encoded
-        return Binding(transfer.move.op, transfer.route, transfer.elements, dtype, str(transfer), codec, kept, encoded)
-
-    @property
-    def tag(self) -> int:
-        """The tag of its messages, so that messages of collectives that do not fit each other never meet.
-
-        gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them
-        up, the journals reveal it, without a wait.
-        """
-        codec = "none" if self.codec is None else str(self.codec)
-        return crc32(f"{self.op.value} {self.route} {self.elements} {self.dtype} {codec}".encode()) >> 8
-
-    def parts(self, members: GroupRank) -> int:
-        """Return how many parts each slice is cut into while it is sent."""
-        size = slice_bytes(self.elements, len(members.group.ranks), self.dtype.itemsize, self.codec)
-        return parts_of(self.route, members.grid, size)
-
-    @property
-    def grain(self) -> int:
-        """Slices and their parts start at multiples of this many elements."""
-        return 1 if self.codec is None else self.codec.grain
-
-    def bounds(self, members: GroupRank, slot: int | None = None) -> tuple[int, int]:
-        """Return the start and end of slice `slot` in the region. The default is this member's slice."""
-        return bounds(self.elements, len(members.group.ranks), members.slot if slot is None else slot, self.grain)
-
-    def own_slice(self, region: torch.Tensor, members: GroupRank) -> torch.Tensor:
-        """Return this member's slice of `region`, as a view."""
-        start, end = self.bounds(members)
-        return region[start:end]
-
-    def check_fit(self, region: torch.Tensor, shard: torch.Tensor, members: GroupRank) -> None:
-        """Check the tensors before any message is sent, so that they cannot be mixed with messages of other sizes.
-
-        Raises:
-            StepError: If a tensor's length, dtype or layout is not what the collective was made for.
-        """
-        wanted = [("region", region, self.elements, self.dtype)]
-        if self.op is not Op.ALL_REDUCE:
-            start, end = self.bounds(members)
-            if self.encoded and self.codec is not None:
-                wanted.append(("shard", shard, self.codec.encoded_bytes(end - start), torch.uint8))
-            else:
-                wanted.append(("shard", shard, end - start, self.dtype))
-        for name, tensor, elements, dtype in wanted:
-            if tensor.numel() != elements or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise StepError(
-                    f"rank {members.rank}: {self.label} by {self.route}: got a {name} of {tensor.numel()} elements of "
-                    f"{tensor.dtype}, expected {elements} of {dtype}, contiguous. A collective carries what it "
-                    "was made for; make another for other tensors."
-                )
+    op, codec = transfer.move.op, transfer.transport.encoding
+    codec = "none" if codec is None else str(codec)
+    return crc32(f"{op.value} {transfer.route} {transfer.elements} {transfer.dtype} {codec}".encode()) >> 8
 
 
 class Collective(ABC):

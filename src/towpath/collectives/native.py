@@ -14,9 +14,11 @@ import torch.distributed as dist
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.packing import Draws
 from towpath.codecs.watched import watched
-from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
+from towpath.collectives.collective import Collective, GroupRank, Workspace
 from towpath.core.formats import Codec
 from towpath.core.routes import encoded_slice
+from towpath.core.transfer import Range, Transfer
+from towpath.core.transport import Transport
 
 
 def all_gather_single(
@@ -100,10 +102,9 @@ class FlatMaximum(Collective):
 @final
 @dataclass(frozen=True, slots=True)
 class ReduceThenGather(Collective):
-    """An all-reduce that runs a reduce-scatter and then an all-gather."""
+    """An all-reduce that runs a reduce-scatter and then an all-gather. `own` is this rank's slice of the region."""
 
-    binding: Binding
-    members: GroupRank
+    own: slice
     reduce: Collective
     gather: Collective
 
@@ -119,7 +120,7 @@ class ReduceThenGather(Collective):
 
     def run(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Sum the region over all members, in place."""
-        mine = self.binding.own_slice(region, self.members)
+        mine = region[self.own]
         self.reduce.run(region, mine, workspace)
         self.gather.run(region, mine, workspace)
 
@@ -132,16 +133,16 @@ class ReduceThenGather(Collective):
 
 @final
 class EncodedAllGather(Collective):
-    """An all-gather of encoded slices. `inner` gathers their bytes, as `encoded_binding` describes them."""
+    """An all-gather of encoded slices. `inner` gathers their bytes: it executes `of_bytes(transfer)`."""
 
-    def __init__(
-        self, codec: Codec, binding: Binding, members: GroupRank, inner: Collective, device: torch.device
-    ) -> None:
-        self._codec, self._members, self._inner, self._rests = codec, members, inner, binding.encoded
+    def __init__(self, transfer: Transfer, members: GroupRank, inner: Collective, device: torch.device) -> None:
+        assert isinstance(transfer.payload, Range) and transfer.transport.encoding is not None
+        self._codec, self._members, self._inner = transfer.transport.encoding, members, inner
+        self._rests = transfer.payload.encoded
         self._kernels = kernels_for(device)
         count = len(members.group.ranks)
-        self._bytes = encoded_slice(codec, binding.elements, count)
-        self._bounds = [binding.bounds(members, slot) for slot in range(count)]
+        self._bytes = encoded_slice(self._codec, transfer.elements, count)
+        self._bounds = [transfer.bounds(slot) for slot in range(count)]
         self._draws = Draws(members.slot)
         self._begun: torch.Tensor | None = None  # the messages between `begin` and `run`, with this member's encoded
 
@@ -178,8 +179,9 @@ class EncodedAllGather(Collective):
                 kernels.decode(self._codec, message[: self._codec.encoded_bytes(end - start)], region[start:end])
 
 
-def encoded_binding(codec: Codec, binding: Binding, members: GroupRank) -> Binding:
-    """Return the binding of the collective that gathers the encoded bytes of `binding`."""
-    count = len(members.group.ranks)
-    elements = count * encoded_slice(codec, binding.elements, count)
-    return replace(binding, elements=elements, dtype=torch.uint8, codec=None, encoded=False)
+def of_bytes(transfer: Transfer, codec: Codec) -> Transfer:
+    """Return the all-gather that sends the encoded slices of `transfer` as plain bytes."""
+    count = transfer.move.members
+    nbytes = count * encoded_slice(codec, transfer.elements, count)
+    payload = Range(transfer.unit, transfer.bucket, nbytes, "uint8")
+    return replace(transfer, payload=payload, transport=Transport(transfer.transport.route))

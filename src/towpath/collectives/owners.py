@@ -25,7 +25,7 @@ _NO_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Passage:
+class _PieceMessage:
     """A message at one of its ends.
 
     Attributes:
@@ -48,7 +48,7 @@ class OwnersExchange:
     def __init__(self, transfer: Transfer, members: GroupRank, device: torch.device) -> None:
         assert isinstance(transfer.payload, Matrices)
         self._transfer, self._members, self._op = transfer, members, transfer.move.op
-        self._matrices, self._codec = transfer.payload.matrices, transfer.wire.encoding
+        self._matrices, self._codec = transfer.payload.matrices, transfer.transport.encoding
         self._item, self._dtype = item_bytes(transfer.dtype), getattr(torch, transfer.dtype)
         self._kernels = kernels_for(device) if self._codec is not None else None
         self._mine = [
@@ -66,14 +66,15 @@ class OwnersExchange:
             workspace: The wire buffers and tags of this transfer.
         """
         self._check(pieces, wholes)
-        passages = self._passages(pieces, wholes, workspace)
-        for passage in passages:
-            if passage.leaves:
-                self._encode(passage, workspace)
+        exchanged = self._piece_messages(pieces, wholes, workspace)
+        kernels = None if self._kernels is None else watched(self._kernels, workspace.watch)
+        for piece in exchanged:
+            if piece.leaves and kernels is not None and self._codec is not None:
+                kernels.encode(self._codec, piece.tensor, piece.content, _NO_SEED)
         posted = [
             post(batch, self._members, f"{self._transfer.kind.value}", crossing, workspace.tag(0))
             for crossing in (False, True)
-            if (batch := self._batch(passages, crossing))
+            if (batch := self._batch(exchanged, crossing))
         ]
         slot = self._members.slot
         for number, whole in wholes.items():
@@ -84,9 +85,9 @@ class OwnersExchange:
             target.copy_(source)
         for batch in posted:
             batch.wait()
-        for passage in passages:
-            if not passage.leaves:
-                self._decode(passage, workspace)
+        for piece in exchanged:
+            if not piece.leaves and kernels is not None and self._codec is not None:
+                kernels.decode(self._codec, piece.content, piece.tensor)
 
     def _check(self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor]) -> None:
         slot = self._members.slot
@@ -100,35 +101,25 @@ class OwnersExchange:
                     "they had at shard()."
                 )
 
-    def _passages(
+    def _piece_messages(
         self, pieces: Sequence[torch.Tensor], wholes: Mapping[int, torch.Tensor], workspace: Workspace
-    ) -> list[_Passage]:
+    ) -> list[_PieceMessage]:
         lengths = [self._matrices[m.matrix].pieces[m.slot] for m in self._mine]
         sizes = [piece_bytes(n, self._item, self._codec) for n in lengths]
-        wires = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
-        found: list[_Passage] = []
+        transports = workspace.take(sum(sizes), torch.uint8).split(sizes) if self._codec is not None and sizes else None
+        found: list[_PieceMessage] = []
         for index, message in enumerate(self._mine):
             leaves, matrix = message.source == self._members.position, self._matrices[message.matrix]
             start, end = matrix.bounds(message.slot)
             is_piece = leaves is (self._op is Op.TO_OWNERS)
             tensor = pieces[message.matrix] if is_piece else wholes[message.matrix][start:end]
-            found.append(_Passage(message, leaves, tensor, tensor if wires is None else wires[index]))
+            found.append(_PieceMessage(message, leaves, tensor, tensor if transports is None else transports[index]))
         return found
 
-    def _batch(self, passages: Sequence[_Passage], crossing: bool) -> list[Message]:
+    def _batch(self, exchanged: Sequence[_PieceMessage], crossing: bool) -> list[Message]:
         found: list[Message] = []
-        for passage in passages:
-            peer = passage.message.target if passage.leaves else passage.message.source
+        for piece in exchanged:
+            peer = piece.message.target if piece.leaves else piece.message.source
             if self._members.crosses(peer) is crossing:
-                found.append(Message(passage.leaves, peer, passage.content))
+                found.append(Message(piece.leaves, peer, piece.content))
         return found
-
-    def _encode(self, passage: _Passage, workspace: Workspace) -> None:
-        if self._kernels is not None and self._codec is not None:
-            kernels = watched(self._kernels, workspace.watch)
-            kernels.encode(self._codec, passage.tensor, passage.content, _NO_SEED)
-
-    def _decode(self, passage: _Passage, workspace: Workspace) -> None:
-        if self._kernels is not None and self._codec is not None:
-            kernels = watched(self._kernels, workspace.watch)
-            kernels.decode(self._codec, passage.content, passage.tensor)

@@ -15,8 +15,9 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from towpath.collectives.collective import Binding, Collective, GroupRank, Workspace
+from towpath.collectives.collective import Collective, GroupRank, Workspace, message_tag
 from towpath.core.routes import Op, Send, cell_elements, cells_of, piece_bounds, sends
+from towpath.core.transfer import Transfer
 from towpath.errors import StepError
 
 # --- messages ---------------------------------------------------------------------------------------------------------
@@ -112,7 +113,7 @@ def _lost(messages: Sequence[Message], members: GroupRank, where: str, error: Ru
 
 
 @dataclass(frozen=True, slots=True)
-class _Passage:
+class _RangeMessage:
     """A message of the plan at one of its ends: its range of the region, and its wire cell if it is added."""
 
     leaves: bool
@@ -129,7 +130,7 @@ class _Batch:
     step: int
     until: int
     crossing: bool
-    passages: tuple[_Passage, ...]
+    messages: tuple[_RangeMessage, ...]
 
 
 @final
@@ -139,31 +140,31 @@ class PointToPoint(Collective):
     In each step it waits for the messages that are due, adds what they bring to a sum, and posts the step's messages.
     """
 
-    def __init__(self, route: str, binding: Binding, members: GroupRank) -> None:
-        self._route, self._binding, self._members = route, binding, members
-        parts = binding.parts(members)
-        plan = [
-            s
-            for s in sends(binding.op, route, members.group, members.nodes, parts)
-            if members.position in (s.source, s.target)
-        ]
-        self._cell = cell_elements(binding.elements, len(members.group.ranks), parts)
-        self._batches = self._in_batches(plan)
+    def __init__(self, transfer: Transfer, members: GroupRank) -> None:
+        self._op, self._members, self._tag = transfer.move.op, members, message_tag(transfer)
+        self._what = f"{self._op.value} by {transfer.route}"
+        self._own = slice(*transfer.bounds(members.slot))
+        messages = sends(self._op, transfer.route, members.group, members.nodes, transfer.parts)
+        plan = [s for s in messages if members.position in (s.source, s.target)]
+        self._cell = cell_elements(transfer.elements, len(members.group.ranks), transfer.parts)
+        self._batches = self._in_batches(plan, transfer.elements)
         self._first = [b for b in self._batches if b.step == self._batches[0].step]
-        crossing = [i for i, b in enumerate(self._batches) if any(self._leaves_node(p) for p in b.passages)]
+        node = members.nodes[members.position]
+        peers = [{members.nodes[message.peer] for message in batch.messages} for batch in self._batches]
+        crossing = [i for i, nodes in enumerate(peers) if nodes != {node}]
         self._last_crossing = crossing[-1] if crossing else len(self._batches) - 1
         self._begun: list[tuple[_Batch, Posted]] | None = None
-        self._cells = 1 + max((p.cell for b in self._batches for p in b.passages if p.cell is not None), default=-1)
+        self._cells = 1 + max((p.cell for b in self._batches for p in b.messages if p.cell is not None), default=-1)
 
-    def _in_batches(self, plan: list[Send]) -> list[_Batch]:
+    def _in_batches(self, plan: list[Send], elements: int) -> list[_Batch]:
         members, position = self._members, self._members.position
         added = [s for s in plan if s.adds and s.target == position]
         cells = dict(zip(added, cells_of(added), strict=True))
 
-        def passage(send: Send) -> _Passage:
+        def message(send: Send) -> _RangeMessage:
             leaves = send.source == position
-            start, end = piece_bounds(self._binding.elements, len(members.group.ranks), send.piece)
-            return _Passage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
+            start, end = piece_bounds(elements, len(members.group.ranks), send.piece)
+            return _RangeMessage(leaves, send.target if leaves else send.source, start, end, cells.get(send))
 
         def batch_of(send: Send) -> tuple[int, int, bool]:
             return send.step, send.until, members.crosses(send.target if send.source == position else send.source)
@@ -171,18 +172,15 @@ class PointToPoint(Collective):
         batches: list[_Batch] = []
         for (step, until, crossing), posted in groupby(sorted(plan, key=batch_of), key=batch_of):
             # A region with fewer elements than parts has empty parts. Both ends leave them out.
-            passages = tuple(p for p in map(passage, posted) if p.start < p.end)
-            if passages:
-                batches.append(_Batch(step, until, crossing, passages))
+            messages = tuple(p for p in map(message, posted) if p.start < p.end)
+            if messages:
+                batches.append(_Batch(step, until, crossing, messages))
         return batches
-
-    def _leaves_node(self, passage: _Passage) -> bool:
-        return self._members.nodes[passage.peer] != self._members.nodes[self._members.position]
 
     def begin(self, region: torch.Tensor, shard: torch.Tensor, workspace: Workspace) -> None:
         """Post the first step of an all-gather, which waits for no other rank. Do nothing for reductions."""
-        if self._binding.op is Op.ALL_GATHER:
-            mine = self._binding.own_slice(region, self._members)
+        if self._op is Op.ALL_GATHER:
+            mine = region[self._own]
             if mine.data_ptr() != shard.data_ptr():
                 mine.copy_(shard)
             # A gather adds nothing, and so it needs no wire buffer: all messages are received in the region.
@@ -194,28 +192,28 @@ class PointToPoint(Collective):
             self.begin(region, shard, workspace)
         under_way, self._begun = self._begun or [], None
         begun = len(under_way)
-        wire = workspace.take(self._cells * self._cell, region.dtype) if self._cells else region
+        transport = workspace.take(self._cells * self._cell, region.dtype) if self._cells else region
         for number, batch in enumerate(self._batches):
             if number >= begun:
-                under_way = self._complete(region, wire, under_way, before=batch.step)
-                under_way.append((batch, self._post(region, wire, batch, workspace)))
+                under_way = self._complete(region, transport, under_way, before=batch.step)
+                under_way.append((batch, self._post(region, transport, batch, workspace)))
             # All later messages stay inside nodes. The next transfer may start to use the links between nodes.
             if number == self._last_crossing:
                 workspace.links_free()
-        self._complete(region, wire, under_way)
-        mine = self._binding.own_slice(region, self._members)
-        if self._binding.op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
+        self._complete(region, transport, under_way)
+        mine = region[self._own]
+        if self._op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
             shard.copy_(mine)
 
-    def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
-        messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.passages]
-        where = f"{self._binding.op.value} by {self._route}, step {batch.step}"
-        return post(messages, self._members, where, batch.crossing, workspace.tag(self._binding.tag))
+    def _post(self, region: torch.Tensor, transport: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
+        messages = [Message(p.leaves, p.peer, self._content(region, transport, p)) for p in batch.messages]
+        where = f"{self._what}, step {batch.step}"
+        return post(messages, self._members, where, batch.crossing, workspace.tag(self._tag))
 
     def _complete(
         self,
         region: torch.Tensor,
-        wire: torch.Tensor,
+        transport: torch.Tensor,
         under_way: Iterable[tuple[_Batch, Posted]],
         before: int | None = None,
     ) -> list[tuple[_Batch, Posted]]:
@@ -229,13 +227,13 @@ class PointToPoint(Collective):
                 remaining.append((batch, posted))
                 continue
             posted.wait()
-            for passage in batch.passages:
-                if passage.cell is not None:
-                    region[passage.start : passage.end].add_(self._content(region, wire, passage))
+            for message in batch.messages:
+                if message.cell is not None:
+                    region[message.start : message.end].add_(self._content(region, transport, message))
         return remaining
 
-    def _content(self, region: torch.Tensor, wire: torch.Tensor, passage: _Passage) -> torch.Tensor:
-        if passage.cell is None:
-            return region[passage.start : passage.end]
-        start = passage.cell * self._cell
-        return wire[start : start + passage.end - passage.start]
+    def _content(self, region: torch.Tensor, transport: torch.Tensor, message: _RangeMessage) -> torch.Tensor:
+        if message.cell is None:
+            return region[message.start : message.end]
+        start = message.cell * self._cell
+        return transport[start : start + message.end - message.start]

@@ -20,11 +20,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from towpath.errors import StrategyError
 
+# Collectives send integers, too. Parameters are floating (`BucketSpec`).
 _ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
     "bfloat16": 2,
     "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int8": 1,
     "uint8": 1,
 }
 
@@ -38,14 +42,8 @@ FLOATING = ("bfloat16", "float16", "float32", "float64")
 
 
 def item_bytes(dtype: str) -> int:
-    """Return the bytes of one element. Raise StrategyError for a dtype that cannot be sent."""
-    try:
-        return _ITEM_BYTES[dtype]
-    except KeyError:
-        raise StrategyError(
-            f"dtype {dtype!r} cannot travel; parameters may be {', '.join(FLOATING)}. "
-            "Keep tensors of other dtypes in buffers, or convert them before shard()."
-        ) from None
+    """Return the bytes of one element of a dtype that can be sent."""
+    return _ITEM_BYTES[dtype]
 
 
 def wide(dtype: str) -> str:
@@ -285,7 +283,21 @@ class Precision:
             return given or Precision()
         policy: Any = given
         if type(policy).__name__ == "MixedPrecisionPolicy":
-            _check_policy(policy)
+            if policy.output_dtype is not None:
+                raise StrategyError(
+                    f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not "
+                    "cast its "
+                    "outputs. Leave output_dtype out, and cast where you use the output, as in "
+                    f"model(x).to({policy.output_dtype})."
+                )
+            if policy.param_dtype is not None and not policy.cast_forward_inputs:
+                raise StrategyError(
+                    f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): "
+                    "each unit "
+                    "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep "
+                    "the dtype "
+                    "of an input, pass it inside a list or a dict, which are handed on as they are."
+                )
             return Precision(policy.param_dtype, policy.reduce_dtype)
         if _full_name(policy) not in FLOATING:
             raise StrategyError(
@@ -312,7 +324,7 @@ class Precision:
         if self.accumulate in NARROW and self.reduce not in (None, self.accumulate):
             raise StrategyError(
                 f"Precision(reduce={self.reduce}, accumulate={self.accumulate}): the sum over micro-steps would lose "
-                f"what has travelled. Pass accumulate={self.reduce}, or a wider dtype."
+                f"what was sent. Pass accumulate={self.reduce}, or a wider dtype."
             )
 
     def compute_dtype(self, own: str) -> str:
@@ -342,22 +354,6 @@ class Precision:
 def _full_name(dtype: object) -> str:
     name = dtype_name(dtype)
     return _SHORT.get(name, name)
-
-
-def _check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise StrategyError for a policy that requires something that a sharded model does not do."""
-    if policy.output_dtype is not None:
-        raise StrategyError(
-            f"precision=MixedPrecisionPolicy(output_dtype={policy.output_dtype}): a sharded model does not cast its "
-            "outputs. Leave output_dtype out, and cast where you use the output, as in "
-            f"model(x).to({policy.output_dtype})."
-        )
-    if policy.param_dtype is not None and not policy.cast_forward_inputs:
-        raise StrategyError(
-            f"precision=MixedPrecisionPolicy(param_dtype={policy.param_dtype}, cast_forward_inputs=False): each unit "
-            "casts its floating inputs to the dtype it computes in. Leave cast_forward_inputs out. To keep the dtype "
-            "of an input, pass it inside a list or a dict, which are handed on as they are."
-        )
 
 
 def _kept_name(module: Any) -> str:

@@ -3,9 +3,9 @@
 Collectives match by their order alone. If two ranks gather different experts of the same size, each computes with a
 mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate drifts away as silently.
 At every boundary, the ranks of each group that must agree therefore compare digests of their journals. The digests are
-sent with the usage of parameters, which all ranks combine by maximum. Each group has a slot there, with its digest and
-the complement of the digest. If all members agree, each byte and its complement add up to 255. If two differ, some add
-up to more.
+sent with the bits of unused parameters, which all ranks combine by maximum. Each group has a slot there, with its
+digest and the complement of the digest. If all members agree, each byte and its complement add up to 255. If two
+differ, some add up to more.
 
 * All ranks compare the program: optimizer steps with their hyperparameters, micro-steps, and zeroed gradients.
 * Ranks with the same optimizer slice compare checksums of their parameters, at chosen boundaries.
@@ -22,7 +22,7 @@ earlier ones into a digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -30,7 +30,7 @@ from itertools import zip_longest
 from typing import Any
 
 from towpath.core.placement import replicas
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.errors import StepError
 
 _DIGEST_BYTES = 8
@@ -56,7 +56,7 @@ class Call(StrEnum):
 class Scope:
     """The kinds of entry that the ranks of one group must make identically, and the groups that compare them."""
 
-    kinds: frozenset[Kind | Call]
+    kinds: frozenset[TransferKind | Call]
     group_of: tuple[int, ...]  # the number of each rank's group
     first_slot: int  # the position of the first group's digest among all slots
     number: int  # the position of this scope among those of the strategy
@@ -79,14 +79,23 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
     """
     placement, world, found, slot = strategy.placement, strategy.topology.world, list[Scope](), 0
     optimizer = strategy.moves.optimizer
-    compared: list[tuple[tuple[int, ...], bool, tuple[Kind | Call, ...]]] = [
+    compared: list[tuple[tuple[int, ...], bool, tuple[TransferKind | Call, ...]]] = [
         ((0,) * world, world > 1, (Call.STEP, Call.PROGRAM)),
         (optimizer.slots, optimizer.count < world, (Call.VALUES,)),
     ]
     for extent, kinds in (
-        (strategy.gathered_over, (Kind.GATHER, Kind.BACKWARD_GATHER)),
-        (placement.grads, (Kind.REDUCE,)),
-        (placement.optimizer, (Kind.SYNC, Kind.PUBLISH, Kind.MATRIX_GRADIENTS, Kind.MATRIX_UPDATES, Call.SHARED)),
+        (strategy.gathered_over, (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)),
+        (placement.grads, (TransferKind.REDUCE,)),
+        (
+            placement.optimizer,
+            (
+                TransferKind.GRAD_SYNC,
+                TransferKind.PARAM_SYNC,
+                TransferKind.MATRIX_GRADIENTS,
+                TransferKind.MATRIX_UPDATES,
+                Call.SHARED,
+            ),
+        ),
     ):
         compared.append((replicas(extent, strategy.topology), extent.size > 1, kinds))
     for group_of, together, kinds in compared:
@@ -97,7 +106,7 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
 
 
 def journal_bytes(strategy: Strategy) -> int:
-    """Return the bytes that the comparison adds to the usage of parameters."""
+    """Return the bytes that the comparison adds to the transfer of unused parameters."""
     return _SLOT_BYTES * sum(scope.groups for scope in scopes(strategy))
 
 
@@ -109,7 +118,7 @@ class Entry:
     groups such as an optimizer's parameter groups.
     """
 
-    kind: Kind | Call
+    kind: TransferKind | Call
     what: str
     details: tuple[tuple[tuple[str, Any], ...], ...] = ()
 
@@ -127,7 +136,7 @@ class Entry:
         return Entry(_KINDS[kind], what, _tuples(details))
 
 
-_KINDS: Mapping[str, Kind | Call] = {each.value: each for each in (*Kind, *Call)}
+_KINDS: Mapping[str, TransferKind | Call] = {each.value: each for each in (*TransferKind, *Call)}
 
 
 def _tuples(value: Any) -> Any:
@@ -166,7 +175,7 @@ class Difference:
     folded: bool = False
 
     @property
-    def kinds(self) -> set[Kind | Call]:
+    def kinds(self) -> set[TransferKind | Call]:
         """The kinds of the two entries."""
         return {entry.kind for entry in self.entries if entry is not None}
 
@@ -272,13 +281,13 @@ class CollectiveLog:
         self._step, self._ended = 0, False
         self._kept = [_Kept() for _ in self.scopes]  # what was noted since the last boundary
 
-    def compares(self, kind: Kind | Call) -> bool:
+    def compares(self, kind: TransferKind | Call) -> bool:
         """Return whether entries of this kind are compared with those of any other rank."""
         return kind in self._scope_of
 
-    def note(self, kind: Kind | Call, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()) -> None:
-        """Add an entry, if its kind is compared. `Kind.USAGE` instead marks that this rank reached the boundary."""
-        if kind is Kind.USAGE:
+    def note(self, kind: TransferKind | Call, what: str, details: tuple[tuple[tuple[str, Any], ...], ...] = ()) -> None:
+        """Add an entry, if its kind is compared. `UNUSED_PARAMS` instead marks that this rank reached the boundary."""
+        if kind is TransferKind.UNUSED_PARAMS:
             self._ended = True
         elif kind in self._scope_of:
             self._kept[self._scope_of[kind]].note(Entry(kind, what, details))
@@ -310,7 +319,13 @@ class CollectiveLog:
         Raises:
             StepError: If the digests of any group differ.
         """
-        found = list(self._disagreeing(combined))
+        found: list[tuple[Scope, int]] = []  # the groups whose members differ
+        for scope in self.scopes:
+            for group in range(scope.groups):
+                start = _SLOT_BYTES * (scope.first_slot + group)
+                digest = combined[start : start + _DIGEST_BYTES]
+                if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
+                    found.append((scope, group))
         page = self.page()
         self.turn()
         if not found:
@@ -319,18 +334,9 @@ class CollectiveLog:
         for scope, group in found[:2]:
             first, *others = scope.members(group)
             differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
-            texts.append(told_to(self.rank, next(d for d in differences if d is not None)))
+            texts.append(divergence_message(self.rank, next(d for d in differences if d is not None)))
         # The first difference may cause a second one, which may show better where the ranks differ.
         raise StepError(" Besides, on ".join(texts))
-
-    def _disagreeing(self, combined: bytes) -> Iterator[tuple[Scope, int]]:
-        """Yield the groups whose members differ."""
-        for scope in self.scopes:
-            for group in range(scope.groups):
-                start = _SLOT_BYTES * (scope.first_slot + group)
-                digest = combined[start : start + _DIGEST_BYTES]
-                if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
-                    yield scope, group
 
 
 def difference(
@@ -361,7 +367,7 @@ def difference(
     return None
 
 
-def told_to(rank: int, found: Difference) -> str:
+def divergence_message(rank: int, found: Difference) -> str:
     """Return the message of the error that `rank` raises for a difference."""
     if found.kinds & {Call.STEP, Call.PROGRAM}:
         return (

@@ -17,7 +17,7 @@ from typing import Any
 
 from towpath.core.routes import Op
 from towpath.core.strategy import GRADIENTS, Strategy
-from towpath.core.wire import LOW_RANK, LowRank, Wire
+from towpath.core.transport import LOW_RANK, LowRank, Transport
 from towpath.errors import StrategyError
 
 # The schedules that `torch.distributed.pipelining` has, by name, and how many stages each rank holds in them.
@@ -108,20 +108,12 @@ def messages(order: Order) -> Iterator[Message]:
         forwards_left = sum(each.kind is PassKind.FORWARD for each in passes)
         for each in passes:
             forwards_left -= each.kind is PassKind.FORWARD
-            target = _target(each)
-            if target is not None and homes.get(target, rank) != rank:
+            if each.kind is PassKind.WEIGHT_GRADIENTS:
+                continue
+            target = each.stage + (1 if each.kind is PassKind.FORWARD else -1)
+            if homes.get(target, rank) != rank:
                 exposed = target < each.stage and not forwards_left
                 yield Message(each.stage, target, each.micro_batch, exposed)
-
-
-def _target(each: StagePass) -> int | None:
-    match each.kind:
-        case PassKind.FORWARD:
-            return each.stage + 1
-        case PassKind.BACKWARD | PassKind.INPUT_GRADIENTS:
-            return each.stage - 1
-        case PassKind.WEIGHT_GRADIENTS:
-            return None
 
 
 def as_computed(order: Order, halved: Set[int]) -> Order:
@@ -353,8 +345,8 @@ def _sent(message: Message | None) -> Iterator[Operation]:
 class Compression:
     """The codecs of a pipeline: of messages between stages, and of gradients inside stages.
 
-    A codec is given as text or as a `Wire`. A low-rank codec given as text, such as 'low-rank:16', uses error feedback:
-    what one message loses is added to the next. A `Wire` can turn that off.
+    A codec is given as text or as a `Transport`. Low rank given as text, such as 'low-rank:16', uses error feedback:
+    what one message loses is added to the next. A `Transport` can turn that off.
 
     Args:
         activation_gradients: The codec of gradients that stages send back. Only exposed ones use it (`Message`).
@@ -376,41 +368,48 @@ class Compression:
 
     def __post_init__(self) -> None:
         for name in ("activation_gradients", "activations", "gradients"):
-            wire = getattr(self, name)
-            if not isinstance(wire, Wire):
-                wire = Wire(codec=wire, feedback="first" if str(wire).startswith(LOW_RANK) else "none")
-                object.__setattr__(self, name, wire)
+            transport = getattr(self, name)
+            if not isinstance(transport, Transport):
+                transport = Transport(
+                    codec=transport, feedback="first" if str(transport).startswith(LOW_RANK) else "none"
+                )
+                object.__setattr__(self, name, transport)
             if name != "gradients":
-                wire.check(Op.SEND, f"Compression: {name}")
-            elif wire.codec != "none" and not isinstance(wire.codec, LowRank):
+                transport.check(Op.SEND, f"Compression: {name}")
+            elif transport.codec != "none" and not isinstance(transport.codec, LowRank):
                 raise StrategyError(
-                    f"Compression: gradients takes low rank, such as 'low-rank:4'; got {wire.codec}. Codecs of blocks "
+                    f"Compression: gradients takes low rank, such as 'low-rank:4'; got {transport.codec}. Codecs of "
+                    "blocks "
                     "belong to the strategy."
                 )
         if not 0 < self.share_of_stages <= 1:
             raise StrategyError(f"Compression: share_of_stages is above 0 and at most 1; got {self.share_of_stages!r}.")
 
     @property
-    def _wires(self) -> dict[str, Wire]:
+    def _transports(self) -> dict[str, Transport]:
         return {name: getattr(self, name) for name in ("activation_gradients", "activations", "gradients")}
 
     @property
     def changes(self) -> set[int]:
         """The optimizer steps at which a codec begins or stops being used."""
-        return {step for wire in self._wires.values() for step in wire.changes}
+        return {step for transport in self._transports.values() for step in transport.changes}
 
     def at(self, step: int) -> Compression:
         """Return the compression of optimizer step `step`, counted from 0."""
-        return replace(self, **{name: wire.at(step) for name, wire in self._wires.items()}) if self.changes else self
+        return (
+            replace(self, **{name: transport.at(step) for name, transport in self._transports.items()})
+            if self.changes
+            else self
+        )
 
     def encodes(self, message: Message) -> bool:
         """Return whether the message uses the codec of its direction. Otherwise it is sent as it is."""
         return not message.backward or message.exposed or self.every_gradient
 
-    def of(self, message: Message) -> Wire:
+    def of(self, message: Message) -> Transport:
         """Return the wire of a message."""
-        wire: Wire = self.activation_gradients if message.backward else self.activations
-        return wire if self.encodes(message) else Wire()
+        transport: Transport = self.activation_gradients if message.backward else self.activations
+        return transport if self.encodes(message) else Transport()
 
     def strategy_of(self, strategy: Strategy, stage: int, stages: int) -> Strategy:
         """Return the strategy of one stage, with `gradients` as the codec of its reductions if the stage uses it.
@@ -423,7 +422,9 @@ class Compression:
         if self.gradients.codec == "none" or stage >= ceil(self.share_of_stages * stages):
             return strategy
         moving = [kind for kind in GRADIENTS if getattr(strategy.moves, kind.value)]
-        return replace(strategy, **{k.value: replace(self.gradients, route=strategy.wire(k).route) for k in moving})
+        return replace(
+            strategy, **{k.value: replace(self.gradients, route=strategy.transport(k).route) for k in moving}
+        )
 
 
 def encoded_gradients(order: Order, compression: Compression) -> frozenset[tuple[int, int]]:

@@ -230,8 +230,8 @@ class PlacementCollectives:
     gather: tuple[GroupCollective, ...]
     backward_gather: tuple[GroupCollective, ...]
     reduce: tuple[GroupCollective, ...]
-    sync: tuple[GroupCollective, ...]
-    publish: tuple[GroupCollective, ...]
+    grad_sync: tuple[GroupCollective, ...]
+    param_sync: tuple[GroupCollective, ...]
     assemble: tuple[GroupCollective, ...]
 
 
@@ -254,8 +254,8 @@ def transitions(placement: Placement, topology: Topology) -> PlacementCollective
         gather=_between(Op.ALL_GATHER, whole, params, topology),
         backward_gather=_between(Op.ALL_GATHER, whole, backward, topology),
         reduce=_between(Op.REDUCE_SCATTER, whole, grads, topology),
-        sync=_between(Op.REDUCE_SCATTER, grads, optimizer, topology) + _over_replicas(optimizer, topology),
-        publish=_between(Op.ALL_GATHER, params, optimizer, topology),
+        grad_sync=_between(Op.REDUCE_SCATTER, grads, optimizer, topology) + _over_replicas(optimizer, topology),
+        param_sync=_between(Op.ALL_GATHER, params, optimizer, topology),
         assemble=_between(Op.ALL_GATHER, whole, optimizer, topology),
     )
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from towpath.core.placement import GroupCollective, Placement
 from towpath.core.routes import ALL_TO_ALL, Grid, Route
-from towpath.core.strategy import GRADIENTS, WEIGHTS, WIRED, Kind, Offload, Strategy
-from towpath.core.wire import LOW_RANK, Feedback, Wire
+from towpath.core.strategy import GRADIENTS, WEIGHTS, WITH_TRANSPORT, Offload, Strategy, TransferKind
+from towpath.core.transport import LOW_RANK, Feedback, Transport
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -56,11 +56,11 @@ class Options(TypedDict, total=False):
     frozen: Extent | Literal["as-trained"] | None
     frozen_codec: str
     offload: Offload | None
-    gather: Wire
-    backward_gather: Wire
-    reduce: Wire
-    sync: Wire
-    publish: Wire
+    gather: Transport
+    backward_gather: Transport
+    reduce: Transport
+    grad_sync: Transport
+    param_sync: Transport
     group: Extent | None
     params: Extent
     grads: Extent
@@ -72,22 +72,6 @@ NONE = Extent(1)
 
 # No lossless route is faster where links inside a node are faster than those between nodes (benchmarks/collectives.py).
 BEST_ROUTE: Route = "ho-ring"
-
-
-def _ddp(topology: Topology) -> Placement:
-    return Placement(NONE, NONE, NONE)
-
-
-def _zero1(topology: Topology) -> Placement:
-    return Placement(NONE, NONE, topology.whole)
-
-
-def _zero2(topology: Topology) -> Placement:
-    return Placement(NONE, topology.whole, topology.whole)
-
-
-def _zero3(topology: Topology) -> Placement:
-    return Placement(topology.whole, topology.whole, topology.whole)
 
 
 def _mics(topology: Topology, *, group: Extent | None = None) -> Placement:
@@ -113,8 +97,8 @@ def _lins(
     return Placement(params, grads, optimizer or Extent(topology.ranks_per_node), backward_params)
 
 
-def _paro(code: str) -> Callable[[Topology], Placement]:
-    """Return the PaRO placement of `code`: P, G and OS are each not sharded (n), in the node (i) or global (g)."""
+def _by_levels(code: str) -> Callable[[Topology], Placement]:
+    """Return a placer by PaRO's code: P, G and OS are each not sharded (n), in the node (i) or global (g)."""
 
     def place(topology: Topology) -> Placement:
         extent = {"n": NONE, "i": Extent(topology.ranks_per_node), "g": topology.whole}
@@ -124,17 +108,17 @@ def _paro(code: str) -> Callable[[Topology], Placement]:
 
 
 _PLACERS: dict[str, Callable[..., Placement]] = {
-    "ddp": _ddp,
-    "zero1": _zero1,
-    "zero2": _zero2,
-    "zero3": _zero3,
+    "ddp": _by_levels("nnn"),
+    "zero1": _by_levels("nng"),
+    "zero2": _by_levels("ngg"),
+    "zero3": _by_levels("ggg"),
     "mics": _mics,
     "hpz": _hpz,
-    "qwz": _zero3,
-    "qgz": _zero3,
+    "qwz": _by_levels("ggg"),
+    "qgz": _by_levels("ggg"),
     "zero++": _hpz,
     "lins": _lins,
-    **{f"paro-{p}{g}{o}": _paro(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
+    **{f"paro-{p}{g}{o}": _by_levels(p + g + o) for p, g, o in combinations_with_replacement("nig", 3)},
 }
 
 
@@ -155,7 +139,8 @@ def strategies() -> tuple[str, ...]:
 def strategy(name: Preset | str, topology: Topology | None = None, **options: Unpack[Options]) -> Strategy:
     """Return the preset `name` on `topology`, with the given options.
 
-    Codecs apply to transfers that cross nodes. Single wires (`gather`, `backward_gather`, `reduce`, `sync`, `publish`)
+    Codecs apply to transfers that cross nodes. Single ones (`gather`, `backward_gather`, `reduce`, `grad_sync`,
+    `param_sync`)
     override the other options.
 
     Args:
@@ -188,26 +173,32 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
         StrategyError: If the name or an option is unknown, or options contradict each other.
         PlacementError: If an extent does not fit the topology.
     """
-    placer = _placer(name)
+    if name not in _PLACERS:
+        raise StrategyError(
+            f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
+        )
+    placer = _PLACERS[name]
     rest: dict[str, Any] = {**options}
     _check_known(name, placer, rest)
-    wires = {kind.value: rest.pop(kind.value) for kind in WIRED if kind.value in rest}
+    transports = {kind.value: rest.pop(kind.value) for kind in WITH_TRANSPORT if kind.value in rest}
     route: Route | None = rest.pop("route", None)
     frozen = {option: rest.pop(option) for option in _FROZEN_OPTIONS if option in rest}
     offload: Offload | None = rest.pop("offload", None)
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **rest), name, offload=offload)
-    chosen = {kind.value: Wire(route) for kind in WIRED} if route is not None else _default_wires(made)
-    for kind, wire in encoded.items():
+    chosen = (
+        {kind.value: Transport(route) for kind in WITH_TRANSPORT} if route is not None else _default_transports(made)
+    )
+    for kind, transport in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
             continue
-        taken = chosen.get(kind.value, Wire()).route
-        if kind in WEIGHTS or wire.low_rank is not None:
-            chosen[kind.value] = replace(wire, route=taken if route or taken != "flat" else BEST_ROUTE)
+        taken = chosen.get(kind.value, Transport()).route
+        if kind in WEIGHTS or transport.low_rank is not None:
+            chosen[kind.value] = replace(transport, route=taken if route or taken != "flat" else BEST_ROUTE)
         else:
-            chosen[kind.value] = replace(wire, route=taken if taken in ALL_TO_ALL else "two-hop")
-    return replace(made, **(chosen | wires | frozen))
+            chosen[kind.value] = replace(transport, route=taken if taken in ALL_TO_ALL else "two-hop")
+    return replace(made, **(chosen | transports | frozen))
 
 
 def name_of(placement: Placement, topology: Topology) -> str:
@@ -216,14 +207,6 @@ def name_of(placement: Placement, topology: Topology) -> str:
         if _PLACERS[name](topology) == placement:
             return name
     return "lins"
-
-
-def _placer(name: str) -> Callable[..., Placement]:
-    if name not in _PLACERS:
-        raise StrategyError(
-            f"unknown strategy {name!r}; did you mean {closest(name)!r}? Known: {', '.join(strategies())}."
-        )
-    return _PLACERS[name]
 
 
 # PyTorch's names for the same placements, in lower case: FSDP's ShardingStrategy, FSDP2, HSDP and DDP.
@@ -254,14 +237,14 @@ def closest(name: object) -> str:
 
 def _check_known(name: str, placer: Callable[..., Placement], options: dict[str, Any]) -> None:
     extents = [p for p, v in inspect.signature(placer).parameters.items() if v.kind is v.KEYWORD_ONLY]
-    known = [*extents, *_CODEC_OPTIONS, "route", "offload", *_FROZEN_OPTIONS, *(kind.value for kind in WIRED)]
+    known = [*extents, *_CODEC_OPTIONS, "route", "offload", *_FROZEN_OPTIONS, *(kind.value for kind in WITH_TRANSPORT)]
     if unknown := set(options) - set(known):
         raise StrategyError(
             f"strategy {name!r} has no option {', '.join(sorted(unknown))}; it takes {', '.join(known)}."
         )
 
 
-def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Kind, Wire]:
+def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[TransferKind, Transport]:
     """Return a wire for each kind that has a codec, and remove the codec options from `options`."""
     named = "gradients" in options
     weights, gradients = _CODECS.get(name, ("none", "none"))
@@ -273,24 +256,26 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Ki
         raise StrategyError(
             f"strategy {name!r}: feedback=, gradients_after= and gradients_until= need gradients= to name a codec."
         )
-    wires: dict[Kind, Wire] = {}
+    transports: dict[TransferKind, Transport] = {}
     if weights != "none":
-        wires |= dict.fromkeys(WEIGHTS, Wire("flat", weights))
+        transports |= dict.fromkeys(WEIGHTS, Transport("flat", weights))
     if gradients != "none":
-        wires |= dict.fromkeys(GRADIENTS, Wire("flat" if low_rank else "two-hop", gradients, feedback, **steps))
+        transports |= dict.fromkeys(
+            GRADIENTS, Transport("flat" if low_rank else "two-hop", gradients, feedback, **steps)
+        )
         if route is not None and named and not low_rank and route not in ALL_TO_ALL:
             raise StrategyError(
                 f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
                 f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."
             )
-    return wires
+    return transports
 
 
 def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:
     return any(len(set(map(topology.node_of, g.ranks))) > 1 for move in moves for g in move.groups)
 
 
-def _default_wires(made: Strategy) -> dict[str, Wire]:
+def _default_transports(made: Strategy) -> dict[str, Transport]:
     """Return wires with the best route for each kind with a group that spans nodes and has several members in each.
 
     The plain presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
@@ -302,4 +287,4 @@ def _default_wires(made: Strategy) -> dict[str, Wire]:
     def gains(moves: tuple[GroupCollective, ...]) -> bool:
         return any(not Grid.of([topology.node_of(r) for r in g.ranks]).plain for m in moves for g in m.groups)
 
-    return {k.value: Wire(BEST_ROUTE) for k in WIRED if gains(getattr(made.moves, k.value))}
+    return {k.value: Transport(BEST_ROUTE) for k in WITH_TRANSPORT if gains(getattr(made.moves, k.value))}

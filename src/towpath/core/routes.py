@@ -143,7 +143,7 @@ class Grid:
         return node % self.nodes * self.width + place % self.width
 
 
-def travelled(route: str, grid: Grid) -> str:
+def effective_route(route: str, grid: Grid) -> str:
     """Return the route that is used on `grid` when `route` is configured.
 
     On a plain grid no route is better than the backend's own collectives. All routes but 'ring' and 'one-hop' then
@@ -158,7 +158,7 @@ def parts_of(route: str, grid: Grid, slice_bytes: int) -> int:
 
     With several parts, one link forwards a part while another link still receives the next one.
     """
-    most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": TWO_HOP_PARTS}.get(travelled(route, grid), 1)
+    most = {"ho-ring": max(HO_RING_PARTS, grid.width), "two-hop": TWO_HOP_PARTS}.get(effective_route(route, grid), 1)
     return max(1, min(most, slice_bytes // SMALLEST_PART_BYTES))
 
 
@@ -167,7 +167,7 @@ def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) ->
 
     Args:
         op: An all-gather, reduce-scatter or all-reduce. An all-reduce is a reduce-scatter followed by an all-gather.
-        route: The configured route. On a plain grid it may become 'flat' (see `travelled`).
+        route: The configured route. On a plain grid it may become 'flat' (see `effective_route`).
         group: The members, and the slice that each holds.
         nodes: The node of each member, in ring order.
         parts: How many parts each slice is cut into, as `parts_of` returns.
@@ -185,7 +185,7 @@ def sends(op: Op, route: str, group: Group, nodes: Sequence[int], parts: int) ->
 
 def _gather(route: str, slots: Sequence[int], grid: Grid, parts: int, places: Sequence[Place]) -> list[Send]:
     """Return the messages that the members at `places` send in an all-gather, in the order of steps."""
-    return sorted(_GATHERS[travelled(route, grid)](slots, grid, parts, places), key=lambda s: s.step)
+    return sorted(_GATHERS[effective_route(route, grid)](slots, grid, parts, places), key=lambda s: s.step)
 
 
 def _turned_back(s: Send, steps: int) -> Send:
@@ -330,7 +330,7 @@ def wire_elements(
         Two sizes. The first is in elements of the region's dtype, or in bytes with a codec. The second is in float32
         elements: scratch memory to sum narrow dtypes in, or to compute what a codec rounds away.
     """
-    route, members = travelled(route, grid), grid.nodes * grid.width
+    route, members = effective_route(route, grid), grid.nodes * grid.width
     gathered = encoded_slice(codec, elements, members) * members if codec else 0
     if op is Op.ALL_GATHER or (op is Op.ALL_REDUCE and route == "flat"):
         return gathered, 0
@@ -441,7 +441,7 @@ def sent_bytes(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced:
         gathered: The bytes of each member's slice in a gather, in ring order.
         reduced: The bytes of each member's slice in a reduction, in ring order.
     """
-    route, inside, leaving = travelled(route, grid), 0, [0] * grid.nodes
+    route, inside, leaving = effective_route(route, grid), 0, [0] * grid.nodes
     if op is not Op.ALL_GATHER:
         inside += _inside(route, grid, reduced)
         leaving = _arriving_in_a_gather(route, grid, reduced)
@@ -526,7 +526,7 @@ def phases(op: Op, route: str, grid: Grid, parts: int = 1) -> tuple[Phase, ...]:
     if op is Op.SEND:
         out, inside = (1, 0) if grid.nodes > 1 else (0, 1)
         return (Phase(1, out, inside, out, inside),)
-    gather = tuple(p for p in _PHASES[travelled(route, grid)](grid, parts) if p.rounds)
+    gather = tuple(p for p in _PHASES[effective_route(route, grid)](grid, parts) if p.rounds)
     return {
         Op.ALL_GATHER: gather,
         Op.REDUCE_SCATTER: gather[::-1],

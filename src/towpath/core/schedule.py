@@ -14,16 +14,16 @@ from enum import StrEnum
 
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
 from towpath.core.journal import journal_bytes
+from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
 from towpath.core.step import UNITS_IN_FLIGHT, StepMachine
-from towpath.core.step_state import Action, ForwardPass, Submit, Task, UnitFacts, in_backward_order
-from towpath.core.strategy import AS_TRAINED, WIRED, Kind, Strategy
+from towpath.core.step_state import Action, ForwardPass, PlannedUnit, Submit, Task, in_backward_order
+from towpath.core.strategy import AS_TRAINED, WITH_TRANSPORT, Strategy, TransferKind
 from towpath.core.transfer import Activation, Needs, Range, SentBytes, Transfer
+from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, largest, plan_unit
 from towpath.core.units import UnitSpec
-from towpath.core.whole_matrices import MatrixPlan, WholeParameter, plan_matrices
-from towpath.core.wire import Wire
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -34,22 +34,22 @@ from towpath.topology.cluster import Extent, Topology
 
 # Transfers of one queue run one after the other. Different queues overlap, and have different wire buffers.
 QUEUES = {
-    Kind.GATHER: "gather",
-    Kind.BACKWARD_GATHER: "gather",
-    Kind.REDUCE: "reduce",
-    Kind.SYNC: "sync",
-    Kind.USAGE: "control",
-    Kind.PUBLISH: "publish",
-    Kind.MATRIX_GRADIENTS: "to owners",
-    Kind.MATRIX_WEIGHTS: "to owners",
-    Kind.MATRIX_UPDATES: "from owners",
-    Kind.ACTIVATION: "activation",
-    Kind.ACTIVATION_GRADIENT: "activation gradient",
+    TransferKind.GATHER: "gather",
+    TransferKind.BACKWARD_GATHER: "gather",
+    TransferKind.REDUCE: "reduce",
+    TransferKind.GRAD_SYNC: "grad_sync",
+    TransferKind.UNUSED_PARAMS: "control",
+    TransferKind.PARAM_SYNC: "param_sync",
+    TransferKind.MATRIX_GRADIENTS: "to owners",
+    TransferKind.MATRIX_WEIGHTS: "to owners",
+    TransferKind.MATRIX_UPDATES: "from owners",
+    TransferKind.ACTIVATION: "activation",
+    TransferKind.ACTIVATION_GRADIENT: "activation gradient",
 }
 
 # How many transfers of a queue may run at a time, each in its own wire buffers. A gather may start between nodes while
 # the previous one still distributes its data inside the nodes.
-WAYS = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
+MAX_IN_FLIGHT = {queue: 2 if queue == "gather" else 1 for queue in QUEUES.values()}
 
 
 # --- steady step ------------------------------------------------------------------------------------------------------
@@ -85,37 +85,37 @@ class Compute:
     part: Part
 
 
-def steady_tasks(facts: Sequence[UnitFacts], micro_steps: int) -> Iterator[tuple[int, Task]]:
+def steady_tasks(plans: Sequence[PlannedUnit], micro_steps: int) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that a machine submits in one steady optimizer step, each with the number of its micro-step."""
-    machine = settled(facts)
-    for micro_step, action in steady_step(machine, facts, micro_steps):
+    machine = settled(plans)
+    for micro_step, action in steady_step(machine, plans, micro_steps):
         if isinstance(action, Submit):
             yield micro_step, action.task
 
 
-def settled(facts: Sequence[UnitFacts]) -> StepMachine:
+def settled(plans: Sequence[PlannedUnit]) -> StepMachine:
     """Return a machine at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
-    machine = StepMachine(facts)
+    machine = StepMachine(plans)
     for _ in range(STEPS_BEFORE):
-        for _ in steady_step(machine, facts, 1):
+        for _ in steady_step(machine, plans, 1):
             pass
-        write_all(machine, facts)
+        write_all(machine, plans)
     return machine
 
 
-def write_all(machine: StepMachine, facts: Sequence[UnitFacts]) -> None:
+def write_all(machine: StepMachine, plans: Sequence[PlannedUnit]) -> None:
     """Report an optimizer step to the machine: it writes to every unit that trains."""
-    for index, unit in enumerate(facts):
-        if unit.trains:
+    for index, plan in enumerate(plans):
+        if plan.trains:
             machine.written(index)
 
 
-def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
+def staged_tasks(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> Iterator[tuple[int, Task]]:
     """Yield the tasks that a pipeline stage submits in one steady step, each with the number of its micro-step.
 
     The stage computes `passes` in every step. The number of the micro-step rises when a backward pass ends.
     """
-    stage = settled_stage(facts, passes)
+    stage = settled_stage(plans, passes)
     for each in passes:
         for action in stage.walk(each):
             if isinstance(action, Submit):
@@ -125,26 +125,26 @@ def staged_tasks(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> Ite
             yield stage.micro_step, action.task
 
 
-def settled_stage(facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> SteadyStage:
+def settled_stage(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> SteadyStage:
     """Return a stage at the beginning of a steady step: it has already run `STEPS_BEFORE` steps."""
-    stage = SteadyStage(facts, passes)
+    stage = SteadyStage(plans, passes)
     for _ in range(STEPS_BEFORE):
         for each in passes:
             for _ in stage.walk(each):
                 pass
         for _ in stage.boundary_ends():
             pass
-        write_all(stage.machine, facts)
+        write_all(stage.machine, plans)
     return stage
 
 
 class SteadyStage:
     """The steady step of one pipeline stage, whose passes of different micro-batches interleave."""
 
-    def __init__(self, facts: Sequence[UnitFacts], passes: Sequence[StagePass]) -> None:
-        self.machine = StepMachine(facts)
+    def __init__(self, plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> None:
+        self.machine = StepMachine(plans)
         self.machine.staged = True
-        self._facts = facts
+        self._plans = plans
         self._micro_batches = sum(each.kind is PassKind.FORWARD for each in passes)
         self._passes: dict[int, list[ForwardPass]] = {}  # by micro-batch, the passes without all their gradients yet
         self.micro_step = 0  # how many backward passes of this step have ended
@@ -154,7 +154,7 @@ class SteadyStage:
         match each.kind:
             case PassKind.FORWARD:
                 passes = self._passes[each.micro_batch] = []
-                yield from _forward(self.machine, self._facts, passes)
+                yield from _forward(self.machine, self._plans, passes)
                 return
             case PassKind.INPUT_GRADIENTS:
                 yield from _input_gradients(self.machine, self._passes[each.micro_batch])
@@ -165,7 +165,7 @@ class SteadyStage:
                 rest = _weight_gradients
         last = self.micro_step == self._micro_batches - 1
         self.machine.boundary = last
-        yield from rest(self.machine, self._facts, self._passes.pop(each.micro_batch))
+        yield from rest(self.machine, self._plans, self._passes.pop(each.micro_batch))
         if not last:
             self.machine.micro_step_ended()
             self.micro_step += 1
@@ -178,25 +178,27 @@ class SteadyStage:
 
 
 def steady_step(
-    machine: StepMachine, facts: Sequence[UnitFacts], micro_steps: int
+    machine: StepMachine, plans: Sequence[PlannedUnit], micro_steps: int
 ) -> Iterator[tuple[int, Action | Compute]]:
     """Yield the computations and actions of one optimizer step, each with the number of its micro-step."""
     for micro_step in range(micro_steps):
         machine.boundary = micro_step == micro_steps - 1
-        for action in _one_micro_step(machine, facts):
+        for action in _one_micro_step(machine, plans):
             yield micro_step, action
 
 
-def _one_micro_step(machine: StepMachine, facts: Sequence[UnitFacts]) -> Iterator[Action | Compute]:
+def _one_micro_step(machine: StepMachine, plans: Sequence[PlannedUnit]) -> Iterator[Action | Compute]:
     passes: list[ForwardPass] = []
-    yield from _forward(machine, facts, passes)
-    yield from _backward(machine, facts, passes)
+    yield from _forward(machine, plans, passes)
+    yield from _backward(machine, plans, passes)
     machine.micro_step_ended()
 
 
-def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[ForwardPass]) -> Iterator[Action | Compute]:
+def _forward(
+    machine: StepMachine, plans: Sequence[PlannedUnit], passes: list[ForwardPass]
+) -> Iterator[Action | Compute]:
     """Run the forward of all units, and append their forward passes to `passes`, the root's first."""
-    root, *others = range(len(facts))
+    root, *others = range(len(plans))
     for index in (root, *others):
         machine.entered(index)
         yield from machine.forward_begins(index, comes_back=True)
@@ -209,17 +211,17 @@ def _forward(machine: StepMachine, facts: Sequence[UnitFacts], passes: list[Forw
 
 
 def _backward(
-    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
+    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
     """Run the backward of all units. It ends with the last part of the root."""
     first, *rest = passes
     yield from machine.backward_begins(first)
     yield Compute(first.unit, Part.BACKWARD)
-    yield from _gradients(machine, facts, first.unit)
+    yield from _gradients(machine, plans, first.unit)
     for passed in reversed(rest):
         yield from machine.backward_begins(passed)
         yield Compute(passed.unit, Part.BACKWARD)
-        yield from _gradients(machine, facts, passed.unit)
+        yield from _gradients(machine, plans, passed.unit)
         yield from machine.input_gradients_done(passed)
         yield from machine.weight_gradients_done(passed)
     yield Compute(first.unit, Part.BACKWARD_END)
@@ -240,22 +242,22 @@ def _input_gradients(machine: StepMachine, passes: Sequence[ForwardPass]) -> Ite
 
 
 def _weight_gradients(
-    machine: StepMachine, facts: Sequence[UnitFacts], passes: Sequence[ForwardPass]
+    machine: StepMachine, plans: Sequence[PlannedUnit], passes: Sequence[ForwardPass]
 ) -> Iterator[Action | Compute]:
     yield from machine.weight_gradients_begin(passes)
     for passed in in_backward_order(passes):
         yield Compute(passed.unit, Part.WEIGHT_GRADIENTS)
-        yield from _gradients(machine, facts, passed.unit)
+        yield from _gradients(machine, plans, passed.unit)
         yield from machine.weight_gradients_done(passed)
     yield from machine.weight_gradients_end(passes)
     yield from machine.backward_pass_ended()
 
 
-def _gradients(machine: StepMachine, facts: Sequence[UnitFacts], index: int) -> Sequence[Action]:
-    return machine.gradient_arrives(index) if facts[index].trains else ()
+def _gradients(machine: StepMachine, plans: Sequence[PlannedUnit], index: int) -> Sequence[Action]:
+    return machine.gradient_arrives(index) if plans[index].trains else ()
 
 
-def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
+def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]:
     """Return the all-reduce with which the ranks compare their step at the boundary.
 
     It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
@@ -268,7 +270,7 @@ def usage_transfers(strategy: Strategy, parameters: int) -> tuple[Transfer, ...]
     moves = everyone(strategy.topology) if parameters else ()
     count = parameters + journal_bytes(strategy)
     payload = Range("", "", count, "uint8")
-    return tuple(Transfer(Kind.USAGE, payload, m, Wire(), strategy.topology) for m in moves)
+    return tuple(Transfer(TransferKind.UNUSED_PARAMS, payload, m, Transport(), strategy.topology) for m in moves)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,14 +294,14 @@ class Schedule(SentBytes):
         """Return the bytes that one rank keeps between steps in host memory: none unless the strategy offloads."""
         return host_memory_bytes(self.plans)
 
-    def host_copy_bytes(self) -> dict[Kind, int]:
+    def host_copy_bytes(self) -> dict[TransferKind, int]:
         """Return the bytes that one rank copies between its device and host memory, by kind of transfer."""
-        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WIRED}
+        found = {kind: sum(b.host_copy_bytes(kind) for p in self.plans for b in p.buckets) for kind in WITH_TRANSPORT}
         return {kind: copied for kind, copied in found.items() if copied}
 
     def buffer_bytes(self) -> dict[str, int]:
         """Return the bytes of one rank's temporary buffers: slots for unsharded weights and gradients, wire buffers."""
-        kinds = {t.kind for t in self.transfers}.intersection(WIRED)
+        kinds = {t.kind for t in self.transfers}.intersection(WITH_TRANSPORT)
         owners = {"whole matrices": self.matrices.buffer_bytes} if self.matrices is not None else {}
         return buffer_bytes(self.plans, kinds) | owners
 
@@ -326,25 +328,27 @@ def host_memory_bytes(plans: Iterable[UnitPlan]) -> dict[str, int]:
     return dict(total)
 
 
-def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[Kind] = WIRED) -> dict[str, int]:
+def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WITH_TRANSPORT) -> dict[str, int]:
     """Return the bytes of one rank's slots, and of the wire buffers for transfers of these kinds."""
     root = [p for p in plans if p.spec.kept]
     others = [p for p in plans if not p.spec.kept]
-    ways = min(UNITS_IN_FLIGHT, len(others))
-    weights = ways * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
+    depth = min(UNITS_IN_FLIGHT, len(others))
+    weights = depth * _bytes(largest(p.weight_needs for p in _distinct(others))) + sum(
         _bytes(p.weight_needs) for p in root
     )
     # The wire buffers of a queue are as large as its largest transfer needs.
-    wires: dict[tuple[str, str], int] = {}
+    transports: dict[tuple[str, str], int] = {}
     for kind in kinds:
         for dtype, numel in largest(plan.wire_needs(kind) for plan in _distinct(plans)).items():
             queue = (QUEUES[kind], dtype)
-            wires[queue] = max(wires.get(queue, 0), numel)
+            transports[queue] = max(transports.get(queue, 0), numel)
     return {
         "weight slots": weights,
-        "gradient slots": ways * _bytes(largest(p.gradient_needs for p in _distinct(others)))
+        "gradient slots": depth * _bytes(largest(p.gradient_needs for p in _distinct(others)))
         + sum(_bytes(p.gradient_needs) for p in root),
-        "wire": sum(WAYS[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in wires.items()),
+        "transport": sum(
+            MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()
+        ),
     }
 
 
@@ -363,7 +367,7 @@ def schedule(
     micro_steps: int,
     precision: Precision | None = None,
     passes: Sequence[StagePass] = (),
-    whole: Collection[WholeParameter] = (),
+    whole: Collection[OwnedParameter] = (),
 ) -> Schedule:
     """Return the schedule of one optimizer step in steady state.
 
@@ -395,12 +399,11 @@ def _laid_out(
     """Yield the transfers of the tasks that the step machine submits in a steady step."""
     root = [p for p in plans if p.spec.kept] or [UnitPlan(UnitSpec("", (), kept=True), ())]
     plans = (*root, *(p for p in plans if not p.spec.kept))
-    facts = [plan.facts() for plan in plans]
-    for micro_step, task in staged_tasks(facts, passes) if passes else steady_tasks(facts, micro_steps):
+    for micro_step, task in staged_tasks(plans, passes) if passes else steady_tasks(plans, micro_steps):
         for transfer in plans[task.unit].steady_transfers(task.kind):
             yield transfer.in_micro_step(micro_step)
     parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-    for transfer in usage_transfers(strategy, parameters):
+    for transfer in unused_params_transfers(strategy, parameters):
         yield transfer.in_micro_step(micro_steps - 1)
 
 
@@ -536,17 +539,11 @@ def job_schedule(
     for stages in pipelines:
         for stage in stages:
             found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
-        found += _sends(topology, stages, messages(order), compression)
+        for message in messages(order):
+            pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
+            outputs = stages[message.output_of].outputs
+            found += message_transfers(message, pairs, outputs, topology, compression)
     return JobSchedule(topology, tuple(found))
-
-
-def _sends(
-    topology: Topology, stages: Sequence[Stage], sent: Iterable[Message], compression: Compression
-) -> Iterator[Transfer]:
-    for message in sent:
-        source, target = stages[message.source], stages[message.target]
-        pairs = list(zip(source.ranks, target.ranks, strict=True))
-        yield from message_transfers(message, pairs, stages[message.output_of].outputs, topology, compression)
 
 
 def message_transfers(
@@ -566,23 +563,24 @@ def message_transfers(
         compression: The codecs of messages between stages.
     """
     move = send(pairs)
-    kind = Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
+    kind = TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
     for shape, dtype in outputs:
-        payload, wire = Activation(message.source, shape, dtype), wire_for(dtype, compression.of(message))
-        yield Transfer(kind, payload, move, wire, topology, message.micro_batch)
+        payload, transport = Activation(message.source, shape, dtype), transport_for(dtype, compression.of(message))
+        yield Transfer(kind, payload, move, transport, topology, message.micro_batch)
 
 
-def wire_for(dtype: str, wire: Wire) -> Wire:
+def transport_for(dtype: str, transport: Transport) -> Transport:
     """Return the wire for a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
 
     Raises:
-        StrategyError: If the codec of `wire` does not take the dtype.
+        StrategyError: If the codec of `transport` does not take the dtype.
     """
     if dtype not in FLOATING:
-        return Wire()
-    if wire.encoding is not None and dtype not in ENCODED:
+        return Transport()
+    if transport.encoding is not None and dtype not in ENCODED:
         raise StrategyError(
-            f"stages exchange {dtype}, and the codec {wire.encoding} takes {', '.join(ENCODED)}. Take a precision, or "
+            f"stages exchange {dtype}, and the codec {transport.encoding} takes {', '.join(ENCODED)}. Take "
+            "a precision, or "
             "leave the codec out."
         )
-    return wire
+    return transport

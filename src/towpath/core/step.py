@@ -18,6 +18,7 @@ from towpath.core.step_state import (
     InvalidateViews,
     OpenGradients,
     ParamVersion,
+    PlannedUnit,
     SaveBackwardCopy,
     SetGrads,
     Slot,
@@ -26,13 +27,12 @@ from towpath.core.step_state import (
     Successors,
     SwapParameters,
     Task,
-    UnitFacts,
     UnitState,
     Wait,
     Weights,
     in_backward_order,
 )
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.errors import StepError
 
 # --- gathers ----------------------------------------------------------------------------------------------------------
@@ -48,37 +48,37 @@ class Gathers:
 
     def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
-        self._published = writes.version
+        self._published = writes.count
         self._in_vain: list[Task] = []  # gathers of prefetched units that were released before any use
         self.successors = Successors()
         root, *others = units
-        gathered = [u.index for u in others if u.facts.gathers]
+        gathered = [u.index for u in others if u.plan.gathers]
         self.slots = Slots(gathered, slots if gathered else 0)
         for number, unit in enumerate(others):
-            if unit.facts.gathers:  # neighbors in forward order never share a slot
-                unit.slot = self.slots.neighbour(number)
-        if root.facts.gathers:
+            if unit.plan.gathers:  # neighbors in forward order never share a slot
+                unit.slot = self.slots.shared(number)
+        if root.plan.gathers:
             root.slot = self.slots.reserve(0)
 
-    def publish(self) -> None:
+    def param_sync(self) -> None:
         """Submit a publish for each unit that was written since the last call."""
-        if self._published == self._writes.version:
+        if self._published == self._writes.count:
             return
-        self._published = self._writes.version
+        self._published = self._writes.count
         for unit in self._units:
-            if unit.published != unit.version and unit.facts.publishes:
-                if unit.facts.steps_on_host and unit.publication is not None:
+            if unit.published != unit.version and unit.plan.has_param_sync:
+                if unit.plan.steps_on_host and unit.publication is not None:
                     # The host is about to overwrite the memory that the previous publish copies from.
                     self._actions.append(Wait(unit.publication, on_host=True))
-                unit.publication = self._submit(Task(Kind.PUBLISH, unit.index))
+                unit.publication = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
             unit.published = unit.version
 
-    def use(self, unit: UnitState, kind: Kind, keep_copy: bool = False) -> None:
+    def use(self, unit: UnitState, kind: TransferKind, keep_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
-        if not unit.pinned:
+        if not unit.kept_unsharded:
             unit.weights_become(Weights.IN_USE)
         self.gather(unit, kind, keep_copy)
-        if unit.facts.root and kind is Kind.BACKWARD_GATHER:
+        if unit.plan.root and kind is TransferKind.BACKWARD_GATHER:
             # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
             # the gradient of that unit may arrive before the root's.
             following = self.successors.of(kind, unit.index)
@@ -87,7 +87,7 @@ class Gathers:
         if following is not None:
             self.prefetch(self._units[following], kind, keep_copy)
         self.wait(unit)
-        if keep_copy and unit.slot is not None and unit.facts.copies and unit.copied != unit.version:
+        if keep_copy and unit.slot is not None and unit.plan.copies and unit.copied != unit.version:
             unit.copied = unit.version  # a unit that runs without a backward pass prefetched it, without a copy
             self._actions.append(SaveBackwardCopy(unit.index))
 
@@ -97,7 +97,7 @@ class Gathers:
             self._actions.append(Wait(unit.ready))
         self._seal(unit, False)
 
-    def gather(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
+    def gather(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
@@ -106,8 +106,8 @@ class Gathers:
         if unit.slot is None:
             unit.ready = unit.publication
             return
-        if kind is Kind.BACKWARD_GATHER and unit.facts.copies and unit.copied != unit.version:
-            kind = Kind.GATHER  # the backward copy is older than the weights: this forward pass kept none
+        if kind is TransferKind.BACKWARD_GATHER and unit.plan.copies and unit.copied != unit.version:
+            kind = TransferKind.GATHER  # the backward copy is older than the weights: this forward pass kept none
         if keep_copy:
             unit.copied = unit.version
         # An earlier gather that nothing used may still write to this slot, or to the copy that this gather reads.
@@ -115,9 +115,9 @@ class Gathers:
         unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), keep_copy))
         unit.slot.task = unit.ready
 
-    def prefetch(self, unit: UnitState, kind: Kind, keep_copy: bool) -> None:
+    def prefetch(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
         """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
-        if unit.slot is None or unit.pinned or unit.holds == unit.version:
+        if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
         if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
             self.release(user)
@@ -136,13 +136,13 @@ class Gathers:
             elif any(not passed.done for passed in unit.passes):
                 if user.running and unit.inside and not unit.running:
                     raise StepError(
-                        f"{unit.facts} is recomputed in the backward pass of {user.facts}, whose memory it shares: "
-                        "torch.utils.checkpoint around several units, such as the whole model, would need them all "
-                        "whole at once. Checkpoint each block by itself, inside the model's forward. Where weights "
-                        "are whole all the time (ddp, zero1, zero2), a checkpoint may be around anything."
+                        f"{unit} is recomputed in the backward pass of {user}, whose memory it shares: "
+                        "torch.utils.checkpoint around several units, such as the whole model, would need all of "
+                        "them unsharded at once. Checkpoint each block by itself, inside the model's forward. Where no "
+                        "weights are sharded (ddp, zero1, zero2), a checkpoint may be around anything."
                     )
                 raise StepError(
-                    f"{unit.facts} must be whole for its backward pass while {user.facts}, whose memory it shares, is "
+                    f"{unit} must be unsharded for its backward pass while {user}, whose memory it shares, is "
                     "still in use: the units ran in an order never seen before. Pass units= to shard() so that units "
                     "which run at the same time form one."
                 )
@@ -156,13 +156,13 @@ class Gathers:
 
     def leave_evictable(self, unit: UnitState) -> None:
         """Make the unit evictable, because nothing computes with its weights. They stay until the slot is needed."""
-        self.show(unit, unit.pinned)
+        self.show(unit, unit.kept_unsharded)
         if unit.weights is Weights.IN_USE:  # not if its forward failed before the weights were unsharded
             unit.weights_become(Weights.EVICTABLE)
 
     def release(self, unit: UnitState) -> None:
         """Free the unit's slot, unless the user keeps it unsharded or a call such as training_step is running in it."""
-        held = unit.pinned or unit.inside > 0
+        held = unit.kept_unsharded or unit.inside > 0
         self.show(unit, held)
         if held:
             return
@@ -198,29 +198,29 @@ class Gathers:
             unit.sealed = sealed
             self._actions.append(InvalidateViews(unit.index, sealed))
 
-    def pin(self, unit: UnitState) -> None:
-        """Keep the unit unsharded until `unpin`, in a slot that no other unit uses."""
+    def keep_unsharded(self, unit: UnitState) -> None:
+        """Keep the unit unsharded until `allow_reshard`, in a slot that no other unit uses."""
         if unit.slot is not None:
             if unit.inside:
                 raise StepError(
-                    f"{unit.facts}: a call into it is under way, which computes with its weights where they are now. "
+                    f"{unit}: a call into it is under way, which computes with its weights where they are now. "
                     "Enter full_parameters() before the call (of the model, or of a method that was registered)."
                 )
             if any(not passed.done for passed in unit.passes):
                 raise StepError(
-                    f"{unit.facts} has a forward pass whose backward pass has not run: its weights cannot be moved "
+                    f"{unit} has a forward pass whose backward pass has not run: its weights cannot be moved "
                     "now. Call backward() first, or delete the loss."
                 )
             self.release(unit)
             unit.home, unit.slot = unit.slot, Slot((unit.index,))
             self._actions.append(AssignSlot(unit.index, unit.slot))
-        unit.weights_become(Weights.PINNED)
-        self.gather(unit, Kind.GATHER, keep_copy=False)
+        unit.weights_become(Weights.KEPT_UNSHARDED)
+        self.gather(unit, TransferKind.GATHER, keep_copy=False)
         self.wait(unit)
         self.show(unit, True)
 
-    def unpin(self, unit: UnitState) -> None:
-        """Release the unit, and return it to the slot that it had before `pin`."""
+    def allow_reshard(self, unit: UnitState) -> None:
+        """Release the unit, and return it to the slot that it had before `keep_unsharded`."""
         unit.weights_become(Weights.SHARDED)
         self.release(unit)
         if unit.home is not None:
@@ -241,12 +241,12 @@ class Reductions:
 
     def __init__(self, units: Sequence[UnitState], slots: int) -> None:
         root, *others = units
-        travelling = [u.index for u in others if u.facts.trains and u.facts.reduces]
+        travelling = [u.index for u in others if u.plan.trains and u.plan.reduces]
         self.slots = Slots(travelling, slots if travelling else 0)
-        if root.facts.trains and root.facts.reduces:
+        if root.plan.trains and root.plan.reduces:
             self.slots.reserve(root.index)
         # Collectives must match, so all ranks reduce in this order, whatever order gradients arrive in.
-        self._order = [u for u in in_backward_order(units) if u.facts.trains]
+        self._order = [u for u in in_backward_order(units) if u.plan.trains]
         self._next = 0  # the position in `_order` of the next unit to reduce
         self.syncs: list[Task] = []  # those submitted in the backward pass that ends at the boundary
 
@@ -255,7 +255,7 @@ class Reductions:
         if unit.gradients is not Gradients.NONE:
             return []
         unit.gradients_become(Gradients.COLLECTING)
-        if not unit.facts.reduces:
+        if not unit.plan.reduces:
             return [OpenGradients(unit.index, None)]
         slot = unit.collects_in = self.slots.next_free(unit.index)
         read, slot.task, slot.user = slot.task, None, unit.index
@@ -276,11 +276,11 @@ class Reductions:
         after: tuple[Task, ...] = ()
         if unit.collects_in is not None:
             slot, unit.collects_in = unit.collects_in, None
-            slot.user, slot.task = None, Task(Kind.REDUCE, unit.index, slot)
+            slot.user, slot.task = None, Task(TransferKind.REDUCE, unit.index, slot)
             after = (slot.task,)
             actions.append(Submit(slot.task))
         if boundary:
-            self.syncs.append(Task(Kind.SYNC, unit.index, after=after))
+            self.syncs.append(Task(TransferKind.GRAD_SYNC, unit.index, after=after))
             actions.append(Submit(self.syncs[-1]))
         return actions
 
@@ -311,15 +311,17 @@ class StepMachine:
     `marks` counts the writes to each unit's parameters. Without it, the caller reports them with `written`.
     """
 
-    def __init__(self, facts: Sequence[UnitFacts], marks: Sequence[ParamVersion] | None = None) -> None:
-        assert facts and facts[0].root and not any(f.root for f in facts[1:])
-        writes = (marks[0].of if marks else None) or ParamVersion()
-        marks = marks or [ParamVersion(writes) for _ in facts]
-        self._units = [UnitState(index, f, mark) for index, (f, mark) in enumerate(zip(facts, marks, strict=True))]
+    def __init__(
+        self, plans: Sequence[PlannedUnit], writes: Sequence[ParamVersion] = (), modules: Sequence[int] = ()
+    ) -> None:
+        assert plans and plans[0].root and not any(plan.root for plan in plans[1:])
+        of_model = (writes[0].of if writes else None) or ParamVersion()
+        writes, modules = writes or [ParamVersion(of_model) for _ in plans], modules or [1] * len(plans)
+        self._units = [UnitState(*state) for state in zip(range(len(plans)), plans, writes, modules, strict=True)]
         self._root, others = self._units[0], self._units[1:]
         self._actions: list[Action] = []
         slots = min(UNITS_IN_FLIGHT, len(others))
-        self._gathers = Gathers(self._units, slots, writes, self._actions)
+        self._gathers = Gathers(self._units, slots, of_model, self._actions)
         self._reductions = Reductions(self._units, slots)
         self.in_backward = False  # a backward pass of the model is running
         self.failed = False  # the last backward pass failed, and its gradients are still to be dropped
@@ -352,9 +354,9 @@ class StepMachine:
         """Return whether the unit's current weights are unsharded, or are being gathered."""
         return self._units[index].holds == self._units[index].version
 
-    def is_pinned(self, index: int) -> bool:
+    def is_kept_unsharded(self, index: int) -> bool:
         """Return whether the user keeps the unit unsharded."""
-        return self._units[index].pinned
+        return self._units[index].kept_unsharded
 
     def is_collecting(self, index: int) -> bool:
         """Return whether gradients of the unit have arrived in this backward pass, and are not reduced yet."""
@@ -371,7 +373,7 @@ class StepMachine:
     def is_entered(self, index: int) -> bool:
         """Return whether a call into the unit or its backward pass is running: calls inside find it unsharded."""
         unit = self._units[index]
-        return (unit.shown and not unit.pinned) or unit.inside > 0
+        return (unit.shown and not unit.kept_unsharded) or unit.inside > 0
 
     # Events: forward ------------------------------------------------------------------------------------------------
 
@@ -379,22 +381,23 @@ class StepMachine:
         """Record a call into the unit, of one of its modules or of a method, before `forward_begins`."""
         self._units[index].inside += 1
 
-    def publish(self) -> list[Action]:
+    def param_sync(self) -> list[Action]:
         """Return the actions that send what was written to every rank's P shards, before units are unsharded."""
-        self._gathers.publish()
+        self._gathers.param_sync()
         return self._answer()
 
     def forward_begins(self, index: int, *, comes_back: bool, recomputing: bool = False) -> list[Action]:
         """Unshard the unit for a forward. `comes_back`: a backward pass may follow. `recomputing`: one is running."""
         unit = self._units[index]
         if not recomputing:
-            self._gathers.publish()
+            self._gathers.param_sync()
             if unit is self._root:
                 self._pass_of_the_model_begins()
                 self._forward_walk += self.staged
             if comes_back:
                 unit.forwards[self._forward_walk] += 1
-        self._gathers.use(unit, Kind.BACKWARD_GATHER if recomputing else Kind.GATHER, comes_back and not recomputing)
+        kind = TransferKind.BACKWARD_GATHER if recomputing else TransferKind.GATHER
+        self._gathers.use(unit, kind, comes_back and not recomputing)
         self._gathers.show(unit, True)
         return self._answer()
 
@@ -413,13 +416,13 @@ class StepMachine:
         """Let other units take the slot after a forward. `graph_follows`: its outputs lead to a backward pass."""
         unit = self._units[index]
         unit.inside -= 1
-        self._gathers.show(unit, unit.pinned or unit.running or unit.inside > 0)
+        self._gathers.show(unit, unit.kept_unsharded or unit.running or unit.inside > 0)
         # The root stays unsharded, because backward begins with it. A recomputed unit already runs its backward pass.
-        if not recomputing and not (unit.facts.root and graph_follows) and not unit.inside:
+        if not recomputing and not (unit.plan.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
-            through = unit.forwards[self._forward_walk] % unit.facts.modules == 0
-            if graph_follows and through and self._gathers.successors.of(Kind.GATHER, index) is None:
-                self._expect_backward()
+            through = unit.forwards[self._forward_walk] % unit.modules == 0
+            if graph_follows and through and self._gathers.successors.of(TransferKind.GATHER, index) is None:
+                self._prefetch_backward()
         if unit is self._root and not graph_follows and not recomputing:
             self._gathers.end_prefetches()
         return self._answer()
@@ -430,17 +433,23 @@ class StepMachine:
         """Unshard the unit when a gradient first reaches an output of the pass. `graph`: `create_graph=True` is set."""
         unit = self._units[passed.unit]
         if graph:
-            self._check_graph(unit)
+            # The unit's slot may change before the graph that this pass makes reads its weights again.
+            if unit.slot is not None and not unit.kept_unsharded:
+                raise StepError(
+                    f"{unit}: a graph made with create_graph=True reads the weights again after they are released. "
+                    "Run forward, autograd.grad(...) and backward() inside `with towpath.full_parameters(model):`."
+                )
+            self._graphs = 2  # this backward pass and the next
         self._backward_of_the_model_begins()
         self._walk = passed.walk
         if passed.version != unit.version:
             raise StepError(
-                f"{unit.facts}: its parameters were written between this forward pass and its backward pass, whose "
+                f"{unit}: its parameters were written between this forward pass and its backward pass, whose "
                 "gradients would be of other weights. Step the optimizer after backward()."
             )
         passed.running, passed.done = True, False
         unit.running_passes += 1
-        self._gathers.use(unit, Kind.BACKWARD_GATHER)
+        self._gathers.use(unit, TransferKind.BACKWARD_GATHER)
         self._gathers.show(unit, True)  # for what is recomputed inside the unit
         return self._answer()
 
@@ -458,7 +467,7 @@ class StepMachine:
         them until `weight_gradients_end`, because parts of any unit may be recomputed."""
         for passed in passes:
             unit = self._units[passed.unit]
-            assert unit.slot is None, f"{unit.facts}: its weights may have been another unit's meanwhile"
+            assert unit.slot is None, f"{unit}: its weights may have been another unit's meanwhile"
             self.in_backward, self._walk = True, passed.walk
             unit.inside += 1
             self._gathers.show(unit, True)
@@ -469,7 +478,7 @@ class StepMachine:
         for passed in passes:
             unit = self._units[passed.unit]
             unit.inside -= 1
-            self._gathers.show(unit, unit.pinned or unit.inside > 0)
+            self._gathers.show(unit, unit.kept_unsharded or unit.inside > 0)
         return self._answer()
 
     def weight_gradients_done(self, passed: ForwardPass) -> list[Action]:
@@ -505,7 +514,7 @@ class StepMachine:
 
     def boundary_ends(self) -> list[Action]:
         """Compare ranks, wait for the syncs and set `.grad`, after the backward pass or the whole pipeline step."""
-        syncs = (Wait(sync, self._units[sync.unit].facts.steps_on_host) for sync in self._reductions.syncs)
+        syncs = (Wait(sync, self._units[sync.unit].plan.steps_on_host) for sync in self._reductions.syncs)
         self._actions += [CheckRanks(), *syncs, SetGrads()]
         return self._answer()
 
@@ -540,16 +549,16 @@ class StepMachine:
 
     def written(self, index: int) -> None:
         """Count a write to the unit's parameters."""
-        self._units[index].mark.written()
+        self._units[index].writes.written()
 
-    def pin(self, index: int) -> list[Action]:
-        """Keep the unit unsharded until `unpin`, in memory that no other unit uses. Call `publish` first."""
-        self._gathers.pin(self._units[index])
+    def keep_unsharded(self, index: int) -> list[Action]:
+        """Keep the unit unsharded until `allow_reshard`, in memory that no other unit uses. Call `param_sync` first."""
+        self._gathers.keep_unsharded(self._units[index])
         return self._answer()
 
-    def unpin(self, index: int) -> list[Action]:
-        """Release a unit that `pin` has kept unsharded."""
-        self._gathers.unpin(self._units[index])
+    def allow_reshard(self, index: int) -> list[Action]:
+        """Release a unit that `keep_unsharded` has kept unsharded."""
+        self._gathers.allow_reshard(self._units[index])
         return self._answer()
 
     def _finish(self, unit: UnitState) -> None:
@@ -557,13 +566,13 @@ class StepMachine:
         self._gathers.release(unit)
         self._actions += self._reductions.finish(unit, self.boundary) if self.in_backward else []
 
-    def _expect_backward(self) -> None:
+    def _prefetch_backward(self) -> None:
         """Prefetch the first unit of the backward pass, while the root still computes the model's last layers."""
-        if (first := self._gathers.successors.of(Kind.BACKWARD_GATHER, self._root.index)) is not None:
+        if (first := self._gathers.successors.of(TransferKind.BACKWARD_GATHER, self._root.index)) is not None:
             unit = self._units[first]
             if unit.idle:
                 self._gathers.release(unit)
-            self._gathers.prefetch(unit, Kind.BACKWARD_GATHER, keep_copy=False)
+            self._gathers.prefetch(unit, TransferKind.BACKWARD_GATHER, keep_copy=False)
 
     def _pass_of_the_model_begins(self, first: int | None = None) -> None:
         """Release the units that the previous pass of the model used, or prefetched without a use."""
@@ -584,15 +593,6 @@ class StepMachine:
                 passed.running, passed.done = False, passed.done or passed.running
             unit.running_passes = 0
             self._gathers.release(unit)
-
-    def _check_graph(self, unit: UnitState) -> None:
-        """Raise if the unit's slot may change before a graph made with `create_graph=True` reads its weights again."""
-        if unit.slot is not None and not unit.pinned:
-            raise StepError(
-                f"{unit.facts}: a graph made with create_graph=True reads the weights again after they are released. "
-                "Run forward, autograd.grad(...) and backward() inside `with towpath.full_parameters(model):`."
-            )
-        self._graphs = 2  # this backward pass and the next
 
     def _answer(self) -> list[Action]:
         actions = self._actions.copy()

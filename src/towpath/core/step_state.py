@@ -1,7 +1,7 @@
 """The data of the step machine (`core/step.py`): the actions that it returns, and the state of each unit.
 
-The engine and the simulator execute the actions. The unit's properties (`UnitFacts`) follow from its strategy and never
-change. The states of its weights and gradients change from event to event.
+The engine and the simulator execute the actions. A unit's plan never changes. The states of its weights and gradients
+change from event to event.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ class Task:
     use the same wire buffers, and after the tasks in `after`.
     """
 
-    kind: Kind
+    kind: TransferKind
     unit: int  # the unit's index; for an optimizer's step, the number of the round
     slot: Slot | None = None  # the memory that it fills or reads
     after: tuple[Task, ...] = ()
@@ -155,15 +155,15 @@ class ParamVersion:
     Each write also counts in the next larger one, `of`: a bucket's in its unit, a unit's in the model.
     """
 
-    __slots__ = ("of", "version")
+    __slots__ = ("count", "of")
 
     def __init__(self, of: ParamVersion | None = None) -> None:
-        self.version = 0
+        self.count = 0
         self.of = of
 
     def written(self) -> None:
         """Count a write."""
-        self.version += 1
+        self.count += 1
         if self.of is not None:
             self.of.written()
 
@@ -176,15 +176,15 @@ class Weights(Enum):
        └───────────────────── a pass begins ───────────────┘
 
     PREFETCHED, IN_USE and EVICTABLE become SHARDED if another unit needs the slot, or when the model's pass ends.
-    `pin` leads from SHARDED to PINNED, and `unpin` back. Weights that are never gathered can also be pinned while
-    they are EVICTABLE.
+    `keep_unsharded` leads from SHARDED to KEPT_UNSHARDED, and `allow_reshard` back. For weights that are never gathered
+    it may also lead there from EVICTABLE.
     """
 
-    SHARDED = "sharded"  # from the release of the slot until the next prefetch, pass or `pin`
+    SHARDED = "sharded"  # from the release of the slot until the next prefetch, pass or `keep_unsharded`
     PREFETCHED = "prefetched"  # from the submission of the prefetch until a pass of the unit begins
     IN_USE = "in use"  # from the beginning of a forward or backward of the unit until its end
     EVICTABLE = "evictable"  # from the end of a pass until the unit runs again, or its slot is needed
-    PINNED = "pinned"  # from `pin` until `unpin`
+    KEPT_UNSHARDED = "kept unsharded"  # from `keep_unsharded` until `allow_reshard`
 
 
 class Gradients(Enum):
@@ -203,11 +203,11 @@ class Gradients(Enum):
 
 
 WEIGHTS_CHANGE: Mapping[Weights, frozenset[Weights]] = {
-    Weights.SHARDED: frozenset({Weights.PREFETCHED, Weights.IN_USE, Weights.PINNED}),
+    Weights.SHARDED: frozenset({Weights.PREFETCHED, Weights.IN_USE, Weights.KEPT_UNSHARDED}),
     Weights.PREFETCHED: frozenset({Weights.IN_USE, Weights.SHARDED}),
     Weights.IN_USE: frozenset({Weights.EVICTABLE, Weights.SHARDED}),
-    Weights.EVICTABLE: frozenset({Weights.IN_USE, Weights.SHARDED, Weights.PINNED}),
-    Weights.PINNED: frozenset({Weights.SHARDED}),
+    Weights.EVICTABLE: frozenset({Weights.IN_USE, Weights.SHARDED, Weights.KEPT_UNSHARDED}),
+    Weights.KEPT_UNSHARDED: frozenset({Weights.SHARDED}),
 }
 GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
     Gradients.NONE: frozenset({Gradients.COLLECTING}),
@@ -217,36 +217,83 @@ GRADIENTS_CHANGE: Mapping[Gradients, frozenset[Gradients]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class UnitFacts:
-    """The fixed properties of a unit that the step machine needs. They follow from the unit's plan."""
+class PlannedUnit(Protocol):
+    """The properties of a unit that the step machine needs. They never change. A `UnitPlan` has them."""
 
-    name: str
-    root: bool = False
-    gathers: bool = True  # the weights are unsharded only for a pass; otherwise they always are
-    copies: bool = False  # the forward pass keeps a copy that the backward pass gathers from
-    trains: bool = True  # some of its parameters are trainable
-    reduces: bool = True  # each backward pass reduces the gradients; otherwise it adds them to the G shard in place
-    publishes: bool = True  # written parameters must be sent to other ranks, or cast, before they are used
-    steps_on_host: bool = False  # the optimizer steps in host memory: gradients are copied there, and parameters back
-    modules: int = 1  # how many modules have their forwards in this unit
+    @property
+    def name(self) -> str:
+        """Name of the unit, empty for the root."""
+        ...
 
-    def __str__(self) -> str:
-        return f"unit {self.name or 'root'!r}"
+    @property
+    def root(self) -> bool: ...
+
+    @property
+    def gathers(self) -> bool:
+        """True if the weights are unsharded only for a pass. Otherwise they always are."""
+        ...
+
+    @property
+    def copies(self) -> bool:
+        """True if the forward pass keeps a copy that the backward pass gathers from."""
+        ...
+
+    @property
+    def trains(self) -> bool:
+        """True if some of the parameters are trainable."""
+        ...
+
+    @property
+    def reduces(self) -> bool:
+        """True if each backward pass reduces the gradients. Otherwise it adds them to the G shard in place."""
+        ...
+
+    @property
+    def has_param_sync(self) -> bool:
+        """True if written parameters must be sent to other ranks, or cast, before they are used."""
+        ...
+
+    @property
+    def steps_on_host(self) -> bool:
+        """True if the optimizer steps in host memory: gradients are copied there, and parameters back."""
+        ...
 
 
 class ForwardPass:
     """One forward pass of a unit for which a backward pass may follow. It lives as long as its autograd graph.
 
-    `version` is the version of the weights that it used. `walk` is the number of the model's backward pass that its own
-    backward belongs to. `running` is set while that backward runs, and `done` once it no longer needs the weights.
+    The step machine uses the first fields. The hooks of the backward pass use the others.
+
+    Attributes:
+        unit: The index of the unit.
+        version: The version of the weights that it used.
+        walk: The number of the model's backward pass that its own backward belongs to.
+        running: True while its backward runs.
+        done: True once its backward no longer needs the weights.
+        entered: The ids of the inputs, while the forward runs.
+        inputs: How many inputs need a gradient.
+        inputs_awaited: How many of them get one in the running backward pass.
+        inputs_done: How many of them have got one in it.
     """
 
-    __slots__ = ("__weakref__", "done", "running", "unit", "version", "walk")
+    __slots__ = (
+        "__weakref__",
+        "done",
+        "entered",
+        "inputs",
+        "inputs_awaited",
+        "inputs_done",
+        "running",
+        "unit",
+        "version",
+        "walk",
+    )
 
     def __init__(self, unit: int, version: int, walk: int = 0) -> None:
         self.unit, self.version, self.walk = unit, version, walk
         self.running = self.done = False
+        self.entered: list[int] = []
+        self.inputs = self.inputs_awaited = self.inputs_done = 0
 
 
 @dataclass(slots=True)
@@ -254,8 +301,9 @@ class UnitState:
     """The state of one unit in the step machine. The methods of `Gathers`, `Reductions` and `StepMachine` change it."""
 
     index: int
-    facts: UnitFacts
-    mark: ParamVersion  # counts the writes to its parameters
+    plan: PlannedUnit
+    writes: ParamVersion  # counts the writes to its parameters
+    modules: int = 1  # how many modules have their forwards in this unit
     weights: Weights = Weights.SHARDED
     gradients: Gradients = Gradients.NONE
     slot: Slot | None = None  # for its unsharded weights; None if they are never gathered
@@ -270,30 +318,31 @@ class UnitState:
     backwards: Counter[int] = field(default_factory=Counter[int])  # finished backward passes, counted by their `walk`
     running_passes: int = 0  # backward passes through it that run now
     shown: bool = False  # the modules' parameters are the unsharded weights
-    home: Slot | None = None  # the slot to return to after `unpin`
+    home: Slot | None = None  # the slot to return to after `allow_reshard`
     ready: Task | None = None  # the task that brings its weights: the last gather or publish
     publication: Task | None = None  # the last publish
     passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)  # those whose graphs are alive
 
+    def __str__(self) -> str:
+        return f"unit {self.plan.name or 'root'!r}"
+
     def weights_become(self, now: Weights) -> None:
         """Change the state of the weights. An impossible change is an AssertionError."""
         if now is not self.weights and now not in WEIGHTS_CHANGE[self.weights]:
-            raise AssertionError(
-                f"{self.facts}: its weights were {self.weights.value}, and cannot be {now.value} next."
-            )
+            raise AssertionError(f"{self}: its weights were {self.weights.value}, and cannot be {now.value} next.")
         self.weights = now
 
     def gradients_become(self, now: Gradients) -> None:
         """Change the state of the gradients. An impossible change is an AssertionError."""
         was = self.gradients
         if now is not was and now not in GRADIENTS_CHANGE[was]:
-            raise AssertionError(f"{self.facts}: its gradients were {was.value}, and cannot be {now.value} next.")
+            raise AssertionError(f"{self}: its gradients were {was.value}, and cannot be {now.value} next.")
         self.gradients = now
 
     @property
     def version(self) -> int:
         """The current version of the weights: how often they were written."""
-        return self.mark.version
+        return self.writes.count
 
     @property
     def running(self) -> bool:
@@ -306,9 +355,9 @@ class UnitState:
         return self.weights in (Weights.PREFETCHED, Weights.EVICTABLE)
 
     @property
-    def pinned(self) -> bool:
+    def kept_unsharded(self) -> bool:
         """True while the user keeps the unit unsharded."""
-        return self.weights is Weights.PINNED
+        return self.weights is Weights.KEPT_UNSHARDED
 
 
 class Slots:
@@ -334,7 +383,7 @@ class Slots:
         self._reserved[unit] = slot = Slot((unit,))
         return slot
 
-    def neighbour(self, number: int) -> Slot:
+    def shared(self, number: int) -> Slot:
         """Return the shared slot for the unit at this position in forward order. Neighbors get different slots."""
         return self._turns[number % len(self._turns)]
 
@@ -353,20 +402,20 @@ class Successors:
     """The order in which units ran the last time, in the forward and in the backward pass. It says what to prefetch."""
 
     def __init__(self) -> None:
-        self._next: dict[Kind, dict[int, int]] = {Kind.GATHER: {}, Kind.BACKWARD_GATHER: {}}
+        self._next: dict[TransferKind, dict[int, int]] = {TransferKind.GATHER: {}, TransferKind.BACKWARD_GATHER: {}}
         self._previous: int | None = None  # the unit that ran last in this pass
 
     def pass_begins(self, first: int | None = None) -> None:
         """Begin a pass of the model. If `first` is given, that unit counts as the first to run."""
         self._previous = first
 
-    def runs(self, kind: Kind, unit: int) -> int | None:
+    def runs(self, kind: TransferKind, unit: int) -> int | None:
         """Record that `unit` runs next in a pass that gathers by `kind`. Return what followed it the last time."""
         if self._previous is not None and self._previous != unit:
             self._next[kind][self._previous] = unit
         self._previous = unit
         return self.of(kind, unit)
 
-    def of(self, kind: Kind, unit: int) -> int | None:
+    def of(self, kind: TransferKind, unit: int) -> int | None:
         """Return the unit that followed `unit` the last time, or None if none did."""
         return self._next[kind].get(unit)

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 from towpath.core.formats import Codec
 from towpath.core.placement import LABELS, Placement, PlacementCollectives, legal_extents, transitions
 from towpath.core.routes import Grid, Op
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.errors import PlacementError, StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -52,7 +52,7 @@ def _escape(found: re.Match[str]) -> str:
     return f"\\{character}" if character in '"\\' else f"\\u{ord(character):04x}"
 
 
-class Kind(StrEnum):
+class TransferKind(StrEnum):
     """The purpose of a transfer. Strategies choose a wire for each of the first five kinds."""
 
     # All-gathers a unit's weights before its forward pass.
@@ -62,11 +62,11 @@ class Kind(StrEnum):
     # Reduce-scatters a unit's gradients into the G shards, in every micro-step.
     REDUCE = "reduce"
     # Turns the G shards into the mean over all ranks, in the last micro-step.
-    SYNC = "sync"
+    GRAD_SYNC = "grad_sync"
     # Sends what the optimizer wrote to every P shard, before the next forward pass.
-    PUBLISH = "publish"
+    PARAM_SYNC = "param_sync"
     # Compares at the boundary which parameters were used, and what each rank has submitted.
-    USAGE = "usage"
+    UNUSED_PARAMS = "unused_params"
     # Sends gradients of matrices to the ranks that own the matrices.
     MATRIX_GRADIENTS = "matrix_gradients"
     # Sends weights of matrices to the ranks that own them.
@@ -80,9 +80,18 @@ class Kind(StrEnum):
 
 
 # The kinds that a strategy chooses a wire for. Each is a field of `Strategy` and of `PlacementCollectives`.
-WIRED = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.REDUCE, Kind.SYNC, Kind.PUBLISH)
-WEIGHTS = (Kind.GATHER, Kind.BACKWARD_GATHER, Kind.PUBLISH)
-GRADIENTS = (Kind.REDUCE, Kind.SYNC)
+WITH_TRANSPORT = (
+    TransferKind.GATHER,
+    TransferKind.BACKWARD_GATHER,
+    TransferKind.REDUCE,
+    TransferKind.GRAD_SYNC,
+    TransferKind.PARAM_SYNC,
+)
+# The names of these kinds in checkpoints, and in strategy files of earlier versions. Checkpoints keep them, so that
+# codec state loads in both directions.
+SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish"}
+WEIGHTS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.PARAM_SYNC)
+GRADIENTS = (TransferKind.REDUCE, TransferKind.GRAD_SYNC)
 
 # This value of `Strategy.frozen` gives frozen parameters the placement and the wires of trainable ones.
 AS_TRAINED = "as-trained"
@@ -117,11 +126,11 @@ class Strategy:
     topology: Topology
     placement: Placement
     name: str = "custom"
-    gather: Wire = Wire()
-    backward_gather: Wire = Wire()
-    reduce: Wire = Wire()
-    sync: Wire = Wire()
-    publish: Wire = Wire()
+    gather: Transport = Transport()
+    backward_gather: Transport = Transport()
+    reduce: Transport = Transport()
+    grad_sync: Transport = Transport()
+    param_sync: Transport = Transport()
     frozen: Extent | str | None = None
     frozen_codec: Any = "none"
     offload: Offload | None = None
@@ -133,21 +142,26 @@ class Strategy:
             raise StrategyError(
                 f"{self.name}: offload={self.offload!r}: expected {', '.join(map(repr, OFFLOADS))}, or None."
             )
-        for kind in WIRED:
-            wire = self.wire(kind)
-            if not isinstance(wire, Wire):  # pyright: ignore[reportUnnecessaryIsInstance]
+        for kind in WITH_TRANSPORT:
+            transport = self.transport(kind)
+            if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise StrategyError(
-                    f"{self.name}: {kind.value} is a Wire, such as Wire('two-hop', 'int8'); got {wire!r}."
+                    f"{self.name}: {kind.value} is a Wire, such as Transport('two-hop', 'int8'); got {transport!r}."
                 )
-            if kind in (Kind.GATHER, Kind.BACKWARD_GATHER) and wire.encoding is not None and wire.encoding.stochastic:
+            if (
+                kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
+                and transport.encoding is not None
+                and transport.encoding.stochastic
+            ):
                 raise StrategyError(
-                    f"{self.name}: {kind.value} in {wire.codec} would round anew at each gather, and the backward pass "
+                    f"{self.name}: {kind.value} in {transport.codec} would round anew at each gather, and the backward "
+                    "pass "
                     "compute with other weights than the forward pass. Take a codec without +stochastic for weights."
                 )
-            if kind is Kind.SYNC and wire.low_rank is not None and self.placement.grads.size == 1:
+            if kind is TransferKind.GRAD_SYNC and transport.low_rank is not None and self.placement.grads.size == 1:
                 continue  # gradients are unsharded here, as low rank requires
             for move in getattr(self.moves, kind.value):
-                wire.check(move.op, f"{self.name}: {kind.value}")
+                transport.check(move.op, f"{self.name}: {kind.value}")
 
     def _check_frozen(self) -> None:
         if self.frozen is not None and self.frozen != AS_TRAINED:
@@ -168,7 +182,8 @@ class Strategy:
             return
         if not isinstance(codec, Codec) or codec.grain == 1 or codec.stochastic:
             raise StrategyError(
-                f"{self.name}: frozen parameters rest in a codec of blocks, rounded alike on every rank ('int8', "
+                f"{self.name}: frozen parameters are stored in a codec of blocks, rounded the same way on every rank "
+                "('int8', "
                 f"'int4:64', 'e4m3'), or 'none'; got {codec!s}."
             )
 
@@ -199,9 +214,9 @@ class Strategy:
         params, frozen = self.placement.params, self.frozen_extent or self.placement.params
         return Extent(math.lcm(params.local, frozen.local), math.lcm(params.nodes, frozen.nodes))
 
-    def wire(self, kind: Kind) -> Wire:
+    def transport(self, kind: TransferKind) -> Transport:
         """Return the wire of transfers of `kind`. Kinds that have no choice get a plain wire."""
-        return getattr(self, kind.value) if kind in WIRED else Wire()
+        return getattr(self, kind.value) if kind in WITH_TRANSPORT else Transport()
 
     def codecs(self, trainable: bool) -> list[Codec]:
         """Return the codecs whose blocks the parameters must be aligned to.
@@ -209,8 +224,8 @@ class Strategy:
         These encode parameters and, if `trainable` is set, gradients. A codec that serves only some of the steps is
         always included, because the layout does not change between steps.
         """
-        kinds = [kind for kind in WIRED if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
-        return [codec for kind in kinds if isinstance(codec := self.wire(kind).codec, Codec)]
+        kinds = [kind for kind in WITH_TRANSPORT if getattr(self.moves, kind.value) and (trainable or kind in WEIGHTS)]
+        return [codec for kind in kinds if isinstance(codec := self.transport(kind).codec, Codec)]
 
     @property
     def optimizer_on_host(self) -> bool:
@@ -222,19 +237,19 @@ class Strategy:
 
         It differs between steps if a codec serves only from or until some step.
         """
-        wires = {kind.value: self.wire(kind).at(step) for kind in WIRED}
-        return replace(self, **wires)
+        transports = {kind.value: self.transport(kind).at(step) for kind in WITH_TRANSPORT}
+        return replace(self, **transports)
 
     def __str__(self) -> str:
         lines = [f"{self.name} on {self.topology.nodes} nodes of {self.topology.ranks_per_node} ranks"]
         lines += [f"  {LABELS[name]:<16} {extent!s:>7}" for name, extent in self.placement.extents()]
         if self.frozen is not None or self.frozen_codec != "none" or self.placement.params.nodes > 1:
-            resting = "" if self.frozen_codec == "none" else f", resting in {self.frozen_codec}"
+            resting = "" if self.frozen_codec == "none" else f", stored in {self.frozen_codec}"
             lines.append(f"  {'frozen':<16} {self._frozen_words()}{resting}")
-        for kind in WIRED:
+        for kind in WITH_TRANSPORT:
             moves = getattr(self.moves, kind.value)
             what = ", then ".join(f"{m.op.value} over {m.members} ranks" for m in moves) or "nothing moves"
-            route = f" ({self.wire(kind)})" if moves else ""
+            route = f" ({self.transport(kind)})" if moves else ""
             lines.append(f"  {kind.value:<16} {what}{route}")
         if self.offload is not None:
             lines.append(f"  {'offload':<16} {self.offload}: in the host's memory")
@@ -262,21 +277,26 @@ class Strategy:
         lines += ["[topology]", f"nodes = {self.topology.nodes}", f"ranks_per_node = {self.topology.ranks_per_node}"]
         lines += ["[placement]"]
         lines += [f"{name} = [{extent.local}, {extent.nodes}]" for name, extent in self.placement.extents()]
-        for kind in WIRED:
-            wire = self.wire(kind)
-            values = {f.name: getattr(wire, f.name) for f in fields(Wire)}
+        for kind in WITH_TRANSPORT:
+            transport = self.transport(kind)
+            values = {f.name: getattr(transport, f.name) for f in fields(Transport)}
             lines.append(f"[{kind.value}]")
             lines += [f"{name} = {written(v if isinstance(v, int) else str(v))}" for name, v in values.items()]
         return "\n".join(lines) + "\n"
 
     @staticmethod
     def from_toml(text: str) -> Strategy:
-        """Return the strategy that `to_toml` wrote. Raise StrategyError if the text is anything else."""
+        """Return the strategy that `to_toml` wrote, in this or an older version. Raise StrategyError for other text."""
         try:
             table = tomllib.loads(text)
-            wires = {kind.value: Wire(**table.pop(kind.value)) for kind in WIRED if kind.value in table}
+            for kind, saved in SAVED_NAMES.items():
+                if saved in table:
+                    table.setdefault(kind.value, table.pop(saved))
+            transports = {
+                kind.value: Transport(**table.pop(kind.value)) for kind in WITH_TRANSPORT if kind.value in table
+            }
             placement = Placement(**{k: Extent(*v) for k, v in table.pop("placement").items()})
-            return Strategy(Topology(**table.pop("topology")), placement, **wires, **_checked(table))
+            return Strategy(Topology(**table.pop("topology")), placement, **transports, **_checked(table))
         except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
             raise StrategyError(f"not a strategy: {error}. Expected what Strategy.to_toml() writes.") from error
 
@@ -297,11 +317,11 @@ def _of_frozen(strategy: Strategy) -> Strategy:
     copies = strategy.placement.backward_params is not None
     gather, backward = strategy.gather, strategy.gather if copies else strategy.backward_gather
     if strategy.frozen_codec != "none":
-        gather = backward = Wire(gather.route, strategy.frozen_codec)
+        gather = backward = Transport(gather.route, strategy.frozen_codec)
     elif extent.nodes == 1 < strategy.placement.params.nodes:
         # A preset encodes only what crosses nodes, and these gathers stay inside a node.
-        gather, backward = Wire(gather.route), Wire(backward.route)
-    plain = {kind.value: Wire() for kind in (*GRADIENTS, Kind.PUBLISH)}
+        gather, backward = Transport(gather.route), Transport(backward.route)
+    plain = {kind.value: Transport() for kind in (*GRADIENTS, TransferKind.PARAM_SYNC)}
     return replace(strategy, placement=placement, gather=gather, backward_gather=backward, **plain)
 
 
@@ -340,17 +360,17 @@ class MoveShape:
 
 
 @lru_cache(maxsize=4096)
-def move_shapes(placement: Placement, topology: Topology) -> dict[Kind, tuple[MoveShape, ...]]:
+def move_shapes(placement: Placement, topology: Topology) -> dict[TransferKind, tuple[MoveShape, ...]]:
     """Return the shapes of the collectives of each kind, in the order in which they run."""
     params, grads, optimizer = placement.params, placement.grads, placement.optimizer
     backward = placement.backward_params or params
     return {
-        Kind.GATHER: tuple(_between(Op.ALL_GATHER, _ONE, params)),
-        Kind.BACKWARD_GATHER: tuple(_between(Op.ALL_GATHER, _ONE, backward)),
-        Kind.REDUCE: tuple(_between(Op.REDUCE_SCATTER, _ONE, grads)),
-        Kind.SYNC: (*_between(Op.REDUCE_SCATTER, grads, optimizer), *_over_replicas(optimizer, topology)),
-        Kind.PUBLISH: tuple(_between(Op.ALL_GATHER, params, optimizer)),
-        Kind.USAGE: tuple(_over_replicas(_ONE, topology)),
+        TransferKind.GATHER: tuple(_between(Op.ALL_GATHER, _ONE, params)),
+        TransferKind.BACKWARD_GATHER: tuple(_between(Op.ALL_GATHER, _ONE, backward)),
+        TransferKind.REDUCE: tuple(_between(Op.REDUCE_SCATTER, _ONE, grads)),
+        TransferKind.GRAD_SYNC: (*_between(Op.REDUCE_SCATTER, grads, optimizer), *_over_replicas(optimizer, topology)),
+        TransferKind.PARAM_SYNC: tuple(_between(Op.ALL_GATHER, params, optimizer)),
+        TransferKind.UNUSED_PARAMS: tuple(_over_replicas(_ONE, topology)),
     }
 
 

@@ -1,7 +1,8 @@
 """The transfers of a step, and the bytes that each one sends over each class of link.
 
 A *transfer* is one collective, run by all its groups at the same time, or one message between pairs of ranks. It says
-what moves (the payload), among which ranks, over which wire (route and codec), and for which purpose (`Kind`). The
+what moves (the payload), among which ranks, by which transport (route and codec), and for which
+purpose (`TransferKind`). The
 schedule, the simulator and the engine all read the same transfers.
 """
 
@@ -30,8 +31,8 @@ from towpath.core.routes import (
     slice_bytes,
     wire_elements,
 )
-from towpath.core.strategy import Kind
-from towpath.core.wire import Wire
+from towpath.core.strategy import TransferKind
+from towpath.core.transport import Transport
 from towpath.topology.cluster import Topology
 
 # --- payload ----------------------------------------------------------------------------------------------------------
@@ -256,10 +257,10 @@ class Transfer:
         micro_step: The micro-step in which it is submitted, or the micro-batch of an activation.
     """
 
-    kind: Kind
+    kind: TransferKind
     payload: Payload
     move: GroupCollective
-    wire: Wire
+    transport: Transport
     topology: Topology
     micro_step: int = 0
 
@@ -298,15 +299,24 @@ class Transfer:
 
         For example, some routes make no difference where there is only one kind of link.
         """
-        return self.wire.route_on(self.move.op, self.grid)
+        return self.transport.route_on(self.move.op, self.grid)
 
     @property
     def parts(self) -> int:
         """Number of parts that each slice is cut into while it is sent."""
         if self.move.op is Op.SEND or isinstance(self.payload, Matrices):
             return 1
-        size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.wire.encoding)
+        size = slice_bytes(self.elements, self.move.members, item_bytes(self.dtype), self.transport.encoding)
         return parts_of(self.route, self.grid, size)
+
+    @property
+    def grain(self) -> int:
+        """The start of each slice, and of each part of one, is a multiple of this: the codec's grain, or 1."""
+        return 1 if self.transport.encoding is None else self.transport.encoding.grain
+
+    def bounds(self, slot: int) -> tuple[int, int]:
+        """Return the start and end of slice `slot` in the region."""
+        return bounds(self.elements, self.move.members, slot, self.grain)
 
     @property
     def inter_bytes(self) -> int:
@@ -326,7 +336,7 @@ class Transfer:
     def message_bytes(self) -> int:
         """Bytes of one message between two ranks, after encoding. Only for activations."""
         assert isinstance(self.payload, Activation)
-        item, codec, low_rank = item_bytes(self.dtype), self.wire.encoding, self.wire.low_rank
+        item, codec, low_rank = item_bytes(self.dtype), self.transport.encoding, self.transport.low_rank
         if low_rank is not None:
             return low_rank.encoded_elements(self.payload.shape) * item
         return codec.encoded_bytes(self.elements) if codec else self.elements * item
@@ -337,8 +347,10 @@ class Transfer:
             return _sent_by_pairs(self.move, self.topology, self.message_bytes)
         item = item_bytes(self.dtype)
         if isinstance(self.payload, Matrices):
-            return _sent_with_owners(self.move, self.topology, self.payload.matrices, item, self.wire.encoding)
-        return _sent_by_all(self.move, self.route, self.topology, self.parts, self.elements, item, self.wire.encoding)
+            return _sent_with_owners(self.move, self.topology, self.payload.matrices, item, self.transport.encoding)
+        return _sent_by_all(
+            self.move, self.route, self.topology, self.parts, self.elements, item, self.transport.encoding
+        )
 
     @property
     def region_bytes(self) -> int:
@@ -348,13 +360,13 @@ class Transfer:
     @property
     def wire_needs(self) -> Needs:
         """Wire buffers that one rank needs for this transfer, in addition to the region."""
-        if self.kind is Kind.USAGE:
+        if self.kind is TransferKind.UNUSED_PARAMS:
             return {}
         if isinstance(self.payload, Matrices):  # pieces without a codec are received in their final memory
-            return {"uint8": encoded_by_a_rank(self.payload.matrices, self.wire.encoding)}
+            return {"uint8": encoded_by_a_rank(self.payload.matrices, self.transport.encoding)}
         if self.move.op is Op.SEND:
             return {"uint8": self.message_bytes}
-        codec = self.wire.encoding
+        codec = self.transport.encoding
         own, sums = wire_elements(self.move.op, self.route, self.grid, self.parts, self.elements, codec)
         if codec is not None:
             return {"uint8": own, "float32": sums if any(self.kept_elements) else 0}
@@ -370,15 +382,15 @@ class Transfer:
         also includes the factor that the next step starts from.
         """
         if isinstance(self.payload, Activation):
-            feedback = self.wire.feedback == "first"
-            if self.wire.low_rank is not None:
-                return (self.wire.low_rank.kept_elements(self.payload.shape, feedback),)
+            feedback = self.transport.feedback == "first"
+            if self.transport.low_rank is not None:
+                return (self.transport.low_rank.kept_elements(self.payload.shape, feedback),)
             return (self.elements,) if feedback else ()
-        if self.wire.encoding is None or self.move.op is Op.ALL_GATHER or isinstance(self.payload, Matrices):
+        if self.transport.encoding is None or self.move.op is Op.ALL_GATHER or isinstance(self.payload, Matrices):
             return ()
         hops = hops_of(self.route, self.grid)
-        kept = AllToAll(hops, self.parts, self.elements, self.wire.encoding).kept_elements
-        asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.wire.feedback]
+        kept = AllToAll(hops, self.parts, self.elements, self.transport.encoding).kept_elements
+        asked = {"none": (), "first": (0,), "second": (len(hops) - 1,), "both": (0, 1)}[self.transport.feedback]
         return tuple(n if hop in asked else 0 for hop, n in enumerate(kept))
 
     def in_micro_step(self, number: int) -> Transfer:
@@ -417,7 +429,7 @@ class SentBytes:
     def by_kind(self) -> str:
         """Return a text table with one line for each kind of transfer: calls, and bytes by class of link."""
         lines = [f"  {'kind':<20} {'calls':>6} {'inside nodes':>16} {'between nodes':>16}"]
-        for kind in Kind:
+        for kind in TransferKind:
             mine = [t for t in self.transfers if t.kind is kind]
             if mine:
                 intra, inter = sum(t.intra_bytes for t in mine), sum(t.inter_bytes for t in mine)

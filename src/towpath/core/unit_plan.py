@@ -7,15 +7,14 @@ simulator and the planner all use the same plans.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from towpath.core.formats import ENCODED, Codec, Precision, item_bytes, wide
 from towpath.core.placement import GroupCollective, Partition, everyone
-from towpath.core.step_state import UnitFacts
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Needs, Range, Transfer
+from towpath.core.transport import Factored, Transport
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Factored, Wire
 from towpath.errors import StrategyError
 
 # A gather up to this size takes longer to start than to run. Those of one unit are packed into one (MiCS, section 4).
@@ -41,7 +40,7 @@ class BucketPlan:
     grads: Partition  # the G shards
     optimizer: Partition  # the OS slices
     backward_copy: Partition | None  # the shards of the copy that backward gathers from, if any
-    transfers: dict[Kind, tuple[Transfer, ...]]
+    transfers: dict[TransferKind, tuple[Transfer, ...]]
     factored: Factored | None = None  # how the sync compresses gradients to low rank, if it does
     rests_in: Codec | None = None
     optimizer_on_host: bool = False
@@ -59,13 +58,13 @@ class BucketPlan:
         """
         if self.rests_in is not None:
             return False
-        encoded = any(isinstance(t.wire.codec, Codec) for t in self.transfers[Kind.PUBLISH])
+        encoded = any(isinstance(t.transport.codec, Codec) for t in self.transfers[TransferKind.PARAM_SYNC])
         return encoded or self.optimizer_on_host or self.compute_dtype != self.own_dtype
 
     @property
-    def publishes(self) -> bool:
+    def has_param_sync(self) -> bool:
         """True if written parameters must be sent to other ranks, or cast, before the weights are unsharded again."""
-        return self.has_master or bool(self.transfers[Kind.PUBLISH])
+        return self.has_master or bool(self.transfers[TransferKind.PARAM_SYNC])
 
     @property
     def grad_is_view(self) -> bool:
@@ -75,24 +74,24 @@ class BucketPlan:
     @property
     def gradients_stay(self) -> bool:
         """True if `.grad` can be the tensor that autograd makes, because it is neither sent, rounded nor sharded."""
-        travel = self.transfers[Kind.REDUCE] or self.transfers[Kind.SYNC]
+        travel = self.transfers[TransferKind.REDUCE] or self.transfers[TransferKind.GRAD_SYNC]
         return not travel and self.optimizer.count == 1 and self.grad_is_view
 
-    def divisors(self, kind: Kind, world: int) -> tuple[int, float]:
+    def divisors(self, kind: TransferKind, world: int) -> tuple[int, float]:
         """Return what a gradient is divided by before and after a transfer, so that the last one leaves the mean.
 
         The sum is divided once, at the end. In float16 it is divided by about the square root of its terms before and
         after each transfer, so that it neither overflows nor loses small values.
 
         Args:
-            kind: `Kind.REDUCE`, or `Kind.SYNC`, which follows it.
+            kind: `TransferKind.REDUCE`, or `TransferKind.GRAD_SYNC`, which follows it.
             world: The number of terms of the mean, usually that of all ranks.
         """
-        terms = self.grads.count if kind is Kind.REDUCE else world // self.grads.count
+        terms = self.grads.count if kind is TransferKind.REDUCE else world // self.grads.count
         if self.reduce_dtype == "float16":
             before = 1 << terms.bit_length() // 2
             return before, terms / before
-        return 1, 1.0 if kind is Kind.REDUCE else float(world)
+        return 1, 1.0 if kind is TransferKind.REDUCE else float(world)
 
     @property
     def shard_bytes(self) -> int:
@@ -128,85 +127,98 @@ class BucketPlan:
         outgoing = elements * item_bytes(self.compute_dtype)
         return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
 
-    def host_copy_bytes(self, kind: Kind) -> int:
+    def host_copy_bytes(self, kind: TransferKind) -> int:
         """Return the bytes that a transfer of this kind copies: a sync to the host, a publish from it."""
         held = self.host_memory_bytes()
-        return held.get({Kind.SYNC: "grad", Kind.PUBLISH: "outgoing"}.get(kind, ""), 0)
+        return held.get({TransferKind.GRAD_SYNC: "grad", TransferKind.PARAM_SYNC: "outgoing"}.get(kind, ""), 0)
 
     def _feedback_bytes(self) -> int:
         """Return the bytes that codecs keep from one step to the next."""
         found = sum(4 * n for ts in self.transfers.values() for t in ts for n in t.kept_elements)
         if self.factored is not None:
-            feedback = self.transfers[Kind.SYNC][0].wire.feedback != "none"
+            feedback = self.transfers[TransferKind.GRAD_SYNC][0].transport.feedback != "none"
             found += self.factored.kept_elements(feedback) * item_bytes(wide(self.accumulate_dtype))
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """The plans of all buckets of one unit, and what follows from them for the unit."""
+    """The plans of all buckets of one unit, and what follows from them for the unit.
+
+    The step machine reads the other fields in every micro-step (`PlannedUnit`), so they are computed once.
+    """
 
     spec: UnitSpec
     buckets: tuple[BucketPlan, ...]
+    name: str = field(init=False, compare=False)
+    root: bool = field(init=False, compare=False)
+    gathers: bool = field(init=False, compare=False)
+    copies: bool = field(init=False, compare=False)
+    trains: bool = field(init=False, compare=False)
+    reduces: bool = field(init=False, compare=False)
+    has_param_sync: bool = field(init=False, compare=False)
+    steps_on_host: bool = field(init=False, compare=False)
 
-    def transfers(self, kind: Kind) -> Iterator[Transfer]:
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("name", self.spec.name),
+            ("root", self.spec.kept),
+            ("gathers", bool(self.weight_needs)),
+            ("copies", any(b.backward_copy for b in self.buckets)),
+            ("trains", any(b.spec.trainable for b in self.buckets)),
+            ("reduces", bool(self.gradient_needs)),
+            ("publishes", any(b.has_param_sync for b in self.buckets)),
+            ("steps_on_host", any(b.optimizer_on_host for b in self.buckets)),
+        ):
+            object.__setattr__(self, name, value)
+
+    def transfers(self, kind: TransferKind) -> Iterator[Transfer]:
         """Yield the transfers of this kind, bucket by bucket."""
         for bucket in self.buckets:
             yield from bucket.transfers[kind]
 
-    def steady_transfers(self, kind: Kind) -> Iterator[Transfer]:
+    def steady_transfers(self, kind: TransferKind) -> Iterator[Transfer]:
         """Yield the transfers of this kind in a steady step. Frozen buckets are not published again."""
         for bucket in self.buckets:
-            if kind is not Kind.PUBLISH or bucket.spec.trainable:
+            if kind is not TransferKind.PARAM_SYNC or bucket.spec.trainable:
                 yield from bucket.transfers[kind]
 
-    def together(self, kind: Kind) -> tuple[int, ...]:
+    def together(self, kind: TransferKind) -> tuple[int, ...]:
         """Return the indices of the buckets whose gathers are packed into one: none, or at least two.
 
         They are small, and have the same ranks and route. Frozen buckets may have others than trainable ones.
         """
-        if kind not in (Kind.GATHER, Kind.BACKWARD_GATHER):
+        if kind not in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):
             return ()
         alike: dict[tuple[GroupCollective, str], list[int]] = {}
         for index, bucket in enumerate(self.buckets):
             for t in bucket.transfers[kind]:
-                if t.wire.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES:
-                    alike.setdefault((t.move, t.wire.route), []).append(index)
+                if t.transport.encoding is None and t.region_bytes <= SMALL_GATHER_BYTES:
+                    alike.setdefault((t.move, t.transport.route), []).append(index)
         most = max(alike.values(), key=len, default=[])
         return tuple(most) if len(most) > 1 else ()
 
-    def wire_needs(self, kind: Kind) -> Needs:
+    def wire_needs(self, kind: TransferKind) -> Needs:
         """Return the elements by dtype of the wire buffers that one rank needs for transfers of this kind."""
         packed = sum(t.region_bytes for i in self.together(kind) for t in self.buckets[i].transfers[kind])
         factors = [
-            sum(t.region_bytes for t in b.transfers[kind]) for b in self.buckets if b.factored and kind is Kind.SYNC
+            sum(t.region_bytes for t in b.transfers[kind])
+            for b in self.buckets
+            if b.factored and kind is TransferKind.GRAD_SYNC
         ]
         return largest([{"uint8": max([packed, *factors])}, *(t.wire_needs for t in self.transfers(kind))])
-
-    def facts(self, modules: int = 1) -> UnitFacts:
-        """Return what the step machine needs. `modules` is the number of modules with their forwards in this unit."""
-        trainable = [b for b in self.buckets if b.spec.trainable]
-        return UnitFacts(
-            self.spec.name,
-            root=self.spec.kept,
-            gathers=bool(self.weight_needs),
-            copies=any(b.backward_copy for b in self.buckets),
-            trains=bool(trainable),
-            reduces=bool(self.gradient_needs),
-            publishes=any(b.publishes for b in self.buckets),
-            steps_on_host=any(b.optimizer_on_host for b in self.buckets),
-            modules=modules,
-        )
 
     @property
     def weight_needs(self) -> Needs:
         """The elements by dtype of the unit's unsharded weights. Empty if every rank always holds all of them."""
-        return _sum_by_dtype((b.compute_dtype, b.numel) for b in self.buckets if b.transfers[Kind.GATHER] or b.rests_in)
+        return _sum_by_dtype(
+            (b.compute_dtype, b.numel) for b in self.buckets if b.transfers[TransferKind.GATHER] or b.rests_in
+        )
 
     @property
     def gradient_needs(self) -> Needs:
         """The elements by dtype of a micro-step's gradients until the reduction. Empty if they are summed in place."""
-        return _sum_by_dtype((b.reduce_dtype, b.numel) for b in self.buckets if b.transfers[Kind.REDUCE])
+        return _sum_by_dtype((b.reduce_dtype, b.numel) for b in self.buckets if b.transfers[TransferKind.REDUCE])
 
 
 def _sum_by_dtype(sizes: Iterable[tuple[str, int]]) -> Needs:
@@ -252,32 +264,40 @@ class _Bucket:
     numel: int
     encoded: bool = False
 
-    def transfers(self, kind: Kind, moves: tuple[GroupCollective, ...], dtype: str, wire: Wire) -> tuple[Transfer, ...]:
+    def transfers(
+        self, kind: TransferKind, moves: tuple[GroupCollective, ...], dtype: str, transport: Transport
+    ) -> tuple[Transfer, ...]:
         if not moves:  # a frozen bucket is not laid out for the codecs of gradients
             return ()
-        codec = wire.encoding
+        codec = transport.encoding
         if codec is not None and dtype not in ENCODED:
             raise StrategyError(
                 f"{self.strategy.name}: {kind.value} in {codec} of {self.unit.name or 'root'} [{self.spec.name}]: its "
                 f"elements are {dtype}, and codecs take {', '.join(ENCODED)}. Pass precision=, or a strategy without "
                 "codecs."
             )
-        wire = wire.within(self.spec.alignment)
-        return tuple(self._transfer(kind, m, self.numel // m.regions, dtype, wire) for m in moves)
+        transport = transport.within(self.spec.alignment)
+        return tuple(self._transfer(kind, m, self.numel // m.regions, dtype, transport) for m in moves)
 
-    def factors(self, factored: Factored, dtype: str, wire: Wire) -> tuple[Transfer, ...]:
+    def factors(self, factored: Factored, dtype: str, transport: Transport) -> tuple[Transfer, ...]:
         """Return the two all-reduces over all ranks that compute the mean gradient in low rank."""
         return tuple(
-            self._transfer(Kind.SYNC, move, elements, dtype, wire, factored.elements)
+            self._transfer(TransferKind.GRAD_SYNC, move, elements, dtype, transport, factored.elements)
             for elements in factored.messages
             for move in everyone(self.strategy.topology)
         )
 
     def _transfer(
-        self, kind: Kind, move: GroupCollective, elements: int, dtype: str, wire: Wire, factored: int = 0
+        self,
+        kind: TransferKind,
+        move: GroupCollective,
+        elements: int,
+        dtype: str,
+        transport: Transport,
+        factored: int = 0,
     ) -> Transfer:
         payload = Range(self.unit.name, self.spec.name, elements, dtype, factored, self.encoded)
-        return Transfer(kind, payload, move, wire, self.strategy.topology)
+        return Transfer(kind, payload, move, transport, self.strategy.topology)
 
 
 def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision: Precision) -> BucketPlan:
@@ -296,20 +316,28 @@ def _plan_bucket(strategy: Strategy, unit: UnitSpec, spec: BucketSpec, precision
     worth = copies and not unit.kept
     # Without a copy, the backward gather repeats the gather of the forward pass, and must bring the same weights.
     backward_moves = moves.backward_gather if worth else moves.gather
-    backward_wire = strategy.backward_gather if worth or not copies else strategy.gather
-    low_rank = strategy.sync.low_rank
-    factored = Factored.of(low_rank, spec) if low_rank and moves.sync and spec.trainable else None
+    backward_transport = strategy.backward_gather if worth or not copies else strategy.gather
+    low_rank = strategy.grad_sync.low_rank
+    factored = Factored.of(low_rank, spec) if low_rank and moves.grad_sync and spec.trainable else None
     # A codec encodes the accumulated sum as it is. Without one, the sum is rounded once, to the reduce dtype.
-    synced = summed if strategy.sync.encoding is not None and summed in ENCODED else reduce
+    synced = summed if strategy.grad_sync.encoding is not None and summed in ENCODED else reduce
     transfers = {
-        Kind.GATHER: bucket.transfers(Kind.GATHER, moves.gather, compute, strategy.gather),
-        Kind.BACKWARD_GATHER: bucket.transfers(Kind.BACKWARD_GATHER, backward_moves, compute, backward_wire),
-        Kind.REDUCE: bucket.transfers(Kind.REDUCE, moves.reduce if spec.trainable else (), reduce, strategy.reduce),
-        Kind.SYNC: bucket.transfers(Kind.SYNC, moves.sync if spec.trainable else (), synced, strategy.sync),
-        Kind.PUBLISH: bucket.transfers(Kind.PUBLISH, moves.publish, compute, strategy.publish),
+        TransferKind.GATHER: bucket.transfers(TransferKind.GATHER, moves.gather, compute, strategy.gather),
+        TransferKind.BACKWARD_GATHER: bucket.transfers(
+            TransferKind.BACKWARD_GATHER, backward_moves, compute, backward_transport
+        ),
+        TransferKind.REDUCE: bucket.transfers(
+            TransferKind.REDUCE, moves.reduce if spec.trainable else (), reduce, strategy.reduce
+        ),
+        TransferKind.GRAD_SYNC: bucket.transfers(
+            TransferKind.GRAD_SYNC, moves.grad_sync if spec.trainable else (), synced, strategy.grad_sync
+        ),
+        TransferKind.PARAM_SYNC: bucket.transfers(
+            TransferKind.PARAM_SYNC, moves.param_sync, compute, strategy.param_sync
+        ),
     }
     if factored is not None:
-        transfers[Kind.SYNC] = bucket.factors(factored, reduce, strategy.sync)
+        transfers[TransferKind.GRAD_SYNC] = bucket.factors(factored, reduce, strategy.grad_sync)
     return BucketPlan(
         spec,
         bucket.numel,

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from towpath.core.formats import SMALLEST_BLOCK, Codec, item_bytes
+from towpath.core.formats import FLOATING, SMALLEST_BLOCK, Codec
+from towpath.errors import StrategyError
 
 # Each parameter starts at a multiple of 16 elements (32 bytes or more), so that vector loads stay aligned in every
 # dtype. If a codec encodes the parameters, each starts at a block of the codec.
@@ -59,7 +60,11 @@ class BucketSpec:
     matrices: tuple[tuple[int, int] | None, ...] = ()
 
     def __post_init__(self) -> None:
-        item_bytes(self.dtype)  # raises for a dtype that cannot be sent
+        if self.dtype not in FLOATING:
+            raise StrategyError(
+                f"dtype {self.dtype!r} cannot be sent; parameters may be {', '.join(FLOATING)}. "
+                "Keep tensors of other dtypes in buffers, or convert them before shard()."
+            )
         assert len(self.matrices) in (0, len(self.numels))
 
     @property

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from math import prod
@@ -22,9 +23,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from towpath.core.formats import Precision
 from towpath.core.journal import Call, CollectiveLog
 from towpath.core.step_state import ParamVersion
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.core.transport import LowRank
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.core.wire import LowRank
 from towpath.engine.checks.optimizers import watch_optimizers
 from towpath.engine.executor import Engine
 from towpath.engine.layout import ParameterPlace, UnitLayout, check_memory, device_of, find_kept
@@ -51,12 +52,15 @@ class Gathering(Protocol):
     def gather_objects(self, value: Any) -> list[Any]: ...
 
 
+_SAME_MODEL = "Build the same model and pass the same strategy on every rank."
+
+
 def agree(
     groups: Gathering,
     mine: Sequence[str],
     failure: TowpathError | None,
     call: str = "shard()",
-    advice: str = "Build the same model and pass the same strategy on every rank.",
+    advice: str = _SAME_MODEL,
 ) -> None:
     """Return if all ranks have the same lines and none has failed; otherwise raise on every rank.
 
@@ -84,6 +88,21 @@ def agree(
     raise MismatchError(f"{_difference(lines, groups.members)} {advice}")
 
 
+@contextmanager
+def agreement(groups: Gathering, call: str = "shard()", advice: str = _SAME_MODEL) -> Generator[list[str]]:
+    """Raise on every rank if one rank raises a `TowpathError` in this context, or if the ranks' lines differ.
+
+    It yields an empty list. Every rank fills it with the lines that `agree` compares at the end.
+    """
+    lines: list[str] = []
+    try:
+        yield lines
+    except TowpathError as failure:
+        agree(groups, [], failure, call, advice)  # raises `failure`
+    else:
+        agree(groups, lines, None, call, advice)
+
+
 def _difference(lines: list[list[str]], ranks: list[int]) -> str:
     other = next(place for place, theirs in enumerate(lines) if theirs != lines[0])
     for i in range(max(len(lines[0]), len(lines[other]))):
@@ -96,13 +115,20 @@ def _difference(lines: list[list[str]], ranks: list[int]) -> str:
     raise AssertionError("equal lists cannot differ")
 
 
-def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
-    """Raise ShardError if a model cannot be sharded in place, before any parameter is changed."""
+def check_exchangeable(strategy: Strategy, layouts: list[UnitLayout], groups: Groups) -> None:
+    """Raise ShardError if `strategy` cannot shard a model in place, before any parameter is changed."""
     places = _places(layouts)
-    _check_mesh(places, groups)
+    for place in places:
+        over = place.parallel.ranks if place.parallel is not None else []
+        both = sorted(set(over) & set(groups.members))
+        if len(both) > 1:
+            raise ShardError(
+                f"{place.names[0]} is a DTensor over the ranks {over}, of which {both} are data-parallel too. Pass "
+                "group=, the data-parallel process group, as mesh['dp'].get_group() gives it. A model that another "
+                "library has sharded (FSDP) cannot be sharded again."
+            )
     (model,) = layouts[0].modules
-    _check_bounded(model)
-    _check_buffers(model)
+    _check_modules(model)
     check_memory(places)
     find_kept(model, places)
     for place in places:
@@ -110,14 +136,21 @@ def check_exchangeable(layouts: list[UnitLayout], groups: Groups) -> None:
             if isinstance(module, nn.RNNBase):
                 # The module would notice new weights by these weak references. `Unit.show` sets its weights instead.
                 module._flat_weight_refs = [None] * len(module._flat_weights_names)  # pyright: ignore
-            _drop_computed(module)
+            for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+                if isinstance(hook, WeightNorm):  # Every forward pass computes the weight anew.
+                    setattr(module, hook.name, getattr(module, hook.name).detach())
         reason = _in_use(place.parameter)
         if reason is not None:
             raise ShardError(f"{place.names[0]} {reason}")
+    _check_low_rank(strategy, layouts)
 
 
-def _check_bounded(model: nn.Module) -> None:
-    """Raise ShardError for embeddings that write to their weight in each forward, to different rows on each rank."""
+def _check_modules(model: nn.Module) -> None:
+    """Raise ShardError for modules and buffers that would differ between the ranks.
+
+    An embedding with `max_norm` writes to its weight in each forward, to different rows on each rank. Rank 0 cannot
+    broadcast sparse, quantized and expanded buffers.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ShardError(
@@ -126,10 +159,6 @@ def _check_bounded(model: nn.Module) -> None:
                 "norms after optimizer.step(), on every rank: with towpath.full_parameters(model, [embedding]), "
                 "torch.no_grad(): embedding.weight.copy_(torch.renorm(embedding.weight, 2, 0, max_norm))"
             )
-
-
-def _check_buffers(model: nn.Module) -> None:
-    """Raise ShardError for buffers that rank 0 cannot broadcast: sparse, quantized or expanded ones."""
     for name, buffer in model.named_buffers():
         if buffer.layout is not torch.strided:
             what, remedy = f"has the layout {buffer.layout}", "to_dense()"
@@ -142,9 +171,9 @@ def _check_buffers(model: nn.Module) -> None:
         raise ShardError(f"buffer {name!r} {what}, and cannot be made equal on all ranks. Register {remedy} of it.")
 
 
-def check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
+def _check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
     """Raise ShardError if a low-rank codec would make no gradient of the model smaller."""
-    codec = strategy.sync.codec
+    codec = strategy.grad_sync.codec
     if not isinstance(codec, LowRank):
         return
     specs = [bucket.spec for layout in layouts for bucket in layout.buckets if bucket.spec.trainable]
@@ -157,30 +186,11 @@ def check_low_rank(strategy: Strategy, layouts: list[UnitLayout]) -> None:
         )
 
 
-def _check_mesh(places: list[ParameterPlace], groups: Groups) -> None:
-    for place in places:
-        over = place.parallel.ranks if place.parallel is not None else []
-        both = sorted(set(over) & set(groups.members))
-        if len(both) > 1:
-            raise ShardError(
-                f"{place.names[0]} is a DTensor over the ranks {over}, of which {both} are data-parallel too. Pass "
-                "group=, the data-parallel process group, as mesh['dp'].get_group() gives it. A model that another "
-                "library has sharded (FSDP) cannot be sharded again."
-            )
-
-
-def _drop_computed(module: nn.Module) -> None:
-    """Detach the weight that torch.nn.utils.weight_norm has computed. Every forward computes it anew."""
-    for hook in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
-        if isinstance(hook, WeightNorm):
-            setattr(module, hook.name, getattr(module, hook.name).detach())
-
-
 def _in_use(parameter: nn.Parameter) -> str | None:
     if parameter.grad is not None:
         return "has a gradient already: call zero_grad() before shard()."
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        return "has hooks, which would not see whole gradients: register them after shard(), on the optimizer."
+        return "has hooks, which would not see full gradients: register them after shard(), on the optimizer."
     if weakref.getweakrefs(parameter):
         return "is weakly referenced, and cannot be exchanged in place: drop what refers to it before shard()."
     if parameter._use_count() > 1:  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,23 +198,23 @@ def _in_use(parameter: nn.Parameter) -> str | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class BuildOptions:
-    """The arguments of `shard()` that `build` needs, after all defaults are resolved."""
-
-    strategy: Strategy
-    precision: Precision
-    values: Values | None
-
-
-def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], groups: Groups) -> Engine:
+def build(
+    model: nn.Module,
+    strategy: Strategy,
+    precision: Precision,
+    values: Values | None,
+    layouts: list[UnitLayout],
+    groups: Groups,
+) -> Engine:
     """Turn the model's parameters into ShardTensors, and return the engine that trains it.
 
     Every rank must call it with the same arguments. It installs no hooks: `attach` does.
 
     Args:
         model: The model, whose parameters are replaced in place.
-        options: The strategy, the precision, and the source of the values.
+        strategy: The strategy, which leaves nothing open.
+        precision: The dtypes.
+        values: The function that returns the initial values. By default, the model has them.
         layouts: The units of the model, as `lay_out` returns them.
         groups: The data-parallel ranks.
 
@@ -212,11 +222,12 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
         ShardError: The strategy has codecs or offloads the optimizer, and the model is on a tensor-parallel mesh.
         MismatchError: Another rank could not read the values.
     """
-    strategy, precision = options.strategy, options.precision
     number: int = next(groups.shared("models made", count))
     wiring = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
-    if mesh.groups and (strategy.frozen_codec != "none" or any(strategy.wire(kind).encoding for kind in Kind)):
+    if mesh.groups and (
+        strategy.frozen_codec != "none" or any(strategy.transport(kind).encoding for kind in TransferKind)
+    ):
         raise ShardError(
             f"{strategy.name} has codecs, and the model is on a tensor-parallel mesh. What is replicated there would "
             "share blocks with what is split, be rounded otherwise on every rank, and drift apart. Take a strategy "
@@ -227,7 +238,9 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in '
             "the host's memory. Leave out offload=, or the mesh."
         )
-    source = _source(options.values, wiring, mesh)
+    source = (
+        FromModel(groups, mesh, wiring.device) if values is None else FromValues(values, wiring.rank, wiring.device)
+    )
     trainable, frozen = (_replica(strategy, trains, wiring, mesh) for trains in (True, False))
     shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
@@ -237,15 +250,9 @@ def build(model: nn.Module, options: BuildOptions, layouts: list[UnitLayout], gr
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
     ]
     _fill_buffers(model, source, groups)  # after the parameters, because a module may initialize both together
-    if options.values is not None:
+    if values is not None:
         agree(groups, [], source.failure())
     return Engine(strategy, precision, units, wiring, shared.writes)
-
-
-def _source(values: Values | None, wiring: CommContext, mesh: Mesh) -> Source:
-    if values is None:
-        return FromModel(wiring.groups, mesh, wiring.device)
-    return FromValues(values, wiring.rank, wiring.device)
 
 
 def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
@@ -276,7 +283,7 @@ class _Shared:
 
 def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared: _Shared) -> Unit:
     buckets: list[Bucket] = []
-    mark = ParamVersion(shared.writes)
+    version = ParamVersion(shared.writes)
     for bucket, planned in zip(layout.buckets, plan.buckets, strict=True):
         bucket.follow(planned.spec)
         flat = source.flat(bucket, planned)
@@ -284,8 +291,8 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
             replica = shared.frozen
         else:
             replica = shared.on_host if planned.optimizer_on_host else shared.trainable
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, mark))
-    return Unit(index, layout, plan, buckets, mark, shared.wiring)
+        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, version))
+    return Unit(index, layout, plan, buckets, version, shared.wiring)
 
 
 def _replica(strategy: Strategy, trains: bool, wiring: CommContext, mesh: Mesh) -> Replica:

@@ -13,6 +13,7 @@ import torch
 
 from towpath.codecs.packing import Draws
 from towpath.collectives.collective import Collective
+from towpath.core.strategy import SAVED_NAMES, TransferKind
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.low_rank_sync import LowRankSync
 
@@ -49,7 +50,10 @@ def reset_codec_state(engine: Engine) -> None:
 
 def fingerprint(engine: Engine) -> str:
     """Return a digest that is equal for runs that can load each other's codec state."""
-    lines = [engine.strategy.to_toml(), str(engine.precision), str(engine.wiring.device.type)]
+    strategy = engine.strategy.to_toml()
+    for kind, saved in SAVED_NAMES.items():
+        strategy = strategy.replace(f"[{kind.value}]", f"[{saved}]")
+    lines = [strategy, str(engine.precision), str(engine.wiring.device.type)]
     for unit in engine.units:
         for bucket in unit.buckets:
             lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")
@@ -63,7 +67,9 @@ def _keepers(engine: Engine) -> Iterator[tuple[str, Collective | LowRankSync]]:
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
             for name, keeper in bucket.keepers.items():
-                yield f"{unit.name or 'root'}/{number}/{name}", keeper
+                kind, _, rest = name.partition("/")
+                saved = SAVED_NAMES.get(TransferKind(kind), kind)
+                yield f"{unit.name or 'root'}/{number}/{saved}/{rest}", keeper
 
 
 def _draws(engine: Engine) -> list[Draws]:

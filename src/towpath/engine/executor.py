@@ -42,13 +42,13 @@ from towpath.core.step_state import (
     Wait,
     in_backward_order,
 )
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.checks.activity import EndOfBackward, FailedPasses
 from towpath.engine.parameters.bucket import Bucket, SlotMemory
 from towpath.engine.parameters.gradients import check_gradient
 from towpath.engine.parameters.shard_tensor import ShardTensor, in_backward
-from towpath.engine.parameters.unit import Unit, Usage, Use
+from towpath.engine.parameters.unit import Unit, UnusedParams
 from towpath.engine.streams.queue import CommContext
 from towpath.engine.streams.streams import Handle, eager, on_host
 from towpath.errors import ShardError, StepError
@@ -108,7 +108,7 @@ class Engine:
         self._writes = writes
         self.root = units[0]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
-        self.machine = StepMachine([u.plan.facts(len(u.modules)) for u in units], [u.mark for u in units])
+        self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
         self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], wiring.device)
         self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], wiring.device)
         for unit in units:
@@ -118,7 +118,7 @@ class Engine:
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
-        self._changes = set[int]().union(*(strategy.wire(kind).changes for kind in Kind))  # steps that change a wire
+        self._changes = {step for kind in TransferKind for step in strategy.transport(kind).changes}
         self.muted = False  # whether this rank's gradients count as zero (see `joined`)
         # A pipeline may halve a backward pass. In the first half `_held_back` lists the forward passes whose weight
         # gradients are still to be computed. In the second half `_only_weight_gradients` is true.
@@ -128,7 +128,7 @@ class Engine:
         self._calls = self._before_call = 0
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._usage = Usage(strategy, self._trained, wiring)
+        self._unused_params = UnusedParams(strategy, self._trained, wiring)
         wiring.queues.plan(u.plan for u in units)
         self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
@@ -145,17 +145,17 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._usage.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
+        self._unused_params.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
 
     @property
     def writes(self) -> int:
         """Number of writes to the model's parameters so far."""
-        return self._writes.version
+        return self._writes.count
 
     @property
-    def pinned(self) -> list[Unit]:
-        """Units that are kept unsharded until they are unpinned."""
-        return [unit for unit in self.units if self.machine.is_pinned(unit.index)]
+    def kept_unsharded(self) -> list[Unit]:
+        """Units that are kept unsharded until `allow_reshard`."""
+        return [unit for unit in self.units if self.machine.is_kept_unsharded(unit.index)]
 
     # Actions of the step machine ------------------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ class Engine:
             case OpenGradients(index, slot):
                 self.units[index].collect(None if slot is None else self.gradients.of(slot))
             case CheckRanks():
-                self._used = self._usage.compare(self.step)
+                self._used = self._unused_params.compare(self.step)
             case SetGrads():
                 self._deliver()
 
@@ -199,13 +199,13 @@ class Engine:
         unit, slot = self.units[task.unit], task.slot
         after = [cast(Handle, t.handle) for t in task.after if t.handle is not None]
         match task.kind:
-            case Kind.PUBLISH:
-                return unit.publish()
-            case Kind.REDUCE:
+            case TransferKind.PARAM_SYNC:
+                return unit.param_sync()
+            case TransferKind.REDUCE:
                 assert slot is not None
                 return unit.reduce(self.gradients.of(slot))
-            case Kind.SYNC:
-                return unit.sync(self._terms, after)
+            case TransferKind.GRAD_SYNC:
+                return unit.grad_sync(self._terms, after)
             case _:
                 return unit.gather(task.kind, task.keep_copy, after)
 
@@ -238,7 +238,7 @@ class Engine:
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
-        if not self.machine.is_pinned(unit.index):
+        if not self.machine.is_kept_unsharded(unit.index):
             unit.check_unwritten()
             if unit is not self.root:  # the root stays unsharded until the end of the backward pass
                 unit.check_returned(outputs)
@@ -283,41 +283,41 @@ class Engine:
 
     @eager
     @on_host
-    def output_gradient_arrives(self, use: Use, inputs: Sequence[Node], _: torch.Tensor) -> None:
+    def output_gradient_arrives(self, passed: ForwardPass, inputs: Sequence[Node], _: torch.Tensor) -> None:
         """Unshard the unit when the first gradient reaches one of its outputs. The gradients of others do nothing."""
-        if use.passed.running or self._only_weight_gradients:
+        if passed.running or self._only_weight_gradients:
             return
-        use.inputs_done, use.inputs_awaited = 0, use.inputs
+        passed.inputs_done, passed.inputs_awaited = 0, passed.inputs
         if _reached is not None:
-            self._expect_some(use, inputs, _reached)
+            self._expect_some(passed, inputs, _reached)
         with self._maybe_first_of_a_backward_pass():
-            actions = self.machine.backward_begins(use.passed, graph=torch.is_grad_enabled())
+            actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
         self.execute(actions)
-        self.wiring.record.begins("backward", use.unit.name)
+        self.wiring.record.begins("backward", self.units[passed.unit].name)
 
     @eager
     @on_host
-    def input_gradient_done(self, use: Use, _: torch.Tensor) -> None:
+    def input_gradient_done(self, passed: ForwardPass, _: torch.Tensor) -> None:
         """Count the input gradients of a unit. After the last one, nothing is left to compute in its backward."""
-        use.inputs_done += 1
-        if use.inputs_done < use.inputs_awaited or self._only_weight_gradients:
+        passed.inputs_done += 1
+        if passed.inputs_done < passed.inputs_awaited or self._only_weight_gradients:
             return
-        self.wiring.record.ends("backward", use.unit.name)
-        self.execute(self.machine.input_gradients_done(use.passed))
+        self.wiring.record.ends("backward", self.units[passed.unit].name)
+        self.execute(self.machine.input_gradients_done(passed))
         if self._held_back is not None:
-            self._held_back.append(use.passed)
+            self._held_back.append(passed)
         else:
-            self.execute(self.machine.weight_gradients_done(use.passed))
+            self.execute(self.machine.weight_gradients_done(passed))
 
-    def _expect_some(self, use: Use, inputs: Sequence[Node], reached: dict[Unit, bool]) -> None:
+    def _expect_some(self, passed: ForwardPass, inputs: Sequence[Node], reached: dict[Unit, bool]) -> None:
         """Count the gradients of the unit that a backward pass with `inputs=` will compute.
 
         No hook reports what autograd leaves out. If the pass ends in this unit, the unit has finished once the named
         parameters have gradients. If not, the weights may be read again afterwards, for the gradients of its inputs.
         """
-        unit = use.unit
-        use.inputs_awaited = sum(map(_will_run, inputs))
-        reached[unit] = reached.get(unit, False) or use.inputs_awaited > 0
+        unit = self.units[passed.unit]
+        passed.inputs_awaited = sum(map(_will_run, inputs))
+        reached[unit] = reached.get(unit, False) or passed.inputs_awaited > 0
         for bucket in unit.trainable:
             leaves = [get_gradient_edge(view).node for view in bucket.views if view.requires_grad]
             bucket.gradients.expected = len(bucket.views) if reached[unit] else sum(map(_will_run, leaves))
@@ -418,10 +418,10 @@ class Engine:
             self.execute(self.machine.weight_gradients_end(passes))
         self._end_backward()
 
-    def publish(self) -> None:
+    def param_sync(self) -> None:
         """Send what the optimizer wrote to the P shards of all ranks, before a forward pass needs it."""
         self.begin()
-        self.execute(self.machine.publish())
+        self.execute(self.machine.param_sync())
 
     @on_host
     def end_boundary(self) -> None:
@@ -514,7 +514,7 @@ class Engine:
 
 def engine_with(parameter: torch.Tensor) -> Engine | None:
     """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
-    if not isinstance(parameter, ShardTensor) or parameter.mark is None:  # gradients and copies have no mark
+    if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
         return None
     engine = parameter.span.replica.engine
     return cast(Engine | None, engine()) if engine is not None else None

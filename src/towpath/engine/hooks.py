@@ -19,10 +19,11 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 
+from towpath.core.step_state import ForwardPass
 from towpath.engine.executor import Engine, backward_to
 from towpath.engine.layout import has_forward, kept_modules, torch_dtype
 from towpath.engine.parameters.bucket import Bucket
-from towpath.engine.parameters.unit import Unit, Use, is_transformed
+from towpath.engine.parameters.unit import Unit, is_transformed
 from towpath.engine.streams.streams import eager
 from towpath.errors import NoMethodError, ShardError, ShardTensorError, StepError
 
@@ -88,7 +89,7 @@ _ACCUMULATE = (
     "reduces the gradients."
 )
 _BY_STRATEGY = (
-    'The strategy says when weights are whole: "zero3" gathers them again for the backward pass, "zero2" keeps them.'
+    'The strategy says when weights are unsharded: "zero3" gathers them again for backward, "zero2" keeps them.'
 )
 _PREFETCH = "Leave the call out: the engine learns the order of the units in the first step, and then prefetches them."
 _COMMUNICATION = (
@@ -137,7 +138,7 @@ ARGUMENTS = {
     "auto_wrap_policy": _UNITS,
     "backward_prefetch": "nothing: units are always prefetched",
     "forward_prefetch": "nothing: units are always prefetched",
-    "limit_all_gathers": "nothing: two units are whole at a time",
+    "limit_all_gathers": "nothing: two units are unsharded at a time",
     "cpu_offload": 'offload="optimizer"; weights stay on the device',
     "device_id": "model.to(towpath.init()) before the call",
     "device_mesh": "mesh=",
@@ -279,7 +280,7 @@ def _parts(engine: Engine) -> list[nn.Module]:
     return list(found.values())
 
 
-class Entry(nn.Module):
+class HookedModule(nn.Module):
     """A module whose call runs the engine before and after the forward.
 
     The subclasses override `__call__` instead of registering forward hooks, because `module.compile()` traces hooks.
@@ -303,14 +304,14 @@ class Entry(nn.Module):
         )
 
 
-class UnitModule(Entry):
+class UnitModule(HookedModule):
     """A module of a unit. Its call unshards the unit."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.towpath_forward.run(super().__call__, args, kwargs)
 
 
-class RootSubmodule(Entry):
+class RootSubmodule(HookedModule):
     """A module inside the root unit. A call from outside the root's forward unshards the root, as the model's does."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -331,10 +332,10 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         ShardError: `module` is none of these, or the method does not exist, or it is a generator or a coroutine.
     """
     kind = type(module).__name__
-    if not isinstance(module, Entry):
+    if not isinstance(module, HookedModule):
         raise ShardError(
             f"register_forward_method: expected a model that towpath.shard() returned, a module of its root, or a "
-            f"unit's module; got a {kind}, which is none of these. If it lies inside a unit, register a method of that "
+            f"unit's module; got a {kind}, which is none of these. If it is inside a unit, register a method of that "
             "unit's module, or leave the unit to the root: pass the others as units= to shard()."
         )
     found = getattr(module, method, None)
@@ -348,8 +349,8 @@ def register_forward_method(module: nn.Module, method: str) -> None:
             f"register_forward_method: {method!r} of {kind} is a generator or a coroutine, and goes on after its call "
             "has returned. Register what it calls, or use `with towpath.full_parameters(model):`."
         )
-    if not isinstance(found, _Method):
-        object.__setattr__(module, method, _Method(module, found))
+    if not isinstance(found, _ForwardMethod):
+        object.__setattr__(module, method, _ForwardMethod(module, found))
 
 
 # Methods that libraries call: Hugging Face, PEFT, Diffusers, sentence-transformers and Lightning.
@@ -382,7 +383,7 @@ def _goes_on(method: Callable[..., Any]) -> bool:
 
 
 @final
-class _Method:
+class _ForwardMethod:
     """A registered method of a module. Its call unshards the module's unit."""
 
     def __init__(self, module: nn.Module, found: Callable[..., Any]) -> None:
@@ -394,7 +395,7 @@ class _Method:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        assert isinstance(module, Entry)
+        assert isinstance(module, HookedModule)
         call = partial(self._function, module) if self._bound else self._function
         return module.towpath_forward.run_unless_inside(call, args, kwargs)
 
@@ -422,9 +423,9 @@ class _Forward:
         self._engine.call_begins()
         self._engine.machine.entered(self.unit.index)
         try:
-            use, entries, args, kwargs = self._before(args, kwargs)
+            passed, entries, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._through(use, entries, output)
+            graph_follows = self._through(passed, entries, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -434,55 +435,55 @@ class _Forward:
             self._engine.call_ends(graph_follows)
 
     @eager
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Use | None, list[Node], Any, Any]:
-        self._engine.before_forward(self.unit, self._comes_back())
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardPass | None, list[Node], Any, Any]:
+        # A backward pass may follow a forward without a graph: a reentrant checkpoint runs its forward so.
+        module = self._module()
+        comes_back = torch.is_grad_enabled() or (module is not None and module.training)
+        self._engine.before_forward(self.unit, comes_back)
         # A recomputation inside the unit's own backward belongs to the forward pass that it repeats.
         machine, index = self._engine.machine, self.unit.index
         makes_graph = torch.is_grad_enabled() and not machine.runs_backward(index)
-        use = Use(self.unit, machine.graph_made(index)) if makes_graph else None
+        passed = machine.graph_made(index) if makes_graph else None
         with self._engine.host:
-            return use, *self._enter(use, args, kwargs)
+            return passed, *self._enter(passed, args, kwargs)
 
     @eager
-    def _through(self, use: Use | None, entries: Sequence[Node], output: Any) -> bool:
+    def _through(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
         with self._engine.host:
             self._engine.check_forward(self.unit, _tensors(output))
-            return use is not None and self._watch(use, entries, output)
+            return passed is not None and self._watch(passed, entries, output)
 
     @eager
     def _after(self, graph_follows: bool) -> None:
         self._engine.after_forward(self.unit, graph_follows)
 
-    def _comes_back(self) -> bool:
-        """Return whether a backward pass may follow. A reentrant checkpoint runs its forward without a graph."""
-        module = self._module()
-        return torch.is_grad_enabled() or (module is not None and module.training)
-
-    def _enter(self, use: Use | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
+    def _enter(self, passed: ForwardPass | None, args: Any, kwargs: Any) -> tuple[list[Node], Any, Any]:
         """Cast the inputs to the compute dtype, and register hooks for their gradients if the forward makes a graph.
 
         Returns:
             The graph nodes that compute these gradients, the positional arguments and the keyword arguments.
         """
-        # `use` must not keep the nodes. Hooks of these nodes hold `use`, and such a cycle would never be freed.
+        # `passed` must not keep the nodes. Hooks of these nodes hold `passed`, and such a cycle would never be freed.
         watched: list[torch.Tensor] = []
         inside: list[torch.Tensor] = []
 
-        args = self._entered(args, use, watched, inside)
-        kwargs = {name: self._entered(value, use, watched, inside) for name, value in kwargs.items()}
-        if use is not None:
-            use.entered = [id(t) for t in (*watched, *inside)]
+        args = self._entered(args, passed, watched, inside)
+        kwargs = {name: self._entered(value, passed, watched, inside) for name, value in kwargs.items()}
+        if passed is not None:
+            passed.entered = [id(t) for t in (*watched, *inside)]
             watched = watched or inside
-            use.inputs = len(watched)
+            passed.inputs = len(watched)
             for tensor in watched:
-                tensor.register_hook(partial(self._engine.input_gradient_done, use))
+                tensor.register_hook(partial(self._engine.input_gradient_done, passed))
         return [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in watched], args, kwargs
 
-    def _entered(self, value: Any, use: Use | None, watched: list[torch.Tensor], inside: list[torch.Tensor]) -> Any:
+    def _entered(
+        self, value: Any, passed: ForwardPass | None, watched: list[torch.Tensor], inside: list[torch.Tensor]
+    ) -> Any:
         """Return an input as the unit gets it, and add it to `watched` or `inside` if it needs a gradient."""
         # Not a closure in `_enter`: a closure that calls itself would keep the inputs until the garbage collector runs.
         if type(value) is tuple:
-            return tuple(self._entered(v, use, watched, inside) for v in value)
+            return tuple(self._entered(v, passed, watched, inside) for v in value)
         if not isinstance(value, torch.Tensor):
             # The forward may change the caller's lists, dicts and other containers, so they are passed on unchanged.
             inside.extend(t for t in _tensors(value) if t.requires_grad)
@@ -490,30 +491,30 @@ class _Forward:
         tensor = value
         if self._compute_dtype is not None and tensor.is_floating_point():
             tensor = tensor.to(self._compute_dtype)
-        if use is None or not tensor.requires_grad:
+        if passed is None or not tensor.requires_grad:
             return tensor
         if is_transformed(tensor):
             raise StepError(
                 f"rank {self._engine.wiring.rank}: unit {self.unit.name or 'root'!r} got an input that torch.func "
-                "differentiates (grad, vjp, jacrev and the like): its backward pass does not tell when weights "
-                "must be whole. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
+                "differentiates (grad, vjp, jacrev and the like): its backward pass does not say when weights "
+                "must be unsharded. Call torch.autograd.grad(loss, x) under model.no_sync(), or take the same model "
                 "without shard()."
             )
         # A view of its own. Its hook runs when this unit has finished, before the unit that made the tensor begins.
         watched.append(tensor.view_as(tensor))
         return watched[-1]
 
-    def _watch(self, use: Use, entries: Sequence[Node], output: Any) -> bool:
+    def _watch(self, passed: ForwardPass, entries: Sequence[Node], output: Any) -> bool:
         """Register hooks for the gradients of the outputs, and return whether any output can get one."""
         # A leaf, such as a parameter that is returned, would keep the hook for all later passes.
         made = [t for t in _tensors(output) if t.requires_grad and not t.is_leaf]
-        outputs = [t for t in made if id(t) not in use.entered]
-        use.entered.clear()
+        outputs = [t for t in made if id(t) not in passed.entered]
+        passed.entered.clear()
         # Plain tensor hooks: those of register_multi_grad_hook keep a graph alive that no backward pass walks.
         for tensor in outputs:
-            tensor.register_hook(partial(self._engine.output_gradient_arrives, use, entries))
+            tensor.register_hook(partial(self._engine.output_gradient_arrives, passed, entries))
         if not outputs:
-            self._engine.machine.graph_dropped(use.passed)
+            self._engine.machine.graph_dropped(passed)
         return bool(outputs)
 
 

@@ -128,12 +128,21 @@ def lay_out(model: nn.Module, units: UnitChoice | None = None, precision: Precis
     Raises:
         ShardError: A parameter cannot be sharded, or `units` or `precision` name a module that the model does not have.
     """
-    inner = _together(_default_units(model)) if units is None else _alone(_chosen_units(model, units))
-    chosen = {"": [model], **inner}
+    if units is None:
+        chosen = {"": [model], **_together(_default_units(model))}
+    else:
+        chosen = {"": [model], **{name: [module] for name, module in _chosen_units(model, units).items()}}
     places = _places(model)
-    _mark_exact(places, kept_modules(model, precision or Precision()))
+    kept = {id(m) for outermost in kept_modules(model, precision or Precision()) for m in outermost.modules()}
     on_a_mesh = any(place.parallel is not None for place in places)
     for place in places:
+        exact = {id(owner) in kept for owner, _ in place.owners}
+        if len(exact) > 1:
+            raise ShardError(
+                f"Precision(keep=): {' and '.join(place.names)} are one parameter, and keep= names a module of one of "
+                "them only. Name the modules of both, or of neither."
+            )
+        place.exact = exact == {True}
         place.replicated = on_a_mesh and (place.parallel is None or not place.parallel.is_split)
     homes = {id(module): name for name, modules in chosen.items() for module in modules}
     mine: dict[str, list[ParameterPlace]] = {name: [] for name in chosen}
@@ -194,10 +203,6 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _alone(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
-    return {name: [module] for name, module in units.items()}
-
-
 def _together(units: dict[str, nn.Module]) -> dict[str, list[nn.Module]]:
     """Merge small neighbors in one container into one unit."""
     merged: dict[str, list[nn.Module]] = {}
@@ -249,18 +254,6 @@ def kept_modules(model: nn.Module, precision: Precision) -> list[nn.Module]:
                 f"{', '.join(sorted({type(m).__name__ for m in model.modules()}))}."
             )
     return list(found.values())
-
-
-def _mark_exact(places: list[ParameterPlace], kept: list[nn.Module]) -> None:
-    inside = {id(m) for outermost in kept for m in outermost.modules()}
-    for place in places:
-        owners = {id(owner) in inside for owner, _ in place.owners}
-        if len(owners) > 1:
-            raise ShardError(
-                f"Precision(keep=): {' and '.join(place.names)} are one parameter, and keep= names a module of one of "
-                "them only. Name the modules of both, or of neither."
-            )
-        place.exact = owners == {True}
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -320,13 +313,6 @@ def _check(places: list[ParameterPlace]) -> None:
         parameter, name = place.parameter, place.names[0]
         if dtype_name(parameter.dtype) not in FLOATING:
             raise ShardError(f"{name} is {parameter.dtype}; parameters may be {', '.join(FLOATING)}.")
-    _check_meshes(places)
-    devices = sorted({str(p.parameter.device) for p in places} - {"meta"})
-    if len(devices) > 1:
-        raise ShardError(f"the model's parameters lie on {', '.join(devices)}; move them to one device before shard().")
-
-
-def _check_meshes(places: list[ParameterPlace]) -> None:
     split = [p for p in places if p.parallel is not None]
     for place in split:
         first, mine = split[0].parallel, place.parallel
@@ -338,6 +324,9 @@ def _check_meshes(places: list[ParameterPlace]) -> None:
             )
         if any(placement.is_partial() for placement in mine.placements):
             raise ShardError(f"{place.names[0]} is a partial sum, {mine.placements}: redistribute it before shard().")
+    devices = sorted({str(p.parameter.device) for p in places} - {"meta"})
+    if len(devices) > 1:
+        raise ShardError(f"the model's parameters lie on {', '.join(devices)}; move them to one device before shard().")
 
 
 def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:
@@ -534,19 +523,16 @@ def least_free_bytes(layouts: list[UnitLayout], groups: Groups) -> int | None:
     places = [place for unit in layouts for bucket in unit.buckets for place in bucket.places]
     own = [local_part(p.parameter) for p in places if p.parameter.device.type != "meta"]
     returned = sum(values.numel() * values.element_size() for values in own)
-    told: list[tuple[str, int | None, int]] = groups.gather_objects((_host(), _free(device), returned))
+    mine = available_bytes() if device.type == "cpu" else None
+    if device.type == "cuda":
+        mine = torch.cuda.mem_get_info(device)[0]
+    told: list[tuple[str, int | None, int]] = groups.gather_objects((_host(), mine, returned))
     hosts = [host for host, _, _ in told]
     found: list[int] = []
     for host, free, theirs in told:
         if free is not None:
             found.append((free if device.type == "cuda" else free // hosts.count(host)) + theirs)
     return min(found, default=None)
-
-
-def _free(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_bytes() if device.type == "cpu" else None
 
 
 def available_bytes() -> int | None:

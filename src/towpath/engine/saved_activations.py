@@ -18,7 +18,7 @@ SMALLEST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class _InPlace:
+class _LeftOnDevice:
     """A saved tensor that stays where it is.
 
     With saved-tensor hooks, autograd no longer checks whether a tensor was written to since. `version` replaces that
@@ -63,27 +63,27 @@ def offload_activations(model: nn.Module, *, smallest_bytes: int = SMALLEST_BYTE
         model: A model that `shard()` returned.
         smallest_bytes: Tensors with fewer bytes stay on the device.
     """
-    stays = _Staying(engine_of(model), model)
+    on_device = _EngineMemory(engine_of(model), model)
 
-    def pack(tensor: torch.Tensor) -> _InPlace | _OnHost:
+    def pack(tensor: torch.Tensor) -> _LeftOnDevice | _OnHost:
         plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        if not plain or tensor.nbytes < smallest_bytes or tensor in stays:
-            return _InPlace(tensor, tensor._version)
+        if not plain or tensor.nbytes < smallest_bytes or tensor in on_device:
+            return _LeftOnDevice(tensor, tensor._version)
         pinned = tensor.device.type == "cuda"
         # A dense copy with the same order of dimensions. A small view of a large tensor is copied alone.
         kept = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
         kept.copy_(tensor, non_blocking=pinned)
         return _OnHost(kept, tensor.device)
 
-    def unpack(packed: _InPlace | _OnHost) -> torch.Tensor:
+    def unpack(packed: _LeftOnDevice | _OnHost) -> torch.Tensor:
         return packed.unpacked()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
-class _Staying:
-    """The memory of unsharded weights and of buffers. `tensor in staying` tests whether a tensor is stored there."""
+class _EngineMemory:
+    """The memory of unsharded weights and of buffers. `tensor in memory` tests whether a tensor is stored there."""
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
@@ -92,7 +92,8 @@ class _Staying:
         self._weights: set[int] = set()
 
     def __contains__(self, tensor: Any) -> bool:
-        if self._made != self._engine.weights.made:  # slots are made in the first steps and for pinned units
+        # Slots are made in the first steps, and for units that are kept unsharded.
+        if self._made != self._engine.weights.made:
             self._made = self._engine.weights.made
             self._weights = {_memory_of(b.full) for unit in self._engine.units for b in unit.buckets}
         return _memory_of(tensor) in self._weights or _memory_of(tensor) in self._always

@@ -94,17 +94,17 @@ def take_over(optimizer: Optimizer, model: nn.Module | None = None) -> None:
     if not engines or (model is not None and engine_of(model) not in engines):
         return
     for member in members_of(optimizer):
-        if needs_whole_matrices(member):
+        if needs_owner_stepped(member):
             name = type(member).__name__
             raise ShardError(
                 f"{name} computes with whole matrices, of which each rank has a part. Pass "
-                f"towpath.optim.whole_matrices({name}(…)) instead, or towpath.optim.together() of it and others."
+                f"towpath.optim.owner_stepped({name}(…)) instead, or towpath.optim.chain() of it and others."
             )
     for whole in whole_of(optimizer):
         whole.share_out()
 
 
-def needs_whole_matrices(optimizer: Optimizer) -> bool:
+def needs_owner_stepped(optimizer: Optimizer) -> bool:
     """Whether `optimizer` is an Adafactor or a Muon, PyTorch's or another package's, that is not wrapped."""
     return any(kind.__name__ in ("Adafactor", "Muon") for kind in type(optimizer).__mro__)
 

@@ -20,8 +20,8 @@ from towpath.core.strategy import Strategy
 from towpath.errors import ShardError
 from towpath.integrations.accelerate import Accelerator
 from towpath.integrations.saved_states import FOLDER, load_from, load_whole, on_cpu, save_into
-from towpath.integrations.sharding import Sharding, needs_whole_matrices, not_installed
-from towpath.optim import whole_matrices
+from towpath.integrations.sharding import Sharding, needs_owner_stepped, not_installed
+from towpath.optim import owner_stepped
 
 try:
     import transformers
@@ -67,7 +67,7 @@ class ShardedTrainer(_Base):
         if self.optimizer is None:
             self.accelerator.shard_model(self.model)  # first, since Adagrad makes its states at once
             made = super().create_optimizer(*args, **kwargs)
-            self.optimizer = whole_matrices(made) if needs_whole_matrices(made) else made
+            self.optimizer = owner_stepped(made) if needs_owner_stepped(made) else made
         return self.optimizer
 
     # Saving -------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _check_named(optim: str) -> None:
     if any(part in optim for part in _REFUSED):
         raise ShardError(
             f'TrainingArguments(optim="{optim}") makes an optimizer that cannot step the slices of a sharded model. '
-            "Pass Trainer(optimizers=(towpath.optim.whole_matrices(optimizer), None)), with an optimizer that handles "
+            "Pass Trainer(optimizers=(towpath.optim.owner_stepped(optimizer), None)), with an optimizer that handles "
             "each parameter by itself. Or take an elementwise one: optim= takes adamw_torch, adamw_torch_fused, sgd, "
             "adagrad, rmsprop, schedule_free_… and adafactor. To keep the optimizer's states off the device, pass "
             'strategy=Sharding(…, offload="optimizer").'

@@ -15,13 +15,16 @@ from towpath.core.formats import Precision
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.pipeline.shapes import outputs_without_values
-from towpath.pipeline.split import split
+from towpath.pipeline.split import blocks_in, cut
 from towpath.planner.model import Line, Measured, Model, StagedModel, Unit
 
 
 class DescribedStages:
-    """`whole`: the planner's `model`, whose units are those of `layouts`. `example`: of the model's input, of one
-    micro-batch, any."""
+    """The planner's models of the stages of a model that may be cut in several ways.
+
+    `whole` is the planner's description of the unsplit model, whose units are those of `layouts`. `example` is an input
+    of one micro-batch of any size.
+    """
 
     def __init__(
         self,
@@ -32,13 +35,14 @@ class DescribedStages:
         precision: Precision,
     ) -> None:
         self._whole, self._model, self._example, self._precision = whole, model, example, precision
+        self._between = blocks_in(model, layouts)
         self._unit_of: dict[int, Unit] = {}
         for unit, layout in zip(whole.units, layouts, strict=True):
             self._unit_of |= {id(place.parameter): unit for bucket in layout.buckets for place in bucket.places}
 
     def __call__(self, count: int) -> StagedModel:
         """Cut into so many."""
-        stages = split(self._model, count, self._example)
+        stages = cut(self._model, self._between, count, self._example)
         tied = self._tied(stages)
         models = [self._stage(number, stage, count, tied) for number, stage in enumerate(stages)]
         return StagedModel(self._whole, tuple(models), self._width(stages), sum(tied.values()))
@@ -52,7 +56,7 @@ class DescribedStages:
 
     def _width(self, stages: Sequence[nn.Module]) -> int:
         """Elements of a token that a stage hands on."""
-        first = stages[0] if len(stages) > 1 else split(self._model, 2, self._example)[0]
+        first = stages[0] if len(stages) > 1 else cut(self._model, self._between, 2, self._example)[0]
         (handed_on,) = outputs_without_values(first, [self._example], self._precision)
         return handed_on.numel() // self._example.numel()
 

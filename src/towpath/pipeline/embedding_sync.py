@@ -24,7 +24,7 @@ from towpath.core.formats import Precision
 from towpath.core.pipeline import StagePass
 from towpath.core.schedule import Stage
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.engine.executor import engine_of
 from towpath.engine.parameters.initialise import Values
 from towpath.errors import ShardError
@@ -191,7 +191,7 @@ class TiedEmbeddings:
             return [Stage(self.ends.both, found, ())]
         # Between the ends goes what the engines have delivered, in the parameters' own dtype.
         two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
-        between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is Kind.SYNC))
+        between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is TransferKind.GRAD_SYNC))
         ends = [Stage(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
         return [*ends, *(Stage(pair, between, ()) for pair in self.ends.pairs)]
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 from towpath.core.schedule import JobSchedule
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.observing import Stats, Sums, TransferStats, stats, sums
 
-_MESSAGES = (Kind.ACTIVATION, Kind.ACTIVATION_GRADIENT)
+_MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
 
 
 class Observed:
@@ -126,5 +126,5 @@ class Observed:
             calls=own.calls + sum(count * each.calls for count, each in steps),
             intra_bytes=sum(count * each.intra_bytes for count, each in steps),
             inter_bytes=sum(count * each.inter_bytes for count, each in steps),
-            exposed_seconds={**own.exposed_seconds, Kind.ACTIVATION: self.seconds_waited},
+            exposed_seconds={**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited},
         )

@@ -35,8 +35,8 @@ from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_g
 from towpath.core.pipeline import compression as named
 from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Kind, Strategy
-from towpath.engine.build import agree
+from towpath.core.strategy import Strategy, TransferKind
+from towpath.engine.build import agreement
 from towpath.engine.executor import engine_of
 from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
@@ -115,8 +115,7 @@ class Pipeline:
             self.order = order_of(kind, count, ranks, micro_batches)
             strategies = _strategies(strategy, count)
             given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
-            stages_given = zip(map(cut_of, stages), strategies, strict=True)
-            given += [f"stage {i}: {cut or 'given'}, {each}" for i, (cut, each) in enumerate(stages_given)]
+            given += [f"stage {i}: {cut_of(stage) or 'given'}, {strategies[i]}" for i, stage in enumerate(stages)]
             given += [f"example={described(self._example)}", f"precision={precision}", f"tied={tied}"]
             given += [f"compression.{f.name}={getattr(self._compression, f.name)}" for f in fields(Compression)]
             given += [f"mesh={mesh.mesh.tolist()}"]
@@ -128,19 +127,14 @@ class Pipeline:
             self._target_rows = {t.shape[0] for t in (*self._example, *shapes[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)
             ends = find_ends(tied, modules, self.owners, mesh)
-        self._tied: TiedEmbeddings | None = None
-        self._stages: list[TowpathStage] = []
-        self._traced, self._passes_back = TracedStages(), BackwardPasses()
+        self._stages, self._traced, self._passes_back = list[TowpathStage](), TracedStages(), BackwardPasses()
+        fused, copies = self._compression.fused_embeddings, mesh["dp"].get_group()
         with _alike(self._everyone):
-            if ends is not None:
-                fused = self._compression.fused_embeddings
-                self._tied = TiedEmbeddings(ends, modules, mesh, precision, fused, values)
+            self._tied = None if ends is None else TiedEmbeddings(ends, modules, mesh, precision, fused, values)
             for index, module in modules.items():
                 of_stage = self._strategy_of(strategies[index], index)
-                within = mesh["dp"].get_group()
-                shard(module, of_stage, group=within, precision=precision, units=units, values=values)
-                place = self._place(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
-                made = TowpathStage(module, place, self._compression, self._passes_back, self._traced)
+                shard(module, of_stage, group=copies, precision=precision, units=units, values=values)
+                made = self._stage(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
                 self._stages.append(made)
         self.order = as_computed(self.order, self._halved())
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
@@ -149,15 +143,15 @@ class Pipeline:
         changes = self._compression.changes.union(*(_changes(each) for each in strategies))
         self.observed = Observed(self._sharded_modules, lambda step: self.schedule(step=step), changes, groups)
         self._noticeboard = _noticeboard(Groups(group))
-        self._calls = Calls(self._everyone)
-        self._walks = 0  # of the whole schedule, evaluations too
+        self._calls, self._walks = Calls(self._everyone), 0  # walks of the whole schedule, evaluations too
 
-    def _place(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> Place:
+    def _stage(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> TowpathStage:
         encoded = encoded_gradients(self.order, self._compression)
         count, copies = len(self.owners), self._mesh["dp"].size()
         halved = splits and can_be_halved(engines_in(module))
         device = torch.device(self._mesh.device_type)
-        return Place(index, count, inputs, outputs, self._group, device, self._micro_batches, copies, encoded, halved)
+        place = Place(index, count, inputs, outputs, self._group, device, self._micro_batches, copies, encoded, halved)
+        return TowpathStage(module, place, self._compression, self._passes_back, self._traced)
 
     def _halved(self) -> set[int]:
         """Of all stages, those that compute the weights' gradients by themselves."""
@@ -240,7 +234,7 @@ class Pipeline:
             stage.begin_walk()
         # Also where the batch is refused: the next step would publish the same, and no copy of a stage waits for it.
         for engine in self._passes_back.engines:
-            engine.publish()
+            engine.param_sync()
         self._calls.agree(call, self._stages[0].engine.step, refusal)
         losses: list[torch.Tensor] = []
         own = [stage.stage_index for stage in self._stages]
@@ -355,7 +349,7 @@ class Pipeline:
         """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
         job = self.observed.jobs[0]
-        crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is Kind.ACTIVATION}
+        crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
 
@@ -399,20 +393,13 @@ class Pipeline:
 def _alike(everyone: MeshRanks) -> Generator[list[str]]:
     """Let every rank refuse what one of them refuses: else they would wait for it. Yields lines, to be filled with what
     has to be the same on all of them."""
-    given: list[str] = []
-    failure: TowpathError | None = None
-    cause: Exception | None = None
-    try:
-        yield given
-    except TowpathError as error:
-        failure = error
-    except Exception as error:  # whatever a user's module raises
-        failure, cause = ShardError(f"a stage cannot be made: {type(error).__name__}: {error}"), error
-    try:
-        advice = "Pass the same arguments to Pipeline on every rank."
-        agree(everyone, [] if failure is not None else given, failure, "Pipeline()", advice)
-    except TowpathError as error:
-        raise error from cause
+    with agreement(everyone, "Pipeline()", "Pass the same arguments to Pipeline on every rank.") as given:
+        try:
+            yield given
+        except TowpathError:
+            raise
+        except Exception as error:  # whatever a user's module raises
+            raise ShardError(f"a stage cannot be made: {type(error).__name__}: {error}") from error
 
 
 def _noticeboard(groups: Groups) -> StatusStore:
@@ -439,7 +426,7 @@ def _changes(strategy: str | Strategy) -> set[int]:
     """The steps at which a codec of it begins or ceases to serve; those of a preset always serve."""
     if isinstance(strategy, str):
         return set()
-    return {step for kind in Kind for step in strategy.wire(kind).changes}
+    return {step for kind in TransferKind for step in strategy.transport(kind).changes}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

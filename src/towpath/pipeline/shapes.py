@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 from towpath.core.formats import Precision, dtype_name
 from towpath.core.pipeline import Compression
-from towpath.core.schedule import wire_for
-from towpath.core.wire import matrix_of
+from towpath.core.schedule import transport_for
+from towpath.core.transport import matrix_of
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.parallel import local_part, parallel_of
 from towpath.errors import ShardError, StepError
@@ -108,15 +108,21 @@ def check_exchanged(between: Sequence[Tensors], compression: Compression) -> Non
     """Of what goes between any two stages: known to all ranks, so that all refuse alike."""
     exchanged = [tensor for tensors in between for tensor in tensors]
     for tensor in exchanged:
-        for wire in (compression.activations, compression.activation_gradients):
-            wire_for(dtype_name(tensor.dtype), wire)
+        for transport in (compression.activations, compression.activation_gradients):
+            transport_for(dtype_name(tensor.dtype), transport)
     floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
-    for wire in (compression.activations, compression.activation_gradients):
-        if floating and wire.low_rank is not None and not any(wire.low_rank.pays(shape) for shape in floating):
+    for transport in (compression.activations, compression.activation_gradients):
+        if (
+            floating
+            and transport.low_rank is not None
+            and not any(transport.low_rank.pays(shape) for shape in floating)
+        ):
             rows, columns = matrix_of(max(floating, key=prod))
             raise ShardError(
-                f"Pipeline: between stages {wire.low_rank} sends no less than the tensor itself, of {rows} × {columns} "
-                f"elements at most. Take a rank below {rows * columns / (rows + columns) / wire.low_rank.rate:.0f}, or "
+                f"Pipeline: between stages {transport.low_rank} sends no less than the tensor itself, of {rows} × "
+                f"{columns} "
+                f"elements at most. Take a rank below "
+                f"{rows * columns / (rows + columns) / transport.low_rank.rate:.0f}, or "
                 "leave it out."
             )
 

@@ -19,14 +19,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 
 from towpath.core.pipeline import balanced
-from towpath.engine.layout import lay_out
+from towpath.engine.layout import UnitLayout, lay_out
 from towpath.errors import ShardError
 
 
 def split(model: nn.Module, count: int, example: torch.Tensor) -> list[nn.Module]:
-    """`count` stages of about as many parameters each, that share the memory of `model`'s parameters. `example`: what
-    the model is called with, tokens say; only its shape and dtype count."""
-    blocks = _blocks(model)
+    """Split `model` into `count` stages with about the same number of parameters each.
+
+    The stages share the memory of the model's parameters.
+
+    Args:
+        model: The model, with a row of blocks of one class in a ModuleList or Sequential.
+        count: The number of stages, at most the number of blocks.
+        example: An input of the model, such as tokens. Only its shape and dtype matter.
+
+    Raises:
+        ShardError: The model has too few blocks, or they do not run one after the other.
+    """
+    return cut(model, blocks_in(model, lay_out(model)), count, example)
+
+
+def cut(model: nn.Module, blocks: Sequence[str], count: int, example: torch.Tensor) -> list[nn.Module]:
+    """Split `model` between `blocks`, the names that `blocks_in` returns. The planner cuts a model several times."""
     if not 0 < count <= len(blocks):
         raise ShardError(f"split: {count} stages of a model that has {len(blocks)} blocks.")
     calls = _calls(model, blocks, example)
@@ -130,12 +144,12 @@ class _Empty(nn.Module):
         return torch.zeros(1, dtype=self.dtype, device=device).expand(self.shape)
 
 
-def _blocks(model: nn.Module) -> list[str]:
-    """The names of the longest row of like blocks."""
+def blocks_in(model: nn.Module, layouts: Sequence[UnitLayout]) -> list[str]:
+    """Return the names of the longest row of like blocks, among the modules of all units but the root."""
     homes = {id(module): name for name, module in model.named_modules()}
     # Lists inside lists: what computes between two of their modules, a residual for example, would be lost in a cut.
     nested = {homes[id(inner)] for outer in model.modules() if isinstance(outer, nn.ModuleList) for inner in outer}
-    names = [homes[id(module)] for unit in lay_out(model)[1:] for module in unit.modules]
+    names = [homes[id(module)] for unit in layouts[1:] for module in unit.modules]
     names = [name for name in names if name.rpartition(".")[0] not in nested]
     rows: dict[str, list[str]] = {}
     for name in names:

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from towpath.core.formats import dtype_name
 from towpath.core.pipeline import Compression
-from towpath.core.schedule import Shape, wire_for
-from towpath.core.wire import Wire
+from towpath.core.schedule import Shape, transport_for
+from towpath.core.transport import Transport
 from towpath.engine.executor import Engine, engine_of
 from towpath.pipeline.split_backward import input_gradients, weight_gradients
 from towpath.pipeline.stage_link import Encoding, Sender
@@ -278,8 +278,8 @@ def engines_in(module: nn.Module) -> list[Engine]:
     return [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
 
 
-def _encoding(tensor: torch.Tensor, wire: Wire) -> Encoding:
-    return Encoding(tuple(tensor.shape), tensor.dtype, wire_for(dtype_name(tensor.dtype), wire))
+def _encoding(tensor: torch.Tensor, transport: Transport) -> Encoding:
+    return Encoding(tuple(tensor.shape), tensor.dtype, transport_for(dtype_name(tensor.dtype), transport))
 
 
 def _senders(encodings: Sequence[Encoding], device: torch.device, label: str) -> dict[int, Sender]:

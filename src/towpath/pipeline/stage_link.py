@@ -14,46 +14,46 @@ import torch
 from towpath.codecs.kernels.dispatch import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
-from towpath.core.wire import Wire, matrix_of
+from towpath.core.transport import Transport, matrix_of
 from towpath.engine.layout import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """Of the tensors of one shape that a link carries by `wire`."""
+    """Of the tensors of one shape that a link carries by `transport`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    wire: Wire
+    transport: Transport
 
     @property
     def used(self) -> bool:
         """Whether they travel otherwise than as they are."""
-        if self.wire.low_rank is not None:
-            return self.wire.low_rank.pays(self.shape)
-        return self.wire.encoding is not None
+        if self.transport.low_rank is not None:
+            return self.transport.low_rank.pays(self.shape)
+        return self.transport.encoding is not None
 
     def message(self, device: torch.device) -> torch.Tensor:
         """Room for one."""
-        if self.wire.low_rank is not None:
-            return torch.empty(self.wire.low_rank.encoded_elements(self.shape), dtype=self.dtype, device=device)
-        assert self.wire.encoding is not None
-        return torch.empty(self.wire.encoding.encoded_bytes(prod(self.shape)), dtype=torch.uint8, device=device)
+        if self.transport.low_rank is not None:
+            return torch.empty(self.transport.low_rank.encoded_elements(self.shape), dtype=self.dtype, device=device)
+        assert self.transport.encoding is not None
+        return torch.empty(self.transport.encoding.encoded_bytes(prod(self.shape)), dtype=torch.uint8, device=device)
 
     def factors(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """P and Q, in its memory."""
-        assert self.wire.low_rank is not None
+        assert self.transport.low_rank is not None
         rows, columns = matrix_of(self.shape)
-        p, q = message.split([rows * self.wire.low_rank.rank, columns * self.wire.low_rank.rank])
+        p, q = message.split([rows * self.transport.low_rank.rank, columns * self.transport.low_rank.rank])
         return p.view(rows, -1), q.view(columns, -1)
 
     def decoded(self, message: torch.Tensor) -> torch.Tensor:
-        if self.wire.low_rank is not None:
+        if self.transport.low_rank is not None:
             p, q = self.factors(message)
             return (p @ q.T).view(self.shape)
-        assert self.wire.encoding is not None
+        assert self.transport.encoding is not None
         made = torch.empty(prod(self.shape), dtype=self.dtype, device=message.device)
-        kernels_for(message.device).decode(self.wire.encoding, message, made)
+        kernels_for(message.device).decode(self.transport.encoding, message, made)
         return made.view(self.shape)
 
 
@@ -66,10 +66,10 @@ class Sender:
         self._dtype = torch_dtype(wide(dtype_name(encoding.dtype)))
         self._seed = crc32(label.encode())
         rows, columns = matrix_of(encoding.shape)
-        low_rank = encoding.wire.low_rank
+        low_rank = encoding.transport.low_rank
         self._factor = torch.empty(columns if low_rank else 0, low_rank.rank if low_rank else 0, device=device)
         self._factor = self._factor.to(self._dtype)
-        keeps = encoding.wire.feedback != "none"
+        keeps = encoding.transport.feedback != "none"
         self._error = torch.empty((rows, columns) if keeps else (0, 0), dtype=self._dtype, device=device)
         self._drawn = torch.zeros(1, dtype=torch.int64)
         self.restart()
@@ -77,7 +77,7 @@ class Sender:
     @property
     def state(self) -> tuple[torch.Tensor, ...]:
         """What it keeps from one message to the next."""
-        codec = self.encoding.wire.encoding
+        codec = self.encoding.transport.encoding
         drawn = (self._drawn,) if codec is not None and codec.stochastic else ()
         return (*(kept for kept in (self._factor, self._error) if kept.numel()), *drawn)
 
@@ -95,7 +95,7 @@ class Sender:
         x = tensor.detach().reshape(matrix_of(self.encoding.shape)).to(self._dtype)
         if self._error.numel():
             x = x + self._error
-        if self.encoding.wire.low_rank is not None:
+        if self.encoding.transport.low_rank is not None:
             finite = self._factored(x, message)
         else:
             finite = self._in_blocks(x, message)
@@ -116,7 +116,7 @@ class Sender:
         return finite
 
     def _in_blocks(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
-        codec = self.encoding.wire.encoding
+        codec = self.encoding.transport.encoding
         assert codec is not None
         self._drawn += 1
         values = x.to(self.encoding.dtype).reshape(-1)

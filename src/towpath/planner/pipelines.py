@@ -29,11 +29,11 @@ from towpath.core.pipeline import compression as named
 from towpath.core.placement import Placement
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
-from towpath.core.strategy import Kind, MoveShape, Strategy
+from towpath.core.strategy import MoveShape, Strategy, TransferKind
 from towpath.core.transfer import Transfer
+from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
-from towpath.core.wire import Wire
 from towpath.errors import PlanError
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
@@ -283,7 +283,7 @@ class Pipelines:
             return seconds
         # By a ring, while nothing else uses the links inside the node.
         shape = MoveShape(Op.ALL_REDUCE, 1, Grid(1, layout.tensor), 1)
-        moved = TransferShape.of_move(shape, Wire(), tokens * width, self._compute)
+        moved = TransferShape.of_move(shape, Transport(), tokens * width, self._compute)
         summed = seconds_alone(loads_of(moved, hardware), hardware)
         sums = [2 * summed * unit.modules * (not unit.spec.kept) for unit in model.units]
         return replace(
@@ -308,7 +308,7 @@ class Pipelines:
             # Of what was delivered, in its own dtype.
             between = derive_schedule(presets.strategy("ddp", Topology(2, 1)), (spec,), 1, Precision())
             copies = self.copies(layout) * layout.tensor
-            yield from ((transfer, copies) for transfer in between.transfers if transfer.kind is Kind.SYNC)
+            yield from ((transfer, copies) for transfer in between.transfers if transfer.kind is TransferKind.GRAD_SYNC)
 
     def _tied_unit(self, layout: Layout, staged: StagedModel, homes: int) -> tuple[Strategy, UnitSpec]:
         """As `pipeline/embedding_sync.py` shards them: over both ends, or each end by itself."""
@@ -347,10 +347,10 @@ class Pipelines:
         kept, most = kept_bytes(*asked), activation_bytes(*asked)
         activations = round(in_flight * kept) + most - kept  # one micro-batch at a time computes
         found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": activations}
-        wire = _compression(layout).activation_gradients
-        if index and wire.low_rank is not None:
+        transport = _compression(layout).activation_gradients
+        if index and transport.low_rank is not None:
             shape = (batching.micro_batch, staged.whole.length, staged.width)
-            kept_elements = wire.low_rank.kept_elements(shape, wire.feedback != "none")
+            kept_elements = transport.low_rank.kept_elements(shape, transport.feedback != "none")
             found["compression"] = kept_elements * item_bytes(self._compute)
         return found
 

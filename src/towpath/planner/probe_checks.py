@@ -7,7 +7,7 @@ from typing import cast
 
 from towpath.core.routes import Grid, Op, Route
 from towpath.core.strategy import MoveShape
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.planner.profile import INTER, INTRA, NOTHING, PAIRS, Point, Profile, beside_name, route_of
 from towpath.sim.fluid import BandwidthModel, Demand
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, Hardware
@@ -20,7 +20,9 @@ def collective_seconds(profile: Profile, point: Point) -> float:
     nodes, width = profile.topology.nodes, profile.topology.ranks_per_node
     grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
     hardware = profile.cluster().hardware
-    shape = TransferShape.of_move(MoveShape(Op(op), 1, grid, 1), Wire(cast(Route, route)), point.size // 4, "float32")
+    shape = TransferShape.of_move(
+        MoveShape(Op(op), 1, grid, 1), Transport(cast(Route, route)), point.size // 4, "float32"
+    )
     return seconds_alone(loads_of(shape, hardware), hardware)
 
 

@@ -15,15 +15,24 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from towpath.core.formats import item_bytes
+from towpath.core.formats import Precision, item_bytes
 from towpath.core.placement import Placement, legal_placements
-from towpath.core.presets import name_of
+from towpath.core.presets import name_of, strategy
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
 from towpath.core.schedule import is_open, steady_tasks
-from towpath.core.step_state import UnitFacts
-from towpath.core.strategy import AS_TRAINED, GRADIENTS, WEIGHTS, WIRED, Kind, MoveShape, Strategy, move_shapes
+from towpath.core.strategy import (
+    AS_TRAINED,
+    GRADIENTS,
+    WEIGHTS,
+    WITH_TRANSPORT,
+    MoveShape,
+    Strategy,
+    TransferKind,
+    move_shapes,
+)
+from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
-from towpath.core.wire import Wire
+from towpath.core.units import BucketSpec, UnitSpec
 from towpath.planner.cluster import Cluster
 from towpath.planner.cost import computing, optimizer_seconds
 from towpath.planner.memory import activation_bytes, engine_bytes, host_bytes
@@ -33,7 +42,7 @@ from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
 from towpath.sim.loads import TransferShape, loads_of
 from towpath.sim.replay import Replay, Seconds
 from towpath.sim.timeline import Timeline
-from towpath.topology.cluster import Extent
+from towpath.topology.cluster import Extent, Topology
 
 # A step of more micro-steps is replayed for so many of them: the others are like its last but one.
 _REPLAYED = 3
@@ -70,8 +79,8 @@ class Priced:
     batching: Batching
     seconds: float
     computing: float
-    exposed: dict[Kind, float]  # what the computation waits for it
-    in_flight: dict[Kind, float]
+    exposed: dict[TransferKind, float]  # what the computation waits for it
+    in_flight: dict[TransferKind, float]
     memory: dict[str, int]
     inter_bytes: int
     intra_bytes: int
@@ -148,31 +157,31 @@ class Solver:
                 yield Candidate(placement, w, g, Batching(size, steps, again))
 
     def strategy(self, candidate: Candidate) -> Strategy:
-        wires: dict[str, Any] = {
-            kind.value: self._wire(kind, candidate)
-            for kind in WIRED
+        transports: dict[str, Any] = {
+            kind.value: self._transport(kind, candidate)
+            for kind in WITH_TRANSPORT
             if move_shapes(candidate.placement, self._topology)[kind]
         }
         name = name_of(candidate.placement, self._topology)
-        return Strategy(self._topology, candidate.placement, name, **wires, offload=self.request.offload)
+        return Strategy(self._topology, candidate.placement, name, **transports, offload=self.request.offload)
 
-    def _wire(self, kind: Kind, candidate: Candidate) -> Wire:
+    def _transport(self, kind: TransferKind, candidate: Candidate) -> Transport:
         """The route that takes the least time alone, for the largest unit."""
         numel = max(numel for numel, _ in self._kinds)
         shapes = move_shapes(candidate.placement, self._topology)[kind]
-        wires = list(self._wires(kind, shapes, candidate))
-        return min(wires, key=lambda wire: self._cost(kind, shapes, wire, numel).alone)
+        transports = list(self._transports(kind, shapes, candidate))
+        return min(transports, key=lambda transport: self._cost(kind, shapes, transport, numel).alone)
 
-    def _wires(self, kind: Kind, shapes: Sequence[MoveShape], candidate: Candidate) -> Iterator[Wire]:
+    def _transports(self, kind: TransferKind, shapes: Sequence[MoveShape], candidate: Candidate) -> Iterator[Transport]:
         crosses = any(s.grid.nodes > 1 for s in shapes)
         codec = candidate.weights if kind in WEIGHTS else candidate.gradients
         codec = codec if crosses else "none"
         reduces = any(s.op is not Op.ALL_GATHER for s in shapes)
         if codec != "none" and reduces:
-            yield from (Wire(route, codec) for route in ALL_TO_ALL)
+            yield from (Transport(route, codec) for route in ALL_TO_ALL)
             return
         routes = ROUTES if any(not s.grid.plain for s in shapes) else ("flat",)
-        yield from (Wire(route, codec) for route in routes)
+        yield from (Transport(route, codec) for route in routes)
 
     # Bounds ---------------------------------------------------------------------------------------------------------
 
@@ -190,7 +199,7 @@ class Solver:
                 for resource, seconds in enumerate(cost.busy):
                     busy[resource] += times * seconds
                 if root:  # before anything is computed, and after everything
-                    first += cost.alone if kind is Kind.GATHER else 0.0
+                    first += cost.alone if kind is TransferKind.GATHER else 0.0
                     last += cost.alone if kind in GRADIENTS else 0.0
         on_host = self.request.offload == "optimizer"
         seconds = self._computing(candidate.batching, candidate.placement.optimizer.size, on_host)
@@ -211,26 +220,28 @@ class Solver:
         optimizer = optimizer_seconds(elements, parameters, asked.own, asked.optimizer, self._hardware, on_host)
         return replace(self._seconds[key], optimizer=optimizer)
 
-    def _cheapest(self, kind: Kind, candidate: Candidate, numel: int) -> _Cost:
+    def _cheapest(self, kind: TransferKind, candidate: Candidate, numel: int) -> _Cost:
         codec = candidate.weights if kind in WEIGHTS else candidate.gradients
         shapes = move_shapes(candidate.placement, self._topology)[kind]
         if not shapes:
             return _NOTHING
         key = (kind, shapes, codec, numel, candidate.placement.backward_params is None)
         if key not in self._costs:
-            costs = [self._cost(kind, shapes, wire, numel) for wire in self._wires(kind, shapes, candidate)]
+            costs = [
+                self._cost(kind, shapes, transport, numel) for transport in self._transports(kind, shapes, candidate)
+            ]
             least = [min(c.busy[i] for c in costs) for i in range(3)]
             self._costs[key] = _Cost(min(c.alone for c in costs), (least[0], least[1], least[2]))
         return self._costs[key]
 
-    def _cost(self, kind: Kind, shapes: Sequence[MoveShape], wire: Wire, numel: int) -> _Cost:
-        key = (kind, tuple(shapes), wire, numel)
+    def _cost(self, kind: TransferKind, shapes: Sequence[MoveShape], transport: Transport, numel: int) -> _Cost:
+        key = (kind, tuple(shapes), transport, numel)
         if key not in self._costs:
             dtype = self._reduce if kind in GRADIENTS else self._compute
             alone, busy = 0.0, [0.0, 0.0, 0.0]
             capacities = self._hardware.capacities
             for shape in shapes:
-                for load in loads_of(TransferShape.of_move(shape, wire, numel, dtype), self._hardware):
+                for load in loads_of(TransferShape.of_move(shape, transport, numel, dtype), self._hardware):
                     taken = {name: need / capacities[name] for name, need in load.needs.items()}
                     alone += load.seconds + max(taken.values(), default=0.0)
                     for i, name in enumerate((CABLE, INSIDE, PROCESSOR)):
@@ -245,8 +256,8 @@ class Solver:
         place, numel, trainable = candidate.placement, self.model.parameters, self.model.trainable
         compute, summed, own = map(item_bytes, (self._compute, self._summed, self.request.own))
         states = numel * compute / place.params.size + trainable * summed / place.grads.size
-        publishes = move_shapes(place, self._topology)[Kind.PUBLISH]
-        encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in publishes)
+        has_param_sync = move_shapes(place, self._topology)[TransferKind.PARAM_SYNC]
+        encoded = candidate.weights != "none" and any(shape.grid.nodes > 1 for shape in has_param_sync)
         master = self._compute != self.request.own or encoded
         kept = self.request.optimizer.states + (self._summed != self.request.own)
         if self.request.offload == "optimizer":
@@ -337,7 +348,9 @@ class Solver:
             timeline.inter_bytes,
             timeline.intra_bytes,
             host_memory=host_bytes(plans, self.request.optimizer),
-            host_copy_bytes=sum(b.host_copy_bytes(kind) for plan in plans for b in plan.buckets for kind in WIRED),
+            host_copy_bytes=sum(
+                b.host_copy_bytes(kind) for plan in plans for b in plan.buckets for kind in WITH_TRANSPORT
+            ),
         )
 
     def timeline(
@@ -374,9 +387,11 @@ class Solver:
 
 
 @cache
-def _submitted(root: bool) -> tuple[tuple[Kind, bool], ...]:
+def _submitted(root: bool) -> tuple[tuple[TransferKind, bool], ...]:
     """What the step machine submits for the root, or for another unit, if all of it has to travel: kinds, and whether
     in every micro-step or in one of them."""
-    facts = [UnitFacts("", root=True), UnitFacts("a"), UnitFacts("b"), UnitFacts("c")]
-    seen = {(task.kind, micro_step) for micro_step, task in steady_tasks(facts, 3) if task.unit == (0 if root else 2)}
-    return tuple((kind, (kind, 1) in seen) for kind in WIRED if any(k is kind for k, _ in seen))
+    every_kind = strategy("paro-iig", Topology(2, 2))
+    units = [UnitSpec(name, (BucketSpec((1,)),), kept=not name) for name in ("", "a", "b", "c")]
+    plans = [plan_unit(every_kind, unit, Precision()) for unit in units]
+    seen = {(task.kind, micro_step) for micro_step, task in steady_tasks(plans, 3) if task.unit == (0 if root else 2)}
+    return tuple((kind, (kind, 1) in seen) for kind in WITH_TRANSPORT if any(k is kind for k, _ in seen))

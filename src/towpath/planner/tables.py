@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from towpath.core.strategy import WIRED, Kind, Strategy
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.planner.cluster import GIB
 from towpath.planner.pipelines import PricedPipeline
 from towpath.planner.solver import Priced, Solver
@@ -45,7 +45,7 @@ def title(priced: Priced) -> str:
 
 def label(strategy: Strategy) -> str:
     """The name, and its codecs."""
-    codecs = dict.fromkeys(w.encoding.name for k in WIRED if (w := strategy.wire(k)).encoding is not None)
+    codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
     return " ".join([strategy.name, *codecs])
 
 
@@ -75,7 +75,11 @@ def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
         "strategy": priced.strategy.name,
         "toml": priced.strategy.to_toml(),
         "placement": {name: [e.local, e.nodes] for name, e in priced.strategy.placement.extents()},
-        "wires": {k.value: str(priced.strategy.wire(k)) for k in WIRED if getattr(priced.strategy.moves, k.value)},
+        "wires": {
+            k.value: str(priced.strategy.transport(k))
+            for k in WITH_TRANSPORT
+            if getattr(priced.strategy.moves, k.value)
+        },
         "micro_batch": priced.batching.micro_batch,
         "micro_steps": priced.batching.micro_steps,
         "checkpointing": priced.batching.checkpointing,
@@ -105,7 +109,7 @@ def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]
     add("  computing", [seconds(p.computing) for p in sides])
     if any(isinstance(p, PricedPipeline) for p in sides):
         add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PricedPipeline) else "–" for p in sides])
-    for kind in Kind:
+    for kind in TransferKind:
         if any(kind in p.in_flight for p in sides):
             add(
                 f"  {kind.value}",

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from towpath.core.formats import item_bytes
-from towpath.core.schedule import QUEUES, usage_transfers
+from towpath.core.schedule import QUEUES, unused_params_transfers
 from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, SetGrads, Submit, Task, Wait
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Matrices, Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.fluid import BandwidthModel, Demand
@@ -71,14 +71,13 @@ class SimulatedEngine:
         alike: int = 1,
     ) -> None:
         assert plans[0].spec.kept
-        self._plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
+        self.plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
         self._place, self._of, self._alike = place, of, alike
-        self.facts = [plan.facts() for plan in plans]
         self._queues: dict[str, deque[QueuedTask]] = {}  # what has not ended, in order, and perhaps the last that has
         self._started: dict[Demand, QueuedTask] = {}
         self._costs: dict[Transfer, _Cost] = {}
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
-        self._usage = usage_transfers(strategy, parameters)
+        self._unused_params = unused_params_transfers(strategy, parameters)
 
     # What the thread that trains does --------------------------------------------------------------------------------
 
@@ -90,7 +89,7 @@ class SimulatedEngine:
             case Wait(task):
                 yield from self._wait(task)
             case CheckRanks():
-                task = Task(Kind.USAGE, 0)
+                task = Task(TransferKind.UNUSED_PARAMS, 0)
                 self._submit(task, micro_step)
                 yield from self._wait(task)
             case SaveBackwardCopy() | OpenGradients() | SetGrads():
@@ -130,11 +129,11 @@ class SimulatedEngine:
             case SaveBackwardCopy(unit):
                 moved = sum(
                     b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
-                    for b in self._plans[unit].buckets
+                    for b in self.plans[unit].buckets
                     if b.backward_copy is not None
                 )
             case OpenGradients(unit):
-                moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self._plans[unit].buckets if b.spec.trainable)
+                moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self.plans[unit].buckets if b.spec.trainable)
             case SetGrads():
                 pass  # views, or what the sync has copied already
         return moved / self._hardware.memory_rate
@@ -161,13 +160,13 @@ class SimulatedEngine:
         self._timeline.moments.append(Submitted(timed))
 
     def _transfers(self, task: Task) -> Iterator[Transfer]:
-        if task.kind is Kind.USAGE:
-            yield from self._usage
+        if task.kind is TransferKind.UNUSED_PARAMS:
+            yield from self._unused_params
             return
         if task.transfers:
             yield from task.transfers
             return
-        yield from self._plans[task.unit].steady_transfers(task.kind)
+        yield from self.plans[task.unit].steady_transfers(task.kind)
 
     def _cost_of(self, transfer: Transfer) -> _Cost:
         found = self._costs.get(transfer)
@@ -185,28 +184,28 @@ class SimulatedEngine:
         """Seconds that a queue works beside its transfers: it copies memory for the master's cast and the sum over
         micro-steps, and decodes what rests encoded and whole."""
         moved, decoding = 0, 0.0
-        for bucket in () if task.transfers else self._plans[task.unit].buckets:
+        for bucket in () if task.transfers else self.plans[task.unit].buckets:
             if not bucket.spec.trainable:
-                gathers = task.kind in (Kind.GATHER, Kind.BACKWARD_GATHER)
+                gathers = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
                 if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:
                     decoding += decoding_seconds(bucket.rests_in, bucket.numel, self._hardware)
                 continue
-            if task.kind is Kind.REDUCE:
+            if task.kind is TransferKind.REDUCE:
                 moved += bucket.numel // bucket.grads.count * item_bytes(bucket.accumulate_dtype)
             elif bucket.optimizer_on_host:
                 continue  # see _host_copies
-            elif task.kind is Kind.SYNC or (task.kind is Kind.PUBLISH and bucket.has_master):
+            elif task.kind is TransferKind.GRAD_SYNC or (task.kind is TransferKind.PARAM_SYNC and bucket.has_master):
                 moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
         return moved / self._hardware.memory_rate + decoding
 
     def _host_copies(self, task: Task) -> Iterator[PhaseCost]:
         """Between the device and the host's memory; what goes to the device is first rounded by the host."""
-        copied = [b for b in self._plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
+        copied = [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
         if not copied:
             return
         host = self._hardware.offloading
         seconds = sum(b.host_copy_bytes(task.kind) for b in copied) / host.copy_rate
-        if task.kind is Kind.PUBLISH:
+        if task.kind is TransferKind.PARAM_SYNC:
             own = sum(b.numel // b.optimizer.count * item_bytes(b.own_dtype) for b in copied)
             seconds += own / host.memory_rate
         # A device copies beside what it computes; processors do nothing else meanwhile.
@@ -267,7 +266,7 @@ class SimulatedEngine:
         running.ended, running.before = True, None
         task, now = running.task, self._fluid.now
         running.timed.began, running.timed.ended = running.began, now
-        unit = task.transfers[0].unit if task.transfers else self.facts[task.unit].name
+        unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].name
         name = f"{task.kind.value} of {unit or 'root'}{self._of}"
         track = f"{QUEUES[task.kind]}{self._of}"
         self._timeline.sent(

@@ -12,7 +12,7 @@ from towpath.core.formats import Codec, item_bytes
 from towpath.core.routes import Grid, Op, Phase, hops_of, parts_of, phases, slice_bytes
 from towpath.core.strategy import MoveShape
 from towpath.core.transfer import Activation, Range, Transfer
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.errors import StrategyError
 from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, SPINE, CodecSpeed, Hardware
 from towpath.sim.place import Place
@@ -64,7 +64,7 @@ class TransferShape:
 
     @staticmethod
     def of(transfer: Transfer) -> TransferShape:
-        move, grid, codec = transfer.move, transfer.grid, transfer.wire.encoding
+        move, grid, codec = transfer.move, transfer.grid, transfer.transport.encoding
         nodes = [transfer.topology.node_of(rank) for rank in move.groups[0].ranks[:: grid.width]]
         stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
         if isinstance(transfer.payload, Activation):
@@ -77,10 +77,10 @@ class TransferShape:
         return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded)
 
     @staticmethod
-    def of_move(move: MoveShape, wire: Wire, numel: int, dtype: str) -> TransferShape:
+    def of_move(move: MoveShape, transport: Transport, numel: int, dtype: str) -> TransferShape:
         """Of a buffer of `numel`, without its ranks."""
-        elements, codec = numel // move.regions, wire.encoding
-        route = wire.route_on(move.op, move.grid)
+        elements, codec = numel // move.regions, transport.encoding
+        route = transport.route_on(move.op, move.grid)
         size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
         parts = parts_of(route, move.grid, size)
         return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec)
@@ -120,8 +120,8 @@ def matrices_load(transfer: Transfer, hardware: Hardware) -> PhaseCost:
     used = [link for link, sent in ((hardware.inter, cable), (hardware.intra, inside)) if sent]
     nodes = hardware.ranks_sharing / topology.ranks_per_node
     work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
-    if transfer.wire.encoding is not None:
-        speed = _speed_of(transfer.wire.encoding, hardware)
+    if transfer.transport.encoding is not None:
+        speed = _speed_of(transfer.transport.encoding, hardware)
         coded = transfer.elements / (grid.nodes * grid.width)
         work += hardware.processor(coded / speed.encode + coded / speed.decode)
     latency = max((link.latency + link.message for link in used), default=0.0)
@@ -131,11 +131,11 @@ def matrices_load(transfer: Transfer, hardware: Hardware) -> PhaseCost:
 
 def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
     """Of a message between stages, at one of its ends."""
-    codec = transfer.wire.encoding
+    codec = transfer.transport.encoding
     if codec is not None:
         speed = _speed_of(codec, hardware)
         return transfer.elements / (speed.encode if encodes else speed.decode)
-    if transfer.wire.low_rank is None or transfer.message_bytes >= transfer.elements * item_bytes(transfer.dtype):
+    if transfer.transport.low_rank is None or transfer.message_bytes >= transfer.elements * item_bytes(transfer.dtype):
         return 0.0
     copied = (_ENCODED_COPIES if encodes else _DECODED_COPIES) * transfer.elements * item_bytes(transfer.dtype)
     return copied / hardware.memory_rate

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from towpath.core.pipeline import Message
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.sim.engine import started
 from towpath.sim.fluid import BandwidthModel, Demand
@@ -16,8 +16,8 @@ from towpath.sim.loads import PhaseCost
 from towpath.sim.timeline import Event, Timeline
 
 
-def kind_of(message: Message) -> Kind:
-    return Kind.ACTIVATION_GRADIENT if message.backward else Kind.ACTIVATION
+def kind_of(message: Message) -> TransferKind:
+    return TransferKind.ACTIVATION_GRADIENT if message.backward else TransferKind.ACTIVATION
 
 
 def called(message: Message) -> str:

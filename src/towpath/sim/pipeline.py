@@ -13,7 +13,7 @@ from statistics import fmean
 
 from towpath.core.pipeline import Await, Compression, Message, Post, Run, StagePass, Walk
 from towpath.core.schedule import Compute, Shape, message_transfers, settled_stage
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Transfer
 from towpath.core.unit_plan import UnitPlan
 from towpath.sim.clock import Thread, run
@@ -53,7 +53,7 @@ class PipelineTimeline:
     def summed_up(self) -> Timeline:
         """What ranks compute on average, what the one waited for that waits longest, what was in flight on all."""
         longest = max(self.ranks, key=lambda rank: sum(rank.exposed.values()))
-        in_flight: Counter[Kind] = Counter()
+        in_flight: Counter[TransferKind] = Counter()
         for rank in self.ranks:
             in_flight.update(rank.in_flight)  # pyright: ignore[reportArgumentType, reportCallIssue]
         return Timeline(
@@ -129,9 +129,9 @@ class PipelineReplay:
 
     def _thread(self, rank: int) -> Thread:
         own = sorted(i for i, owner in self._owners.items() if owner == rank)
-        stages = {i: settled_stage(self._engines[i].facts, self._passes[i]) for i in own}
+        stages = {i: settled_stage(self._engines[i].plans, self._passes[i]) for i in own}
         for i in own:
-            for action in stages[i].machine.publish():
+            for action in stages[i].machine.param_sync():
                 yield from self._engines[i].execute(action, 0)
         for operation in self._walk[rank]:
             match operation:
@@ -165,7 +165,7 @@ class PipelineReplay:
 
     def _compute(self, index: int, action: Compute) -> Iterator[Demand]:
         engine, seconds = self._engines[index], self._stages[index].seconds
-        name = f"{action.part.value} of {engine.facts[action.unit].name or 'root'}"
+        name = f"{action.part.value} of {engine.plans[action.unit].name or 'root'}"
         yield from engine.compute(seconds.of(action), name, seconds.share)
 
     # Messages --------------------------------------------------------------------------------------------------------

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from towpath.core.owner_stepped import Iterate, MatrixPlan, step_actions
 from towpath.core.schedule import Compute, Part, settled, steady_step
 from towpath.core.strategy import Strategy
 from towpath.core.unit_plan import UnitPlan
-from towpath.core.whole_matrices import Iterate, MatrixPlan, step_actions
 from towpath.sim.clock import Thread, run
 from towpath.sim.engine import SimulatedEngine
 from towpath.sim.fluid import BandwidthModel
@@ -86,14 +86,14 @@ class Replay:
         return self._timeline
 
     def _thread(self) -> Thread:
-        engine, facts = self._engine, self._engine.facts
+        engine, plans = self._engine, self._engine.plans
         said = 0
-        for micro_step, action in steady_step(settled(facts), facts, self._micro_steps):
+        for micro_step, action in steady_step(settled(plans), plans, self._micro_steps):
             if micro_step > said:
                 said = micro_step
                 self._say(said, self._micro_steps)
             if isinstance(action, Compute):
-                name = f"{action.part.value} of {facts[action.unit].name or 'root'}"
+                name = f"{action.part.value} of {plans[action.unit].name or 'root'}"
                 yield from engine.compute(self._seconds.of(action), name, self._seconds.share)
             else:
                 yield from engine.execute(action, micro_step)

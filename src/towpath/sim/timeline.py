@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.sim.lateness import Moment
 
 
@@ -16,7 +16,7 @@ class Event:
     name: str
     start: float
     end: float
-    kind: Kind | None = None
+    kind: TransferKind | None = None
     unit: str = ""
     micro_step: int = 0
     crosses: bool = False
@@ -34,11 +34,11 @@ class Timeline:
     inter_bytes: int = 0
     intra_bytes: int = 0
     events: list[Event] = field(default_factory=list[Event])
-    exposed: dict[Kind, float] = field(default_factory=dict[Kind, float])
-    in_flight: dict[Kind, float] = field(default_factory=dict[Kind, float])
+    exposed: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
+    in_flight: dict[TransferKind, float] = field(default_factory=dict[TransferKind, float])
     moments: list[Moment] = field(default_factory=list[Moment])
 
-    def waited(self, kind: Kind, name: str, began: float, ended: float) -> None:
+    def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
         self.events.append(Event("waiting", name, began, ended, kind))
         self.exposed[kind] = self.exposed.get(kind, 0.0) + ended - began
 

@@ -55,7 +55,8 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
     train, asked = config.train, config.strategy
     weights, gradients = codecs_for_both(asked.allow)
     share = max(1, train.batch // topology.world)
-    layouts = lay_out(built.model, None, precision)
+    model = _WithLoss(built.model)
+    layouts = lay_out(model, None, precision)
 
     def request(memory: int) -> Request:
         limit = int(asked.memory * GIB) or memory
@@ -64,15 +65,14 @@ def choose_strategy(config: Config, job: Job, built: Built, precision: Precision
 
     def describe(device: torch.device) -> Model:
         sizes = sorted({min(size, share) for size in _SIZES})
-        model = _WithLoss(built.model)
-        return describe_measured(model, lay_out(model, None, precision), inputs, sizes, train.length, device, precision)
+        return describe_measured(model, layouts, inputs, sizes, train.length, device, precision)
 
     def inputs(sequences: int) -> list[Tensor]:
         return [torch.zeros(sequences, train.length, dtype=torch.long, device="meta") for _ in range(2)]
 
-    def staged(model: Model, count: int) -> StagedModel:
+    def staged(whole: Model, count: int) -> StagedModel:
         example = torch.zeros(1, train.length, dtype=torch.int64)
-        return DescribedStages(model, built.model, layouts, example, precision)(count)
+        return DescribedStages(whole, built.model, layouts, example, precision)(count)
 
     choice = choose(job.groups, topology, describe, request, asked.profile, _pipelined(config, staged))
     job.say(choice.why)

@@ -173,7 +173,7 @@ class LogConfig:
     every: int = option(1, "steps between rows of metrics")
     tensorboard: bool = option(False, "also write TensorBoard's events there")
     wandb: str = option("", "also log to this project of Weights & Biases")
-    wandb_offline: bool = option(True, "keep it in the folder; `wandb sync` sends it")
+    wandb_offline: bool = option(True, "keep it in the folder; `wandb grad_sync` sends it")
     trace: tuple[int, ...] = option((), "steps of which to write a trace for ui.perfetto.dev")
 
     def __post_init__(self) -> None:

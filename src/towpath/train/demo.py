@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from towpath import lab
 from towpath.api import schedule
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.observing import Interval, Stats, stats, tracing
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import as_rank
@@ -123,7 +123,7 @@ class _Course:
             scheduled_bytes=planned.cable_bytes(training.job.topology.node_of(training.job.rank)),
             inside_bytes=counted.intra_bytes / timed / TOPOLOGY.nodes,
             memory_bytes=now.memory_bytes,
-            lossless=all(training.strategy.wire(kind).encoding is None for kind in Kind),
+            lossless=all(training.strategy.transport(kind).encoding is None for kind in TransferKind),
             timeline=tuple(timeline),
         )
 

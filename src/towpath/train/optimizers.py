@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from towpath.engine.parameters.shard_tensor import ShardTensor
-from towpath.optim import together, whole_matrices
+from towpath.optim import chain, owner_stepped
 from towpath.train.config import TrainConfig
 
 
@@ -30,7 +30,7 @@ def optimizer_for(parameters: Iterable[nn.Parameter], config: TrainConfig) -> to
         momentum=config.muon_momentum,
     )
     chosen = {id(p) for p in matrices}
-    return together(whole_matrices(muon), adamw([p for p in trained if id(p) not in chosen], config))
+    return chain(owner_stepped(muon), adamw([p for p in trained if id(p) not in chosen], config))
 
 
 def _is_hidden_matrix(parameter: nn.Parameter) -> bool:

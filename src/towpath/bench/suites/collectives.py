@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,14 @@ from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
-from towpath.collectives.bound_transfer import CoalescedAllGather, bind
-from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
+from towpath.collectives.bound_transfer import CoalescedAllGather, select
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.core import routes
-from towpath.core.routes import Group, Op
+from towpath.core.placement import GroupCollective
+from towpath.core.routes import Group, Op, Route
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Range, Transfer
+from towpath.core.transport import Transport
 
 SMALL_KILOBYTES, SMALL = 256, 16
 QUICK_KILOBYTES = 256
@@ -108,6 +112,14 @@ def members_of(rank: int, topology: towpath.Topology) -> GroupRank:
     return GroupRank(dist.group.WORLD, dist.group.WORLD, Group(everyone, everyone), rank, nodes)
 
 
+def transfer_of(op: Op, route: Route, kilobytes: int, topology: towpath.Topology, members: GroupRank) -> Transfer:
+    """Return the transfer of a float32 region over all ranks."""
+    payload = Range("", "benchmark", kilobytes * 2**10 // 4, "float32")
+    return Transfer(
+        TransferKind.GRAD_SYNC, payload, GroupCollective(op, 1, (members.group,)), Transport(route), topology
+    )
+
+
 def contestant(kind: str, case: Case, kilobytes: int, members: GroupRank) -> Callable[[], None]:
     device = torch.device("cpu")
     workspace = Workspace(WireBuffers(device))
@@ -116,17 +128,17 @@ def contestant(kind: str, case: Case, kilobytes: int, members: GroupRank) -> Cal
         if kind in IN_PARTS:
             route = "ho-ring" if case.op is Op.ALL_GATHER else "two-hop"
             routes.SMALLEST_PART_BYTES = kilobytes * 2**10 // case.topology.world // int(kind.split()[0])
-        binding = Binding(case.op, route, kilobytes * 2**10 // 4, torch.float32, kind)
-        collective, region = bind(binding, members, "gloo", device), torch.zeros(binding.elements)
-        mine = binding.own_slice(region, members)
+        transfer = transfer_of(case.op, cast(Route, route), kilobytes, case.topology, members)
+        collective, region = select(transfer, members, "gloo", device), torch.zeros(transfer.elements)
+        mine = region[slice(*transfer.bounds(members.slot))]
         return lambda: collective.run(region, mine, workspace)
-    binding = Binding(case.op, "flat", SMALL_KILOBYTES * 2**10 // 4, torch.float32, kind)
-    regions = [torch.zeros(binding.elements) for _ in range(SMALL)]
-    shards = [binding.own_slice(region, members).clone() for region in regions]
+    transfer = transfer_of(case.op, "flat", SMALL_KILOBYTES, case.topology, members)
+    regions = [torch.zeros(transfer.elements) for _ in range(SMALL)]
+    shards = [region[slice(*transfer.bounds(members.slot))].clone() for region in regions]
     if kind == "coalesced":
-        together = CoalescedAllGather([binding] * SMALL, members, "gloo", device)
+        together = CoalescedAllGather([transfer] * SMALL, members, "gloo", device)
         return lambda: together.run(regions, shards, workspace)
-    single = bind(binding, members, "gloo", device)
+    single = select(transfer, members, "gloo", device)
 
     def one_after_another() -> None:
         for region, shard in zip(regions, shards, strict=True):

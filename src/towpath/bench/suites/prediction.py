@@ -20,7 +20,7 @@ from towpath.bench.harness.figures import Check
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings
 from towpath.bench.harness.worker import timed
-from towpath.bench.peers import Kind
+from towpath.bench.peers import CandidateSpec
 from towpath.bench.steps import stepper
 from towpath.bench.suites import timelines
 from towpath.bench.workload import Workload
@@ -197,7 +197,7 @@ class Planning:
 
 
 def made(text: str, topology: towpath.Topology) -> towpath.Strategy:
-    return Kind.parse(text).strategy(topology)
+    return CandidateSpec.parse(text).strategy(topology)
 
 
 class Step:

@@ -25,7 +25,7 @@ from towpath.bench.environment import COMPUTE, OTHER_CASES, Environment, Link, a
 from towpath.bench.field import Entrant
 from towpath.bench.harness.figures import Check, medians
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.bench.peers import AUTO, Kind
+from towpath.bench.peers import AUTO, CandidateSpec
 from towpath.bench.suites.strategies import check_contestants, floors_of, measured
 from towpath.bench.venue import Venue
 from towpath.bench.workload import Workload
@@ -81,7 +81,7 @@ class Case:
 def bytes_checks(sent: Mapping[str, int], raced: Sequence[Entrant], workload: Workload) -> Iterator[Check]:
     """Of ours, where anything leaves a node: what the kernel's counters say of the interfaces, over the schedule's."""
     for each in raced if workload.topology.nodes > 1 else ():
-        kind = Kind.parse(each.name)
+        kind = CandidateSpec.parse(each.name)
         if each.ours and kind.name != AUTO:
             strategy = kind.strategy(workload.topology)
             schedule = towpath.schedule(strategy, workload.model(), workload.micro_steps, workload.precision)

@@ -61,7 +61,7 @@ from towpath.bench.harness import race
 from towpath.bench.harness.failure import CaseError
 from towpath.bench.harness.figures import Check, interval_of_median, medians
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.bench.peers import AUTO, DEEPSPEED, Kind
+from towpath.bench.peers import AUTO, DEEPSPEED, CandidateSpec
 from towpath.bench.selection import finalists, pairs
 from towpath.bench.steps import Span
 from towpath.bench.venue import Screening, Venue, told_by
@@ -149,7 +149,7 @@ def entrants_of(options: argparse.Namespace, workload: Workload) -> list[Entrant
 def check_contestants(names: Sequence[str], workload: Workload) -> list[Entrant]:
     """A name that nobody has, or that cannot run here, is a user's mistake."""
     try:
-        if any(Kind.parse(name).name == DEEPSPEED for name in names):
+        if any(CandidateSpec.parse(name).name == DEEPSPEED for name in names):
             deepspeed_peer.check_installed()
         return [Entrant.of(name, workload.topology, workload.dtype) for name in dict.fromkeys(names)]
     except (ValueError, TowpathError) as error:
@@ -213,7 +213,7 @@ def optimizer_seconds(ranks: Sequence[Sequence[Span]]) -> float:
 
 def floors_of(raced: Sequence[Entrant], workload: Workload, computing: float, inter: Rate | None) -> dict[str, float]:
     """Of each of ours: the least that its step can take (`floor.py`)."""
-    kinds = {each.name: Kind.parse(each.name) for each in raced if each.ours}
+    kinds = {each.name: CandidateSpec.parse(each.name) for each in raced if each.ours}
     strategies = {name: kind.strategy(workload.topology) for name, kind in kinds.items() if kind.name != AUTO}
     return {name: round(floor_seconds(s, workload, computing, inter), 5) for name, s in strategies.items()}
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from towpath.core.schedule import QUEUES
-from towpath.core.strategy import WIRED, Kind, Strategy
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval
 from towpath.sim.timeline import Event
 
@@ -37,11 +37,13 @@ def of_trace(intervals: Iterable[Interval]) -> dict[Key, Span]:
 
 def of_replay(events: Iterable[Event], strategy: Strategy) -> dict[Key, Span]:
     """Of the tasks that send something."""
-    sending = {Kind.USAGE, *(kind for kind in WIRED if getattr(strategy.moves, kind.value))}
+    sending = {TransferKind.UNUSED_PARAMS, *(kind for kind in WITH_TRANSPORT if getattr(strategy.moves, kind.value))}
     return {
-        (Kind(event.kind).value, "root" if event.kind is Kind.USAGE else event.unit or "root", event.micro_step): Span(
-            event.start, event.end
-        )
+        (
+            TransferKind(event.kind).value,
+            "root" if event.kind is TransferKind.UNUSED_PARAMS else event.unit or "root",
+            event.micro_step,
+        ): Span(event.start, event.end)
         for event in events
         if event.kind in sending and event.track in QUEUES.values()
     }
@@ -71,7 +73,7 @@ def compared(engine: Mapping[Key, Span], simulated: Mapping[Key, Span], step_sec
 
 
 def _order(spans: Mapping[Key, Span], keys: Iterable[Key], queue: str) -> list[Key]:
-    mine = [key for key in keys if QUEUES[Kind(key[0])] == queue]
+    mine = [key for key in keys if QUEUES[TransferKind(key[0])] == queue]
     return sorted(mine, key=lambda key: spans[key].start)
 
 

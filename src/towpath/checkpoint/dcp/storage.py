@@ -138,7 +138,7 @@ class FolderWriter(StorageWriter):
         with files.writing(self._partial):
             write_manifest(self._partial, manifest)
             self._claim.hold()  # still: it may have taken long
-            folders.publish(self._partial, folders.checkpoint_of(self._root, self._step))
+            folders.param_sync(self._partial, folders.checkpoint_of(self._root, self._step))
         self._partial = None
 
     def clear(self) -> None:

@@ -76,7 +76,7 @@ def home(where: Path) -> Path:
     return inside if is_folder(inside) and not checkpoints(where) else where
 
 
-def publish(partial: Path, final: Path) -> None:
+def param_sync(partial: Path, final: Path) -> None:
     """Give a whole checkpoint its name, in one step. One that has it already goes when the new one is there."""
     before = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}") if final.exists() else None
     if before is not None:

@@ -26,7 +26,7 @@ from towpath.engine.checks.optimizers import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
-from towpath.optim import WholeMatrices, members_of, whole_of
+from towpath.optim import OwnerSteppedOptimizer, members_of, whole_of
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")  # also of a parameter that is a number itself
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new optimizer's own choice
@@ -52,7 +52,9 @@ def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor]
 
 def kind_of(optimizer: Optimizer) -> str:
     """The class whose states these are."""
-    kinds = (each.kind if isinstance(each, WholeMatrices) else type(each).__name__ for each in members_of(optimizer))
+    kinds = (
+        each.kind if isinstance(each, OwnerSteppedOptimizer) else type(each).__name__ for each in members_of(optimizer)
+    )
     return " + ".join(kinds)
 
 

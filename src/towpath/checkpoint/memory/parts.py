@@ -75,7 +75,7 @@ class Parts:
     @property
     def is_unsharded(self) -> bool:
         """Any part of it."""
-        return any(engine.pinned for engine in self.engines)
+        return any(engine.kept_unsharded for engine in self.engines)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Of all keepers."""

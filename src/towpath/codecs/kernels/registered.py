@@ -31,7 +31,7 @@ _functions: dict[str, _Functions] = {}
 
 
 def register(name: str, *, bits: int, encode: EncodeBlocks, decode: DecodeBlocks) -> None:
-    """Make `name` a codec, as "int8" is one: `gradients="sign"`, `Wire("two-hop", "sign:64+hadamard")`.
+    """Make `name` a codec, as "int8" is one: `gradients="sign"`, `Transport("two-hop", "sign:64+hadamard")`.
 
     `encode` is given blocks of float32, [blocks, elements], and returns a float32 scale for each block, [blocks], and
     a uint8 code for each element, [blocks, elements], below 2 to the power of `bits` (1, 2, 4 or 8). `decode` makes

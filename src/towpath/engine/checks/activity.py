@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, final
 
-from towpath.core.journal import Call, CollectiveLog, Scope, StepLog, difference, has_not_made, told_to
+from towpath.core.journal import Call, CollectiveLog, Scope, StepLog, difference, divergence_message, has_not_made
 from towpath.core.strategy import Strategy
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -67,7 +67,11 @@ class Neighbour:
             try:
                 self._connection = _watched(socket.create_connection(addresses[self.rank], _PATIENCE_SECONDS))
             except OSError as error:
-                _LOG.info("no connection to rank %d: nobody is told soon if its process ends (%s)", self.rank, error)
+                _LOG.info(
+                    "no connection to rank %d: this rank may notice late that its process has ended (%s)",
+                    self.rank,
+                    error,
+                )
             have_connected = groups.gather_objects(self._connection is not None)
             if have_connected[groups.rank - 1]:
                 self._from_previous, _ = listener.accept()
@@ -301,7 +305,7 @@ class StallMonitor:
         """Post this rank's status if it is `silent`, which means without progress. Else clear the posted status."""
         page = self._page()
         page_said = None if page is None else page.to_json()
-        note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_neighbour()]
+        note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_peer()]
         self.noticeboard.post(json.dumps(note) if silent else "")
 
     def _page(self) -> StepLog | None:
@@ -363,7 +367,7 @@ class StallMonitor:
                     # If only one rank has stepped an optimizer, that explains why their transfers differ.
                     cause = difference(journal.scopes[0], first, second, ended=True)
                     is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
-                    self.diverged = told_to(self.rank, cause if cause is not None and is_a_step else found)
+                    self.diverged = divergence_message(self.rank, cause if cause is not None and is_a_step else found)
                     for who, other, call in ((self.rank, rank, here), (rank, self.rank, there)):
                         if call:
                             self.diverged = (
@@ -375,7 +379,7 @@ class StallMonitor:
 
     def look_for_lost_peers(self) -> None:
         """Set `diverged` if this rank, or a peer without progress, has noticed that some rank's process has ended."""
-        lost = self._ended_neighbour()
+        lost = self._ended_peer()
         if lost is None and self._neighbour is not None:
             everyone = [*range(self.rank + 1, self.world), *range(self.rank)]
             notes = self._read(everyone[:_FEW]).values()
@@ -386,7 +390,7 @@ class StallMonitor:
                 f"{self.activity.describe()}. See what rank {lost} printed, then restart from the last checkpoint."
             )
 
-    def _ended_neighbour(self) -> int | None:
+    def _ended_peer(self) -> int | None:
         """Return the number of the next rank if its process has ended, else None."""
         return self._neighbour.rank if self._neighbour is not None and self._neighbour.is_gone else None
 

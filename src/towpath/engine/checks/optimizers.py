@@ -1,6 +1,6 @@
 """Checks of the user's optimizers: trial steps on small copies of their parameters, and a note of every real step.
 
-`coupling` finds out whether an optimizer can step its parameters one at a time. `whole_matrices` calls an optimizer
+`coupling` finds out whether an optimizer can step its parameters one at a time. `owner_stepped` calls an optimizer
 with some of its parameters at a time: those that this rank owns, round by round. The result equals that of one process
 only if the step of a parameter does not depend on the others. So one copy of the optimizer steps all parameters at
 once, another steps one parameter at a time, and both must agree.
@@ -256,7 +256,7 @@ def _check_compiles(optimizer: Optimizer) -> None:
 
 def remedy_for(optimizer: Optimizer) -> str:
     """Return the part of an error message that says what to do about an optimizer that cannot step slices."""
-    call, reason = f"towpath.optim.whole_matrices({type(optimizer).__name__}(…))", coupling(optimizer)
+    call, reason = f"towpath.optim.owner_stepped({type(optimizer).__name__}(…))", coupling(optimizer)
     elementwise = "take an elementwise optimizer (SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta, NAdam, RAdam)"
     if reason is None:
         return f"Call {call}, or {elementwise}."
@@ -486,7 +486,7 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
         if beside and optimizer not in _mixed:
             _mixed.add(optimizer)
             _LOG.warning(
-                "%s steps %d parameters beside those of the sharded model, the first of shape %s. The ranks do not "
+                "%s steps %d parameters besides those of the sharded model, the first of shape %s. The ranks do not "
                 "average their gradients: shard the whole model, or average them yourself.",
                 *(_name(optimizer), len(beside), tuple(beside[0].shape)),
             )

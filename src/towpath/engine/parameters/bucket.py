@@ -25,7 +25,7 @@ from towpath.collectives.collective import Collective, Workspace
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Needs
 from towpath.core.unit_plan import BucketPlan, largest
 from towpath.engine.layout import BucketLayout, ParameterPlace, exchanged, torch_dtype
@@ -86,7 +86,7 @@ class SlotMemory:
 # The unsharded parameter that modules compute with, in memory that the engine assigns and takes back.
 
 
-class WholeParameter(nn.Parameter):
+class OwnedParameter(nn.Parameter):
     """An unsharded parameter whose `.data` counts writes. Modules see it while their unit is unsharded.
 
     The `.data` of a plain tensor has a version counter of its own, so the engine would not notice writes through it.
@@ -104,7 +104,7 @@ class WholeParameter(nn.Parameter):
         if mine != theirs:
             raise ShardTensorError(
                 f"got {theirs} for a parameter of {mine}: a sharded model cannot be cast or moved. Do it before "
-                "shard(); precision= sets what computes and travels."
+                "shard(); precision= sets the dtypes of compute and of transfers."
             )
         with torch.no_grad():
             self.copy_(value)
@@ -119,7 +119,7 @@ class Bucket:
     """The parameters of one unit with one dtype, all trainable or all frozen, with their memory and transfers.
 
     `Unit` holds the buckets and calls them from the threads or streams of its transfers. The module's docstring lists
-    the memory. `views` are the unsharded parameters that modules compute with. `mark` counts the writes to the
+    the memory. `views` are the unsharded parameters that modules compute with. `version` counts the writes to the
     parameters, and `published` is the count at the last publish. `resting` is the encoded P shard, if there is one.
     """
 
@@ -135,11 +135,11 @@ class Bucket:
     ) -> None:
         self.layout, self.rank, self.device = layout, wiring.rank, wiring.device
         self.trainable = plan.spec.trainable
-        self.transfers: dict[Kind, list[RankTransfer]] = {}
+        self.transfers: dict[TransferKind, list[RankTransfer]] = {}
         self._optimizer = OptimizerMemory(plan, self.device)
         self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
         self.bind(plan, wiring)
-        self.mark = ParamVersion(writes)
+        self.version = ParamVersion(writes)
         self.published = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
         # The P shard and the master are each rounded once, from the user's values.
@@ -169,7 +169,7 @@ class Bucket:
         ]
         for kind in changed:
             self.transfers[kind] = wiring.bind(plan.transfers[kind])
-        self.gradients.travel_by(plan, self.transfers, new_sync=Kind.SYNC in changed)
+        self.gradients.use_transfers(plan, self.transfers, new_grad_sync=TransferKind.GRAD_SYNC in changed)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
@@ -185,7 +185,7 @@ class Bucket:
         """Make the unsharded parameter that modules compute with: for a DTensor, with this rank's full local part."""
         trains = place.parameter.requires_grad
         if place.parallel is None:
-            return WholeParameter(self._empty(0, dtype), trains)
+            return OwnedParameter(self._empty(0, dtype), trains)
         nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `live_in` assigns some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
@@ -211,8 +211,8 @@ class Bucket:
         start, end = where.in_cut()
         attributes = dict(vars(parameter))
         held = self.resting.part(start, end) if self.resting else self.master[start:end]
-        shard = nn.Parameter(ShardTensor(held, where, self.mark), parameter.requires_grad)
-        shard.mark = self.mark  # pyright: ignore[reportAttributeAccessIssue]
+        shard = nn.Parameter(ShardTensor(held, where, self.version), parameter.requires_grad)
+        shard.version = self.version  # pyright: ignore[reportAttributeAccessIssue]
         if place.parallel is None:
             torch.utils.swap_tensors(parameter, shard)
         else:
@@ -240,26 +240,26 @@ class Bucket:
     @property
     def dirty(self) -> bool:
         """True if the parameters were written to since the last publish."""
-        return self.published != self.mark.version
+        return self.published != self.version.count
 
-    def publish(self, workspace: Workspace) -> None:
+    def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
         mine = self._own_slice(self.shard)
         if self.plan.has_master:
-            self._optimizer.publish(self.master, mine)
-        for transfer in self.transfers[Kind.PUBLISH]:
+            self._optimizer.param_sync(self.master, mine)
+        for transfer in self.transfers[TransferKind.PARAM_SYNC]:
             transfer.run(self.shard, mine, workspace)
 
-    def source(self, kind: Kind) -> torch.Tensor:
+    def source(self, kind: TransferKind) -> torch.Tensor:
         """Return what this rank contributes to a gather: the backward copy for a backward gather, or the P shard."""
-        return self.copy if kind is Kind.BACKWARD_GATHER and self.copy is not None else self.shard
+        return self.copy if kind is TransferKind.BACKWARD_GATHER and self.copy is not None else self.shard
 
-    def begin_gather(self, kind: Kind, workspace: Workspace) -> None:
+    def begin_gather(self, kind: TransferKind, workspace: Workspace) -> None:
         """Start the non-blocking first phase of `gather`, before its turn in the queue."""
         for transfer in self.transfers[kind][:1]:
             transfer.begin(self.full, self.source(kind), workspace)
 
-    def gather(self, kind: Kind, keep_copy: bool, workspace: Workspace) -> None:
+    def gather(self, kind: TransferKind, keep_copy: bool, workspace: Workspace) -> None:
         """All-gather the unsharded weights into `full`, and save the backward copy if `keep_copy`."""
         source = self.source(kind)
         if self.resting is not None and not self.transfers[kind]:
@@ -282,8 +282,8 @@ class Bucket:
         """
         if self.resting is not None:
             return  # an encoded shard finds out itself which blocks have changed
-        kinds = (Kind.GATHER, Kind.PUBLISH)
-        rounded = any(bound.transfer.wire.encoding for kind in kinds for bound in self.transfers[kind])
+        kinds = (TransferKind.GATHER, TransferKind.PARAM_SYNC)
+        rounded = any(bound.transfer.transport.encoding for kind in kinds for bound in self.transfers[kind])
         self._rounded = self._slice(self.full, self.plan.params).clone() if rounded else None
 
     def write_back(self) -> None:
@@ -294,7 +294,7 @@ class Bucket:
         now = self._slice(self.full, self.plan.params)
         if self.resting is not None:
             self.resting.write(0, now)
-            self.mark.written()
+            self.version.written()
             return
         before = self.shard if self._rounded is None else self._rounded
         if self.plan.has_master:
@@ -304,7 +304,7 @@ class Bucket:
             self.master.copy_(torch.where(left, master, mine.to(master.dtype)))
         self.shard.copy_(torch.where(now == before, self.shard, now))
         self._rounded = None
-        self.mark.written()
+        self.version.written()
 
     # Gradients ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class Bucket:
             for position, bound in enumerate(transfers):
                 found[f"{kind.value}/{position}"] = bound.collective
         if self.gradients.low_rank is not None:
-            found[f"{Kind.SYNC.value}/low-rank"] = self.gradients.low_rank
+            found[f"{TransferKind.GRAD_SYNC.value}/low-rank"] = self.gradients.low_rank
         return found
 
     def memory_bytes(self) -> dict[str, int]:
@@ -353,7 +353,7 @@ class Bucket:
 
 
 def gather_together(
-    buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: Kind, keep_copy: bool, workspace: Workspace
+    buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: TransferKind, keep_copy: bool, workspace: Workspace
 ) -> None:
     """All-gather the weights of several buckets in one message, and save their backward copies if `keep_copy`."""
     transfers.run([b.full for b in buckets], [b.source(kind) for b in buckets], workspace)

@@ -51,11 +51,11 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
         The units that were not unsharded before. Pass them to `reshard`.
     """
     engine.begin()
-    made = [u for u in (engine.units if units is None else units) if not engine.machine.is_pinned(u.index)]
+    made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
     with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
-        engine.execute(engine.machine.publish())
+        engine.execute(engine.machine.param_sync())
         for unit in made:
-            engine.execute(engine.machine.pin(unit.index))
+            engine.execute(engine.machine.keep_unsharded(unit.index))
             for bucket in unit.buckets:
                 bucket.remember()
             unit.checksums = checksums(unit)
@@ -72,12 +72,12 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     Raises:
         StepError: Ranks wrote different values. The writes are not taken over.
     """
-    pinned = [unit for unit in engine.pinned if units is None or unit in units]
-    if not pinned:
+    kept = [unit for unit in engine.kept_unsharded if units is None or unit in units]
+    if not kept:
         return
     engine.tell_before_rewrite()
     # If the optimizer has stepped since `unshard`, the unsharded parameters are outdated and must not be taken over.
-    current = [unit for unit in pinned if engine.machine.is_whole(unit.index)]
+    current = [unit for unit in kept if engine.machine.is_whole(unit.index)]
     try:
         with torch.no_grad():
             if modifier_rank is not None:
@@ -89,8 +89,8 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
                 for bucket in unit.buckets:
                     bucket.write_back()
     finally:
-        for unit in pinned:
-            engine.execute(engine.machine.unpin(unit.index))
+        for unit in kept:
+            engine.execute(engine.machine.allow_reshard(unit.index))
             unit.note_versions()
 
 
@@ -113,9 +113,10 @@ def _compare(engine: Engine, units: list[Unit]) -> None:
     names = [place.names[0] for unit in units for bucket in unit.buckets for place in bucket.layout.places]
     written = [r for r in range(groups.world) if before[r, index] != after[r, index]]
     raise StepError(
-        f"rank {groups.rank}: parameter {names[index]!r} was written while it was whole, and not alike on every rank: "
+        f"rank {groups.rank}: parameter {names[index]!r} was written while it was unsharded, and not with the same "
+        "values on every rank: "
         f"rank {', '.join(map(str, written))} changed it, and rank {rank} has other values than rank 0. None of "
-        "it is taken over; where every rank holds the parameter whole anyway (ddp, zero1), the writes stand, and the "
+        "it is taken over; where every rank holds the full parameter anyway (ddp, zero1), the writes stand, and the "
         "model must be built anew. Write the same on every rank, or name the rank whose values all take over: "
         "full_parameters(model, modifier_rank=0)."
     )

@@ -18,7 +18,7 @@ from towpath.collectives.bound_transfer import RankTransfer
 from towpath.collectives.collective import Workspace
 from towpath.core.placement import Partition
 from towpath.core.routes import Op
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import BucketPlan
 from towpath.engine.layout import ParameterPlace, torch_dtype
 from towpath.engine.parameters.low_rank_sync import LowRankSync
@@ -135,7 +135,7 @@ class OptimizerMemory:
         """Return `values` themselves, or with offload a copy of them on the host."""
         return self.like(values).copy_(values) if self._on_host else values
 
-    def publish(self, master: torch.Tensor, target: torch.Tensor) -> None:
+    def param_sync(self, master: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the master to `target` on the device. With offload the copy goes through `outgoing`."""
         if self.outgoing is None:
             target.copy_(master)
@@ -144,7 +144,7 @@ class OptimizerMemory:
             target.copy_(self.outgoing, non_blocking=True)
 
 
-Transfers = Mapping[Kind, Sequence[RankTransfer]]
+Transfers = Mapping[TransferKind, Sequence[RankTransfer]]
 
 
 class BucketGradients(ABC):
@@ -165,8 +165,8 @@ class BucketGradients(ABC):
         self._arrived: set[int] = set()  # parameters whose memory holds a gradient: later ones are added to it
         self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
 
-    def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
-        """Use the transfers of `plan` from now on. `new_sync` says that the transfers of the sync have changed."""
+    def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
+        """Use the transfers of `plan` from now on. `new_grad_sync` says that the transfers of the sync have changed."""
         self.plan = plan
 
     @property
@@ -223,12 +223,12 @@ class BucketGradients(ABC):
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         """Reduce-scatter `buffer`, and add the result to this rank's G shard."""
 
-    def needs_sync(self, terms: int) -> bool:
+    def needs_grad_sync(self, terms: int) -> bool:
         """Return whether the sums still need work to become means over `terms` gradients."""
         return True
 
     @abstractmethod
-    def sync(self, terms: int, workspace: Workspace) -> None:
+    def grad_sync(self, terms: int, workspace: Workspace) -> None:
         """Turn the sums into means over `terms` gradients, for the elements of this rank's OS slice."""
 
     @abstractmethod
@@ -272,8 +272,8 @@ def check_gradient(place: ParameterPlace, grad: torch.Tensor, unit: str, is_whol
         )
     if not is_whole:
         raise StepError(
-            f"{name}: a gradient arrived while unit {unit!r} was not whole. "
-            "Its forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
+            f"{name}: a gradient arrived while unit {unit!r} was sharded. Its "
+            "forward returned tensors where Towpath cannot see them: return tensors, or tuples, lists, dicts "
             "or dataclasses of them."
         )
     if is_reduced:
@@ -331,15 +331,15 @@ class OwnGradients(BucketGradients):
 
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         """Raise `AssertionError`: these gradients are never reduced."""
-        raise AssertionError("nothing of these gradients travels")
+        raise AssertionError("no gradient is sent")
 
-    def needs_sync(self, terms: int) -> bool:
+    def needs_grad_sync(self, terms: int) -> bool:
         """Return whether the sums have to be divided to become means."""
-        return self.plan.divisors(Kind.SYNC, terms) != (1, 1.0)
+        return self.plan.divisors(TransferKind.GRAD_SYNC, terms) != (1, 1.0)
 
-    def sync(self, terms: int, workspace: Workspace) -> None:
+    def grad_sync(self, terms: int, workspace: Workspace) -> None:
         """Divide the sums in place."""
-        before, after = self.plan.divisors(Kind.SYNC, terms)
+        before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
         for each in self._sums:
             if each is not None:
                 each.div_(before).div_(after)
@@ -391,17 +391,17 @@ class FlatGradients(BucketGradients):
         self._arriving: list[torch.Tensor] = []
         self._lent: list[weakref.ref[torch.Tensor]] = []
 
-    def travel_by(self, plan: BucketPlan, transfers: Transfers, new_sync: bool) -> None:
+    def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. A new sync starts with fresh low-rank state."""
         self.plan, self._transfers = plan, transfers
-        if new_sync:
-            bound = transfers[Kind.SYNC]
+        if new_grad_sync:
+            bound = transfers[TransferKind.GRAD_SYNC]
             self.low_rank = LowRankSync(plan, plan.factored, bound, self._device) if plan.factored else None
 
     @property
     def reduces(self) -> bool:
         """True if the strategy reduces this bucket's gradients in every micro-step."""
-        return bool(self._transfers[Kind.REDUCE])
+        return bool(self._transfers[TransferKind.REDUCE])
 
     @property
     def nbytes(self) -> int:
@@ -466,11 +466,11 @@ class FlatGradients(BucketGradients):
     def reduce(self, buffer: torch.Tensor, workspace: Workspace) -> None:
         """Reduce-scatter `buffer`, and add this rank's slice of the result to the G shard."""
         assert self.sums is not None
-        before, after = self.plan.divisors(Kind.REDUCE, self.plan.grads.count)
+        before, after = self.plan.divisors(TransferKind.REDUCE, self.plan.grads.count)
         if before != 1:
             buffer.div_(before)
         mine = slice_of(buffer, self.plan.grads, self._rank)
-        for transfer in self._transfers[Kind.REDUCE]:
+        for transfer in self._transfers[TransferKind.REDUCE]:
             transfer.run(buffer, mine, workspace)
         if self._holds_sums:
             self.sums.add_(mine, alpha=1 / after)
@@ -480,16 +480,16 @@ class FlatGradients(BucketGradients):
                 self.sums.div_(after)
         self._holds_sums = True
 
-    def sync(self, terms: int, workspace: Workspace) -> None:
+    def grad_sync(self, terms: int, workspace: Workspace) -> None:
         """Sum the G shard over its replicas, and divide. The mean is then in this rank's OS slice."""
         assert self.sums is not None
-        before, after = self.plan.divisors(Kind.SYNC, terms)
+        before, after = self.plan.divisors(TransferKind.GRAD_SYNC, terms)
         mine = self._own_slice(self.sums)
         if before != 1:
             self.sums.div_(before)
         if self.low_rank is not None:
             self.low_rank.run(self.sums, after, workspace)
-        elif transfers := self._transfers[Kind.SYNC]:
+        elif transfers := self._transfers[TransferKind.GRAD_SYNC]:
             # The sum is sent in a dtype that may be narrower. Until the transfer ends, its memory holds the narrow
             # values.
             travelling = narrowed(self.sums, torch_dtype(transfers[0].transfer.dtype))

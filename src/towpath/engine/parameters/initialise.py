@@ -22,8 +22,9 @@ from towpath.engine.parameters.parallel import Mesh, local_part
 from towpath.errors import ShardError, TowpathError
 from towpath.topology.groups import Groups
 
-# `values(name, start, end)` returns the elements [start, end) of the named tensor, in row-major order. It raises
-# KeyError for an unknown name.
+# `values(name, start, end)` returns the elements [start, end) of the parameter `name` in row-major order. They are 1-D
+# and have any floating dtype. It raises KeyError for an unknown name. Each name of a tied parameter is tried until one
+# is known. Persistent buffers with known names get their values from it too. If it fails on one rank, all ranks raise.
 Values = Callable[[str, int, int], torch.Tensor]
 
 

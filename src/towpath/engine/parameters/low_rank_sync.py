@@ -18,9 +18,9 @@ from towpath.codecs.packing import Draws
 from towpath.collectives.bound_transfer import RankTransfer
 from towpath.collectives.collective import Workspace
 from towpath.core.formats import wide
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
+from towpath.core.transport import Factored, Matrix
 from towpath.core.unit_plan import BucketPlan
-from towpath.core.wire import Factored, Matrix
 
 
 class LowRankSync:
@@ -35,7 +35,7 @@ class LowRankSync:
         self._message_dtype: torch.dtype = getattr(torch, transfers[0].transfer.dtype)
         self._seed = crc32(str(transfers[0].transfer).encode())
         self._factors = torch.empty(factored.messages[1], dtype=self._dtype, device=device)
-        feedback = plan.transfers[Kind.SYNC][0].wire.feedback != "none"
+        feedback = plan.transfers[TransferKind.GRAD_SYNC][0].transport.feedback != "none"
         self._errors = torch.empty(factored.elements if feedback else 0, dtype=self._dtype, device=device)
         self.restart()
 

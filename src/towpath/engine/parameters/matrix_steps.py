@@ -1,6 +1,6 @@
 """Runs the step of an optimizer that needs whole matrices: slices are sent to their owners, and back afterwards.
 
-`core/whole_matrices.py` decides the order. This rank has two kinds of memory:
+`core/owner_stepped.py` decides the order. This rank has two kinds of memory:
 
     memory   per dtype   [rounds in flight, gradients and weights, room]   matrices that this rank owns, gathered
     pieces               slices of gradients and parameters, sent and received in their own memory
@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from towpath.collectives.bound_transfer import BoundMatrices
 from towpath.collectives.collective import Workspace
+from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, OwnedParameter, Round, plan_matrices, step_actions
 from towpath.core.step_state import Submit, Task, Wait
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Matrix, Transfer
-from towpath.core.whole_matrices import ROUNDS_IN_FLIGHT, Iterate, Round, WholeParameter, plan_matrices, step_actions
-from towpath.core.wire import Wire
+from towpath.core.transport import Transport
 from towpath.engine.executor import Engine
 from towpath.engine.layout import torch_dtype
 from towpath.engine.parameters.shard_tensor import ShardTensor
@@ -42,24 +42,24 @@ class Whole:
 Iteration = Callable[[Sequence[Whole]], None]
 
 
-def whole_parameters(engine: Engine, wanted: Collection[int]) -> Iterator[tuple[WholeParameter, ShardTensor]]:
+def whole_parameters(engine: Engine, wanted: Collection[int]) -> Iterator[tuple[OwnedParameter, ShardTensor]]:
     """Yield the trainable parameters of `engine` whose ids are in `wanted`, in the order of the model."""
     for unit in engine.units:
         for number, bucket in enumerate(unit.buckets):
             for index, place in enumerate(bucket.layout.places):
                 if bucket.trainable and id(place.parameter) in wanted:
                     assert isinstance(place.parameter, ShardTensor)
-                    chosen = WholeParameter(place.names[0], tuple(place.shape), unit.index, number, index)
+                    chosen = OwnedParameter(place.names[0], tuple(place.shape), unit.index, number, index)
                     yield chosen, place.parameter
 
 
 class MatrixSteps:
-    """The whole-matrix steps of one optimizer for one model, on this rank. `towpath.optim.WholeMatrices` holds them.
+    """The steps of one optimizer's matrices for one model, on this rank. `OwnerSteppedOptimizer` holds them.
 
     Every rank must construct it with the same arguments, because it makes process groups.
     """
 
-    def __init__(self, engine: Engine, wanted: Collection[int], gradients: Wire) -> None:
+    def __init__(self, engine: Engine, wanted: Collection[int], gradients: Transport) -> None:
         chosen = list(whole_parameters(engine, wanted))
         self._engine, self._wiring = engine, engine.wiring
         self.parameters = {parameter.name: tensor for parameter, tensor in chosen}
@@ -118,17 +118,17 @@ class MatrixSteps:
                     task.handle, task.after = self._submit(task, rounds[task.unit]), ()
                 case Wait(task):
                     cast(Handle, task.handle).wait()
-                case Iterate(number, way):
-                    wholes = self._wholes(rounds[number], way, gradients)
+                case Iterate(number, buffer_index):
+                    wholes = self._wholes(rounds[number], buffer_index, gradients)
                     try:
                         if wholes and failure is None:
                             iterate(wholes)
                     except BaseException as error:
                         failure = error
         for name in names:
-            mark = self.parameters[name].mark
-            assert mark is not None
-            mark.written()
+            version = self.parameters[name].version
+            assert version is not None
+            version.written()
         if failure is not None:
             raise failure
 
@@ -185,20 +185,20 @@ class MatrixSteps:
     def _weight(self, matrix: Matrix) -> torch.Tensor:
         return self.parameters[matrix.name].to_local().detach()
 
-    def _brought(self, each: Round, way: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _brought(self, each: Round, buffer_index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the memory in which this rank gathers gradient and weight of each matrix that it owns."""
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         start = 0
         for matrix in each.owned(self._slot):
             if not matrix.stays:
-                gradients, weights = self._memory[each.dtype][way]
+                gradients, weights = self._memory[each.dtype][buffer_index]
                 end = start + matrix.numel
                 found[matrix.name] = gradients[start:end], weights[start:end]
                 start = end
         return found
 
-    def _wholes(self, each: Round, way: int, gradients: bool) -> list[Whole]:
-        brought = self._brought(each, way)
+    def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[Whole]:
+        brought = self._brought(each, buffer_index)
         found: list[Whole] = []
         for matrix in each.owned(self._slot):
             there = brought.get(matrix.name)
@@ -219,12 +219,12 @@ class MatrixSteps:
     def _submit(self, task: Task, each: Round) -> Handle:
         bound = [self._bind(transfer) for transfer in task.transfers]
         brought = self._brought(each, task.unit % ROUNDS_IN_FLIGHT)
-        pieces: Mapping[Kind, list[torch.Tensor]] = {
+        pieces: Mapping[TransferKind, list[torch.Tensor]] = {
             kind: [piece(matrix) for matrix in each.matrices]
             for kind, piece in (
-                (Kind.MATRIX_GRADIENTS, self._gradient),
-                (Kind.MATRIX_WEIGHTS, self._weight),
-                (Kind.MATRIX_UPDATES, self._weight),
+                (TransferKind.MATRIX_GRADIENTS, self._gradient),
+                (TransferKind.MATRIX_WEIGHTS, self._weight),
+                (TransferKind.MATRIX_UPDATES, self._weight),
             )
             if any(transfer.kind is kind for transfer in task.transfers)
         }
@@ -262,13 +262,13 @@ def not_savable(path: str, kind: str) -> CheckpointError:
 
 def _exchange(
     bound: Sequence[BoundMatrices],
-    pieces: Mapping[Kind, Sequence[torch.Tensor]],
+    pieces: Mapping[TransferKind, Sequence[torch.Tensor]],
     each: Round,
     brought: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     workspace: Workspace,
 ) -> None:
     for transfer in bound:
         kind = transfer.transfer.kind
-        place = 0 if kind is Kind.MATRIX_GRADIENTS else 1
+        place = 0 if kind is TransferKind.MATRIX_GRADIENTS else 1
         wholes = {n: brought[m.name][place] for n, m in enumerate(each.matrices) if m.name in brought}
         transfer.run(pieces[kind], wholes, workspace)

@@ -188,7 +188,7 @@ class Partial(torch.Tensor):
             return func(*map(_resolved, args), **{k: _resolved(v) for k, v in kwargs.items()})
         if packet in (aten.detach, aten.alias, aten.clone, aten._to_copy):
             return args[0].as_dtype(kwargs.get("dtype") or args[0].dtype)
-        if packet is aten.stack and _alike(args[0]):
+        if packet is aten.stack and _same_kind_of_partial(args[0]):
             if args[0][0].replica.is_a_stage:
                 raise ShardError(
                     "a norm over several parameters of a pipeline's stage leaves out those of the other stages: every "
@@ -242,7 +242,7 @@ def total_norm(tensors: list[torch.Tensor], order: float) -> torch.Tensor:
     return torch.linalg.vector_norm(torch.stack([each.to(whole[0].device) for each in whole]).double(), float(order))
 
 
-def _alike(parts: Sequence[Any]) -> bool:
+def _same_kind_of_partial(parts: Sequence[Any]) -> bool:
     first = parts[0]
     return all(
         isinstance(p, Partial)

@@ -63,26 +63,26 @@ class ShardTensor(torch.Tensor):
     `towpath.shard` turns the model's parameters into ShardTensors. Optimizers step them, and their `.grad` is one too.
     `to_local()` returns this rank's elements as a plain 1-D tensor. `full_tensor()` all-gathers the full tensor.
 
-    `held` is this rank's slice, `span` describes it, and `mark` counts the writes to it. Gradients and other results
-    of operations have no `mark`.
+    `held` is this rank's slice, `span` describes it, and `version` counts the writes to it. Gradients and other results
+    of operations have no `version`.
     """
 
     held: torch.Tensor | EncodedSlice
     span: ShardSpec
-    mark: ParamVersion | None
+    version: ParamVersion | None
 
     @staticmethod
     def __new__(
         cls: type[ShardTensor],
         held: torch.Tensor | EncodedSlice,
         where: ShardSpec,
-        mark: ParamVersion | None = None,
+        version: ParamVersion | None = None,
         requires_grad: bool = False,
     ) -> ShardTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls, where.whole_shape, dtype=held.dtype, device=held.device, requires_grad=requires_grad
         )
-        made.held, made.span, made.mark = held, where, mark
+        made.held, made.span, made.version = held, where, version
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -140,7 +140,8 @@ class ShardTensor(torch.Tensor):
         if value.dtype != self.dtype or value.device != self.device:
             raise ShardTensorError(
                 f"got {value.dtype} on {value.device} for a parameter of {self.dtype} on {self.device}: a sharded "
-                "model cannot be cast or moved. Do it before shard(); precision= sets what computes and travels."
+                "model cannot be cast or moved. Do it before shard(); precision= sets the dtypes of compute and of "
+                "transfers."
             )
         with torch.no_grad():
             self.copy_(value)
@@ -218,8 +219,8 @@ class ShardTensor(torch.Tensor):
                 f"{self.span.name!r} rests in {self.rests_in}, where torch.distributed.checkpoint cannot write to it. "
                 "Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
-        if self.mark is not None:
-            self.mark.written()
+        if self.version is not None:
+            self.version.written()
         from towpath.engine.parameters.parallel import chunks_of
 
         return chunks_of(self.boxes())
@@ -267,7 +268,7 @@ class _FullTensor(torch.autograd.Function):
 # Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
 # tensor (`partial_sums.py`). Any other operation raises `ShardTensorError`.
 #
-# The handlers also count writes. Each dispatched operation that writes to a parameter raises the version of its mark,
+# The handlers also count writes. Each dispatched operation that writes to a parameter raises its `version`,
 # which the parameter shares with its aliases. PyTorch's `_version` would not do, because foreach, fused and `.data`
 # writes do not change it.
 
@@ -326,8 +327,8 @@ def _mark_written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
     for position, name in zip(writes.positions, writes.names, strict=True):
         value = args[position] if position < len(args) else kwargs.get(name)
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(tensor, ShardTensor) and tensor.mark is not None:
-                tensor.mark.written()
+            if isinstance(tensor, ShardTensor) and tensor.version is not None:
+                tensor.version.written()
 
 
 def _check_writable(target: Any) -> None:
@@ -335,7 +336,7 @@ def _check_writable(target: Any) -> None:
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
             f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
-            "p.copy_(whole tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
+            "p.copy_(full_tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
         )
 
 
@@ -357,7 +358,8 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
         name, remedy = running_step.take()
         made = f" If {name} made it itself: {remedy()}" if name else ""
         raise ShardTensorError(
-            f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced alike. "
+            f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced the same "
+            "way. "
             f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
             "make a new one; or its states were loaded whole: call towpath.checkpoint.set_optimizer_state_dict. To "
             f"write a whole tensor into a parameter use copy_(); to read one use full_tensor().{made}"
@@ -440,7 +442,7 @@ def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
     several = isinstance(args[0], (list, tuple))
     for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
-        if isinstance(tensor, ShardTensor) and tensor.mark is None and tensor.span.replica.program is not None:
+        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.span.replica.program is not None:
             tensor.span.replica.program.zeroed += 1
     return (_listwise if several else _elementwise)(func, args, kwargs)
 
@@ -543,11 +545,11 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     name, remedy = running_step.take()
     if name:
         raise ShardTensorError(
-            f"rank {span.replica.rank}: {name} works on whole tensors ({func}), and each rank holds slices of them. "
+            f"rank {span.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of them. "
             f"{remedy()}"
         )
     raise ShardTensorError(
-        f"{func} needs the whole tensor, and met {span.describe()}. {_where_whole(span)} "
+        f"{func} needs the full tensor, and got {span.describe()}. {_where_whole(span)} "
         "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
         "`with towpath.full_parameters(model):`."
     )
@@ -556,19 +558,19 @@ def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
 def _where_whole(span: ShardSpec) -> str:
     if not span.unit:
         return (
-            "It is whole inside model(...), and inside any method of the model that "
+            "It is unsharded inside model(...), and inside any method of the model that "
             "towpath.register_forward_method(model, name) has made an entry."
         )
     return (
-        "It is whole inside the forward of that unit, and inside methods of the unit's module that "
+        "It is unsharded inside the forward of that unit, and inside methods of the unit's module that "
         "towpath.register_forward_method(module, name) has made entries. Where the model computes with it outside, "
         "leave the unit to the root: pass the other units as units= to shard()."
     )
 
 
 _SPECIAL: dict[Any, Handler] = {
-    # The alias has the same mark, so that writes through it count.
-    aten.detach: lambda _, args, __: ShardTensor(args[0].held, args[0].span, args[0].mark),
+    # The alias has the same version, so that writes through it count.
+    aten.detach: lambda _, args, __: ShardTensor(args[0].held, args[0].span, args[0].version),
     aten.copy_: _copy,
     aten.zero_: _zero,
     aten._foreach_zero_: _zero,

@@ -16,9 +16,9 @@ from torch import nn
 from towpath.collectives.bound_transfer import CoalescedTransfers, RankTransfer
 from towpath.collectives.collective import Workspace
 from towpath.core.journal import Call
-from towpath.core.schedule import usage_transfers
-from towpath.core.step_state import ForwardPass, ParamVersion
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.schedule import unused_params_transfers
+from towpath.core.step_state import ParamVersion
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import UnitPlan
 from towpath.engine.layout import Holder, UnitLayout, exchanged
 from towpath.engine.parameters.bucket import Bucket, Buffers, gather_together
@@ -40,16 +40,16 @@ class Unit:
         layout: UnitLayout,
         plan: UnitPlan,
         buckets: list[Bucket],
-        mark: ParamVersion,
+        version: ParamVersion,
         wiring: CommContext,
     ) -> None:
         self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
-        self.buckets, self.mark = buckets, mark
+        self.buckets, self.version = buckets, version
         self.trainable = [b for b in buckets if b.trainable]
         self.checksums = torch.zeros(0, dtype=torch.int64)  # checksums of the parameters at the time of unshard()
         self._queues = wiring.queues
-        self._together: dict[Kind, list[Bucket]] = {}
-        self._coalesced: dict[Kind, CoalescedTransfers] = {}
+        self._together: dict[TransferKind, list[Bucket]] = {}
+        self._coalesced: dict[TransferKind, CoalescedTransfers] = {}
         self._coalesce(wiring)
         self._entries = [
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
@@ -85,7 +85,7 @@ class Unit:
 
     def _coalesce(self, wiring: CommContext) -> None:
         """Prepare the gathers that the plan sends as one message."""
-        for kind in (Kind.GATHER, Kind.BACKWARD_GATHER):
+        for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):
             self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
             if self._together[kind]:
                 self._coalesced[kind] = wiring.coalesce(_bound(self._together[kind], kind))
@@ -119,7 +119,13 @@ class Unit:
             if found is not parameter and found is not view:
                 raise StepError(self._replaced(self._name(view), found))
             if parameter.requires_grad != view.requires_grad:
-                self._follow(view, parameter)
+                if not any(view is v for b in self.trainable for v in b.views):
+                    raise StepError(
+                        f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was frozen at shard() and has "
+                        "no gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and "
+                        "thawed later."
+                    )
+                view.requires_grad_(parameter.requires_grad)
 
     def _replaced(self, name: str, by: object) -> str:
         if is_transformed(by):
@@ -131,7 +137,7 @@ class Unit:
             )
         return (
             f"rank {self._rank}: parameter {name!r} of unit {self.name or 'root'!r} was replaced by another tensor "
-            "after shard(). Write into it instead: p.copy_(whole tensor), or load_state_dict() without assign=True. "
+            "after shard(). Write into it instead: p.copy_(full_tensor), or load_state_dict() without assign=True. "
             "torch.func.functional_call() replaces parameters, too: it takes a model without shard()."
         )
 
@@ -162,15 +168,6 @@ class Unit:
             "p.clamp_(-1, 1), or inside `with towpath.full_parameters(model):`. To compute with changed weights leave "
             "the parameter as it is: torch.nn.utils.parametrize does. The max_norm= of an embedding writes, too."
         )
-
-    def _follow(self, view: nn.Parameter, parameter: nn.Parameter) -> None:
-        if not any(view is v for b in self.trainable for v in b.views):
-            raise StepError(
-                f"parameter {self._name(view)!r} of unit {self.name or 'root'!r} was frozen at shard() and has no "
-                "gradient buffers. Call requires_grad_() before shard(); what trains then may be frozen and thawed "
-                "later."
-            )
-        view.requires_grad_(parameter.requires_grad)
 
     # The memory of the unsharded weights ----------------------------------------------------------------------------
 
@@ -216,17 +213,19 @@ class Unit:
 
     # Transfers ------------------------------------------------------------------------------------------------------
 
-    def publish(self) -> Handle | None:
+    def param_sync(self) -> Handle | None:
         """Submit the publish of the buckets that were written to since the last one. Return None if nothing is sent."""
         dirty = [b for b in self.buckets if b.dirty]
         for bucket in dirty:
-            bucket.published = bucket.mark.version
-        sending = [b for b in dirty if b.plan.publishes]
+            bucket.published = bucket.version.count
+        sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
-        return self._queues.submit(Kind.PUBLISH, _bound(sending, Kind.PUBLISH), [b.publish for b in sending])
+        return self._queues.submit(
+            TransferKind.PARAM_SYNC, _bound(sending, TransferKind.PARAM_SYNC), [b.param_sync for b in sending]
+        )
 
-    def gather(self, kind: Kind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
+    def gather(self, kind: TransferKind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
         """Submit the all-gathers of the unit's weights, after the transfers in `after`.
 
         `kind` is GATHER or BACKWARD_GATHER. With `keep_copy` the backward copy is saved from the result.
@@ -261,9 +260,9 @@ class Unit:
             bucket.gradients.fill_missing()
         starts = _starts([_reduced(b) for b in travelling])
         works = [partial(b.reduce, memory, start) for b, start in zip(travelling, starts, strict=True)]
-        return self._queues.submit(Kind.REDUCE, _bound(travelling, Kind.REDUCE), works)
+        return self._queues.submit(TransferKind.REDUCE, _bound(travelling, TransferKind.REDUCE), works)
 
-    def sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
+    def grad_sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
         """Submit the sync, which turns the G shards into means over `terms` gradients. Return None if there is none.
 
         The executor submits it in the last micro-step.
@@ -271,23 +270,11 @@ class Unit:
         for bucket in self.trainable:
             if not bucket.gradients.reduces:
                 bucket.gradients.fill_missing()
-        sums = [b for b in self.trainable if b.gradients.needs_sync(terms)]
+        sums = [b for b in self.trainable if b.gradients.needs_grad_sync(terms)]
         if not sums:
             return None
-        works = [partial(b.gradients.sync, terms) for b in sums]
-        return self._queues.submit(Kind.SYNC, _bound(sums, Kind.SYNC), works, after)
-
-
-class Use:
-    """One forward pass of a unit, for the hooks of its backward pass. It exists as long as the autograd graph."""
-
-    __slots__ = ("entered", "inputs", "inputs_awaited", "inputs_done", "passed", "unit")
-
-    def __init__(self, unit: Unit, passed: ForwardPass) -> None:
-        self.unit, self.passed = unit, passed
-        self.entered: list[int] = []  # ids of the inputs, while the forward runs
-        # How many inputs need a gradient, how many get one in this backward pass, and how many have it already.
-        self.inputs = self.inputs_awaited = self.inputs_done = 0
+        works = [partial(b.gradients.grad_sync, terms) for b in sums]
+        return self._queues.submit(TransferKind.GRAD_SYNC, _bound(sums, TransferKind.GRAD_SYNC), works, after)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -310,7 +297,7 @@ def _held(holder: Holder, key: Any) -> object:
         return None
 
 
-def _bound(buckets: Sequence[Bucket], kind: Kind) -> list[RankTransfer]:
+def _bound(buckets: Sequence[Bucket], kind: TransferKind) -> list[RankTransfer]:
     return [bound for bucket in buckets for bound in bucket.transfers[kind]]
 
 
@@ -342,7 +329,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @final
-class Usage:
+class UnusedParams:
     """The check at each boundary, over the units that train in the order in which gradients are delivered.
 
     `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
@@ -351,7 +338,7 @@ class Usage:
     def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: CommContext) -> None:
         self._trained, self._wiring = trained, wiring
         self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
-        self._transfers = wiring.bind(usage_transfers(strategy, len(self._places)))
+        self._transfers = wiring.bind(unused_params_transfers(strategy, len(self._places)))
         self._values = Values(trained, wiring.device)
         self.check_every = CHECK_EVERY if wiring.journal.compares(Call.VALUES) else 0
 
@@ -382,7 +369,7 @@ class Usage:
             for transfer in self._transfers:
                 transfer.run(compared, compared, workspace)
 
-        self._wiring.queues.submit(Kind.USAGE, self._transfers, [combine]).wait()
+        self._wiring.queues.submit(TransferKind.UNUSED_PARAMS, self._transfers, [combine]).wait()
         combined = compared.tolist()
         journal.check(bytes(combined[len(mine) :]), self._wiring.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
@@ -392,7 +379,8 @@ class Usage:
 class Values:
     """Checksums of the memory that the optimizer writes to on this rank, one for each bucket.
 
-    `Usage` takes them at one boundary and reads them at the next. By then a GPU has computed them, so reading does not
+    `UnusedParams` takes them at one boundary and reads them at the next. By then a GPU has computed them, so reading
+    does not
     stall the host.
     """
 

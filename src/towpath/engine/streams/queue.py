@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import final
+from typing import cast, final
 
 import torch
 
@@ -31,16 +31,16 @@ from towpath.collectives.bound_transfer import (
     has_group_between_nodes,
     select,
 )
-from towpath.collectives.collective import Binding, GroupRank, WireBuffers, Workspace
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
 from towpath.collectives.owners import OwnersExchange
 from towpath.core.journal import CollectiveLog
-from towpath.core.schedule import QUEUES, WAYS
-from towpath.core.strategy import WIRED, Kind
+from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
+from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Needs, Transfer
 from towpath.core.unit_plan import UnitPlan, largest
 from towpath.engine.checks.activity import StallMonitor
 from towpath.engine.checks.program import Program
-from towpath.engine.streams.record import Record, Waits, profiled
+from towpath.engine.streams.record import Record, TransferWait, profiled
 from towpath.engine.streams.streams import CudaStream, Handle, Job, Stream, Waiting, Work, timer_for
 from towpath.topology.groups import Groups
 
@@ -57,22 +57,22 @@ class Queues:
     def __init__(self, streams: Streams, device: torch.device, record: Record, journal: CollectiveLog) -> None:
         self._streams, self._device, self._record, self._journal = streams, device, record, journal
         self.micro_step = 0
-        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue, one per way
+        self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and buffer index
         self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
-        self._needs: dict[Kind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
+        self._needs: dict[TransferKind, Needs] = {}  # sizes that the plans need, for kinds not submitted so far
         self._made_before = 0  # the number of buffers made before, which were replaced since
 
     def plan(self, plans: Iterable[UnitPlan]) -> None:
         """Use the transfers of `plans` from now on, with wire buffers as large as the largest of them needs."""
         plans = tuple(plans)
-        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WIRED}
+        self._needs = {kind: largest(plan.wire_needs(kind) for plan in plans) for kind in WITH_TRANSPORT}
         self._made_before = self.buffers_made
         self._buffers.clear()
         self._sizes.clear()
 
     def submit(
         self,
-        kind: Kind,
+        kind: TransferKind,
         transfers: Sequence[RankTransfer] | Sequence[BoundMatrices],
         works: Sequence[Work],
         after: Sequence[Handle] = (),
@@ -97,22 +97,15 @@ class Queues:
             self._journal.note(kind, submitted[0].unit)
             self._record.peers.journal = self._journal
         stream = self._streams[QUEUES[kind]]
-        job = Job(self._workspace(kind, stream), works, begin)
+        index, trace = stream.next_buffer_index(), self._record.trace
+        watch = None if trace is None else trace.watch_codecs(self.micro_step)
+        buffers = self._buffers_for(kind, stream)[index]
+        job = Job(Workspace(buffers, index, stream.depth, self.micro_step, watch), works, begin)
         with profiled("submit ", submitted):
-            return stream.submit(job, after, Waits(self._record, submitted))
+            return stream.submit(job, after, TransferWait(self._record, submitted))
 
-    def _workspace(self, kind: Kind, stream: Stream) -> Workspace:
-        way, trace = stream.next_way(), self._record.trace
-        return Workspace(
-            self._buffers_for(kind, stream)[way],
-            way,
-            stream.ways,
-            self.micro_step,
-            None if trace is None else trace.watch_codecs(self.micro_step),
-        )
-
-    def _buffers_for(self, kind: Kind, stream: Stream) -> list[WireBuffers]:
-        """Return the wire buffers of the queue, one per way. Make larger ones first if `kind` needs them."""
+    def _buffers_for(self, kind: TransferKind, stream: Stream) -> list[WireBuffers]:
+        """Return the wire buffers of the queue, by their index. Make larger ones first if `kind` needs them."""
         # The submitting thread makes the buffers. If a job allocated memory on its own CUDA stream, the allocator could
         # give it to another stream too early.
         #
@@ -121,7 +114,9 @@ class Queues:
         size = largest([self._sizes.get(name, {}), self._needs.pop(kind, {})])
         if name not in self._buffers or size != self._sizes[name]:
             made = sum(b.made for b in self._buffers.get(name, ()))
-            self._buffers[name] = [WireBuffers(self._device, partial(stream.uses, way)) for way in range(stream.ways)]
+            self._buffers[name] = [
+                WireBuffers(self._device, partial(stream.uses, buffer_index)) for buffer_index in range(stream.depth)
+            ]
             self._sizes[name], self._made_before = size, self._made_before + made
             for buffers in self._buffers[name]:
                 buffers.reserve(size)
@@ -142,12 +137,12 @@ class Queues:
         return self._made_before + sum(b.made for each in self._buffers.values() for b in each)
 
 
-def make_stream(name: str, device: torch.device, ways: int) -> Stream:
-    """Return a new stream that runs the queue `name`, with `ways` jobs at a time."""
+def make_stream(name: str, device: torch.device, depth: int) -> Stream:
+    """Return a new stream that runs the queue `name`, with `depth` jobs at a time."""
     # What ranks compare is in the host's memory, and a thread sends it on GPUs, too. So the training thread can check,
     # while it waits, whether its peers can still come.
-    on_device = device.type == "cuda" and name != QUEUES[Kind.USAGE]
-    return CudaStream(device, ways) if on_device else ThreadStream(name, ways)
+    on_device = device.type == "cuda" and name != QUEUES[TransferKind.UNUSED_PARAMS]
+    return CudaStream(device, depth) if on_device else ThreadStream(name, depth)
 
 
 @final
@@ -171,7 +166,7 @@ class Streams:
 
     def __getitem__(self, name: str) -> Stream:
         if name not in self._streams:
-            self._streams[name] = make_stream(name, self._device, WAYS[name])
+            self._streams[name] = make_stream(name, self._device, MAX_IN_FLIGHT[name])
         return self._streams[name]
 
     def finish(self) -> None:
@@ -198,16 +193,16 @@ def leave(streams: weakref.ref[Streams], peers: StallMonitor) -> None:
 
 @final
 class ThreadStream(Stream):
-    """A stream on the CPU: one thread per way, and the threads take jobs in turn.
+    """A stream on the CPU: one thread per job that may be under way, and the threads take jobs in turn.
 
     The `begin` of a job may overlap with the job before it. The rest of the job runs after that one. gloo's collectives
     block these threads, while PyTorch computes on the training thread without the interpreter lock.
     """
 
-    def __init__(self, name: str, ways: int) -> None:
-        super().__init__(ways)
+    def __init__(self, name: str, depth: int) -> None:
+        super().__init__(depth)
         self._jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
-        for number in range(ways):
+        for number in range(depth):
             # Daemon threads, so that the program can end even if a peer never answers (`leave`).
             threading.Thread(target=_work, args=(self._jobs,), name=f"towpath-{name}_{number}", daemon=True).start()
         self._lock = threading.Lock()
@@ -220,19 +215,19 @@ class ThreadStream(Stream):
             before, self._last = self._last, _Progress()
             job.workspace.links_free = self._last.links_free.open
             future: Future[None] = Future()
-            self._jobs.put((future, partial(_do, job, tuple(map(_thread_handle, after)), before, self._last)))
+            self._jobs.put((future, partial(_run, job, cast(Sequence[_ThreadHandle], after), before, self._last)))
             return _ThreadHandle(future, after, waiting)
 
     def finish(self) -> None:
         """Wait until the last job has ended, successful or not."""
         self._last.ended.wait()
 
-    def uses(self, way: int, buffer: torch.Tensor) -> None:
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
         """Do nothing: Python references keep the buffer alive while jobs use it."""
 
     def close(self) -> None:
         """Let the threads end after the jobs that were submitted."""
-        for _ in range(self.ways):
+        for _ in range(self.depth):
             self._jobs.put(None)
 
     def __del__(self) -> None:
@@ -254,7 +249,7 @@ def _work(jobs: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> 
         del job, future, work  # a job would keep its model alive while this thread waits
 
 
-def _do(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
+def _run(job: Job, after: Sequence[_ThreadHandle], before: _Progress, mine: _Progress) -> None:
     """Run one job on a thread of its stream. `before`: the progress of the preceding job. `mine`: that of this job."""
     # A collective opens `links_free` once it has posted its last messages between nodes. The next job may then `begin`
     # on its own thread, while this one still works inside the node. The rest of the next job waits for `ended`.
@@ -308,11 +303,6 @@ class _Latch:
         if not self._is_open:
             with self._lock:
                 pass
-
-
-def _thread_handle(handle: Handle) -> _ThreadHandle:
-    assert isinstance(handle, _ThreadHandle)
-    return handle
 
 
 @final
@@ -383,12 +373,12 @@ class CommContext:
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:
         """Return for each transfer the collective that executes it on this rank."""
-        return [self._bind(t) for t in transfers]
-
-    def _bind(self, transfer: Transfer) -> RankTransfer:
-        members = self._members(transfer)
-        collective = select(transfer, members, self._backend, self.device)
-        return RankTransfer(transfer, Binding.of(transfer), members, collective, self.record)
+        bound: list[RankTransfer] = []
+        for transfer in transfers:
+            members = self._members(transfer)
+            collective = select(transfer, members, self._backend, self.device)
+            bound.append(RankTransfer(transfer, members, collective, self.record))
+        return bound
 
     def bind_matrices(self, transfer: Transfer) -> BoundMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
@@ -400,7 +390,7 @@ class CommContext:
         group = transfer.move.group_of(self.rank)
         partition = tuple(g.ranks for g in transfer.move.groups)
         nodes = tuple(map(transfer.topology.node_of, group.ranks))
-        if transfer.kind is Kind.USAGE:
+        if transfer.kind is TransferKind.UNUSED_PARAMS:
             within = between = self.groups.control_on_host()
         else:
             within = between = self.groups.of(partition, queue)
@@ -410,6 +400,6 @@ class CommContext:
 
     def coalesce(self, gathers: Sequence[RankTransfer]) -> CoalescedTransfers:
         """Return one transfer that sends `gathers`, which have the same members, as one message."""
-        bindings = [Binding.of(bound.transfer) for bound in gathers]
-        collective = CoalescedAllGather(bindings, gathers[0].members, self._backend, self.device)
+        transfers = [bound.transfer for bound in gathers]
+        collective = CoalescedAllGather(transfers, gathers[0].members, self._backend, self.device)
         return CoalescedTransfers(gathers, collective)

@@ -18,7 +18,7 @@ from torch.autograd import profiler
 
 from towpath.codecs.watched import Watch
 from towpath.core.formats import Codec
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
 from towpath.engine.checks.activity import Event, StallMonitor
 from towpath.engine.streams.streams import HostClock, HostTimer, Mark, Timer
@@ -212,7 +212,11 @@ class Trace:
 
 def _name(transfers: Sequence[Transfer]) -> str:
     first = transfers[0]
-    return first.kind.value if first.kind is Kind.USAGE else f"{first.kind.value} of {first.unit or 'root'}"
+    return (
+        first.kind.value
+        if first.kind is TransferKind.UNUSED_PARAMS
+        else f"{first.kind.value} of {first.unit or 'root'}"
+    )
 
 
 def _args(transfers: Sequence[Transfer]) -> Args:
@@ -221,7 +225,7 @@ def _args(transfers: Sequence[Transfer]) -> Args:
         "kind": first.kind.value,
         "unit": first.unit or "root",
         "route": first.route,
-        "codec": str(first.wire.codec),
+        "codec": str(first.transport.codec),
         "calls": len(transfers),
     }
 
@@ -263,7 +267,7 @@ class Sums:
     calls: int = 0
     intra_bytes: int = 0
     inter_bytes: int = 0
-    exposed_seconds: Mapping[Kind, float] = field(default_factory=dict[Kind, float])
+    exposed_seconds: Mapping[TransferKind, float] = field(default_factory=dict[TransferKind, float])
     host_seconds: float = 0.0
 
     @property
@@ -350,11 +354,13 @@ class Record:
         They belong to a forward pass that no backward pass follows, which is no part of a step.
         """
         with self._lock:
-            self._step[since:] = [transfer for transfer in self._step[since:] if transfer.kind is not Kind.GATHER]
+            self._step[since:] = [
+                transfer for transfer in self._step[since:] if transfer.kind is not TransferKind.GATHER
+            ]
 
     def timer_of(self, transfers: Sequence[Transfer]) -> Timer:
         """Return the timer of the device that executes these transfers. What ranks compare is sent by the hosts."""
-        return self._host_timer if transfers and transfers[0].kind is Kind.USAGE else self.timer
+        return self._host_timer if transfers and transfers[0].kind is TransferKind.UNUSED_PARAMS else self.timer
 
     def end_step(self) -> None:
         """Note that the current step has ended, and begin the next one."""
@@ -461,7 +467,7 @@ class Record:
         with self._lock:
             self._add_known()
             totals = list(self._totals.items())
-        exposed: dict[Kind, float] = defaultdict(float)
+        exposed: dict[TransferKind, float] = defaultdict(float)
         for transfer, total in totals:
             exposed[transfer.kind] += total.seconds_exposed
         return Sums(
@@ -474,7 +480,7 @@ class Record:
 
 
 @final
-class Waits:
+class TransferWait:
     """A wait for these transfers. The handle of their job reports to it (`Waiting`), and it reports to the record."""
 
     def __init__(self, record: Record, transfers: Sequence[Transfer]) -> None:

@@ -177,7 +177,7 @@ class Job:
     """The work that a stream does for one submission.
 
     `works` run one after the other. `begin`, if any, is the non-blocking first part of the first of them. It may run
-    before the preceding job has ended. Jobs of one way share memory, and never overlap (`Workspace.way`).
+    before the preceding job has ended. Jobs with the same `Workspace.buffer_index` never overlap.
     """
 
     workspace: Workspace
@@ -221,20 +221,21 @@ class Handle(ABC):
 class Stream(ABC):
     """A runner of jobs, which execute in order and concurrently with the computation.
 
-    Up to `ways` jobs may be under way at a time. Each of them uses the wire buffers and tags of its own way.
+    Up to `depth` jobs may be under way at a time. Each has its own buffer index, and so its own wire
+    buffers and tags.
     """
 
-    def __init__(self, ways: int) -> None:
-        self.ways, self._way = ways, 0
+    def __init__(self, depth: int) -> None:
+        self.depth, self._buffer_index = depth, 0
 
-    def next_way(self) -> int:
-        """Return the way of the next job to be submitted. Every rank must submit the same jobs."""
-        self._way = (self._way + 1) % self.ways
-        return self._way
+    def next_buffer_index(self) -> int:
+        """Return the buffer index of the next job to be submitted. Every rank must submit the same jobs."""
+        self._buffer_index = (self._buffer_index + 1) % self.depth
+        return self._buffer_index
 
     @abstractmethod
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
-        """Queue a job, which starts after the earlier jobs of its way and after what the caller has computed so far.
+        """Queue a job, which starts after earlier jobs with its buffer index, and after what was computed so far.
 
         Args:
             job: The work to do.
@@ -250,8 +251,8 @@ class Stream(ABC):
         """Return once the results of all jobs may be used by what the caller does next."""
 
     @abstractmethod
-    def uses(self, way: int, buffer: torch.Tensor) -> None:
-        """Keep the memory of `buffer` for the jobs of this way, even if the caller drops it before they end."""
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
+        """Keep the memory of `buffer` for jobs with this index, even if the caller drops it before they end."""
 
     @abstractmethod
     def close(self) -> None:
@@ -265,21 +266,21 @@ class Stream(ABC):
 
 @final
 class CudaStream(Stream):
-    """A stream on a GPU: one CUDA stream per way.
+    """A stream on a GPU: one CUDA stream per buffer index.
 
-    Jobs are enqueued at once, and events order them with the computation. Jobs of different ways overlap as far as
+    Jobs are enqueued at once, and events order them with the computation. Jobs with different indices overlap as far as
     their process groups allow. Only `after` orders them.
     """
 
-    def __init__(self, device: torch.device, ways: int) -> None:
-        super().__init__(ways)
-        self._streams = [torch.cuda.Stream(device) for _ in range(ways)]
+    def __init__(self, device: torch.device, depth: int) -> None:
+        super().__init__(depth)
+        self._streams = [torch.cuda.Stream(device) for _ in range(depth)]
 
     def submit(self, job: Job, after: Sequence[Handle] = (), waiting: Waiting | None = None) -> Handle:
-        """Enqueue `job` on the CUDA stream of its way."""
+        """Enqueue `job` on the CUDA stream of its buffer index."""
         # The new work follows everything that the computation has enqueued so far, and the results of `after`. The
         # host waits for neither. The event marks the end of the job, for the computation and for later jobs.
-        stream = self._streams[job.workspace.way]
+        stream = self._streams[job.workspace.buffer_index]
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream), torch.no_grad():
             for handle in after:
@@ -298,9 +299,9 @@ class CudaStream(Stream):
         for stream in self._streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    def uses(self, way: int, buffer: torch.Tensor) -> None:
-        """Tell the caching allocator that the CUDA stream of `way` uses `buffer`, so that its memory is not reused."""
-        buffer.record_stream(self._streams[way])
+    def uses(self, buffer_index: int, buffer: torch.Tensor) -> None:
+        """Tell the caching allocator that a CUDA stream uses `buffer`, so that its memory is not reused."""
+        buffer.record_stream(self._streams[buffer_index])
 
     def close(self) -> None:
         """Do nothing: a CUDA stream needs no closing."""

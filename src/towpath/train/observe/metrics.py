@@ -151,7 +151,7 @@ class TensorBoard:
 
 @final
 class WeightsAndBiases:
-    """A run of `project`, named as its folder. Offline it is a folder below that, for `wandb sync`."""
+    """A run of `project`, named as its folder. Offline it is a folder below that, for `wandb grad_sync`."""
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any], offline: bool) -> None:
         # Reports about itself, which it would send offline too, from a thread that stays.

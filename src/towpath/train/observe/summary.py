@@ -101,7 +101,7 @@ def _by_way(transfers: tuple[TransferStats, ...]) -> dict[tuple[str, str], list[
     found: dict[tuple[str, str], list[TransferStats]] = {}
     for each in transfers:
         transfer = each.transfer
-        codec = "" if transfer.wire.encoding is None else f", {transfer.wire.encoding}"
+        codec = "" if transfer.transport.encoding is None else f", {transfer.transport.encoding}"
         found.setdefault((transfer.kind.value, f"{transfer.route}{codec}"), []).append(each)
     return found
 

@@ -7,7 +7,7 @@ import pytest
 import towpath
 from towpath.core.formats import Codec
 from towpath.core.routes import Op
-from towpath.core.strategy import WIRED, Kind, Strategy
+from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
 
@@ -21,32 +21,34 @@ def inter_bytes(strategy: Strategy, micro_steps: int = 1) -> int:
     return towpath.schedule(strategy, MODEL, micro_steps, BF16).inter_bytes
 
 
-def wires(strategy: Strategy) -> dict[str, str]:
-    return {kind.value: str(strategy.wire(kind)) for kind in WIRED if strategy.wire(kind).encoding}
+def transports(strategy: Strategy) -> dict[str, str]:
+    return {kind.value: str(strategy.transport(kind)) for kind in WITH_TRANSPORT if strategy.transport(kind).encoding}
 
 
 def test_the_presets_are_those_of_the_paper() -> None:
-    assert wires(towpath.strategy("qwz", TWO)) == {
+    assert transports(towpath.strategy("qwz", TWO)) == {
         "gather": "ho-ring, int8:256",
         "backward_gather": "ho-ring, int8:256",
     }
-    assert wires(towpath.strategy("qgz", TWO)) == {"reduce": "two-hop, int4:256"}
+    assert transports(towpath.strategy("qgz", TWO)) == {"reduce": "two-hop, int4:256"}
     # The backward pass gathers inside the node, from its copy.
-    assert wires(towpath.strategy("zero++", TWO)) == {"gather": "ho-ring, int8:256", "reduce": "two-hop, int4:256"}
+    assert transports(towpath.strategy("zero++", TWO)) == {"gather": "ho-ring, int8:256", "reduce": "two-hop, int4:256"}
 
 
 def test_codecs_go_where_cables_are_and_nowhere_else() -> None:
     quantized = {"weights": "int8", "gradients": "int4:64"}
-    assert wires(towpath.strategy("mics", TWO, **quantized)) == {"sync": "two-hop, int4:64"}
-    assert set(wires(towpath.strategy("paro-iig", TWO, **quantized))) == {"sync", "publish"}
-    assert set(wires(towpath.strategy("mics", TWO, group=Extent(2, 2), **quantized))) == {
+    assert transports(towpath.strategy("mics", TWO, **quantized)) == {"grad_sync": "two-hop, int4:64"}
+    assert set(transports(towpath.strategy("paro-iig", TWO, **quantized))) == {"grad_sync", "param_sync"}
+    assert set(transports(towpath.strategy("mics", TWO, group=Extent(2, 2), **quantized))) == {
         "gather",
         "backward_gather",
         "reduce",
     }
-    assert wires(towpath.strategy("zero++", Topology(1, 4))) == {}
-    assert wires(towpath.strategy("zero++", TWO, weights="none", gradients="e4m3")) == {"reduce": "two-hop, e4m3:256"}
-    assert wires(towpath.strategy("qwz", TWO, route="flat"))["gather"] == "flat, int8:256"
+    assert transports(towpath.strategy("zero++", Topology(1, 4))) == {}
+    assert transports(towpath.strategy("zero++", TWO, weights="none", gradients="e4m3")) == {
+        "reduce": "two-hop, e4m3:256"
+    }
+    assert transports(towpath.strategy("qwz", TWO, route="flat"))["gather"] == "flat, int8:256"
 
 
 @pytest.mark.parametrize("name", ["zero++", "mics", "paro-nig", "ddp"])
@@ -73,18 +75,20 @@ def test_a_reduction_in_two_hops_puts_each_gradient_on_the_cable_once() -> None:
     """(N − 1)/N · Ψ/Z a node, and the scales."""
     for nodes in (2, 4):
         strategy = towpath.strategy("qgz", Topology(nodes, 2))
-        reduced = [t for t in towpath.schedule(strategy, MODEL, 1).transfers if t.kind is Kind.REDUCE]
+        reduced = [t for t in towpath.schedule(strategy, MODEL, 1).transfers if t.kind is TransferKind.REDUCE]
         expected = (nodes - 1) / nodes * ELEMENTS * (0.5 + 4 / 256)
         assert {sum(t.cable_bytes(node) for t in reduced) for node in range(nodes)} == {expected}
 
 
 def test_an_all_reduce_gathers_in_the_codec_what_it_has_reduced_in_it() -> None:
     made = towpath.strategy("mics", TWO, gradients="int8")
-    (sync,) = {t.move.op for t in towpath.schedule(made, [1 << 18], 1).transfers if t.kind is Kind.SYNC}
-    assert sync is Op.ALL_REDUCE
+    (grad_sync,) = {
+        t.move.op for t in towpath.schedule(made, [1 << 18], 1).transfers if t.kind is TransferKind.GRAD_SYNC
+    }
+    assert grad_sync is Op.ALL_REDUCE
     plain = towpath.schedule(towpath.strategy("mics", TWO), [1 << 18], 1)
     encoded = towpath.schedule(made, [1 << 18], 1)
-    usage = sum(t.inter_bytes for t in plain.transfers if t.kind is Kind.USAGE)
+    usage = sum(t.inter_bytes for t in plain.transfers if t.kind is TransferKind.UNUSED_PARAMS)
     assert (encoded.inter_bytes - usage) / (plain.inter_bytes - usage) == pytest.approx((1 + 4 / 256) / 4)
 
 
@@ -97,8 +101,10 @@ def test_what_cannot_be_is_refused() -> None:
     refused("not a codec: 'int8:sixty'", weights="int8:sixty")
     refused("a block has 32 to 4096 elements", gradients="int8:48")
     refused("stochastic rounding is for int8 and int4", gradients="e4m3+stochastic")
-    refused(r"int8:256 on a reduce-scatter by flat would round at every member", reduce=towpath.Wire("flat", "int8"))
-    refused("feedback belongs to reductions", gather=towpath.Wire("flat", "int8", "first"))
+    refused(
+        r"int8:256 on a reduce-scatter by flat would round at every member", reduce=towpath.Transport("flat", "int8")
+    )
+    refused("feedback belongs to reductions", gather=towpath.Transport("flat", "int8", "first"))
     refused("need gradients= to name a codec", feedback="first")
     refused("backward pass compute with other weights", weights="int8+stochastic")
     refused("route='ring' would round gradients in int4 at every member", route="ring", gradients="int4")
@@ -106,11 +112,11 @@ def test_what_cannot_be_is_refused() -> None:
     refused("need gradients= to name a codec", gradients_until=5)
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):
-        towpath.Wire("two-hop", feedback="first")
+        towpath.Transport("two-hop", feedback="first")
     with pytest.raises(StrategyError, match="served is for a codec that is not in use"):
-        towpath.Wire("two-hop", served=True)
+        towpath.Transport("two-hop", served=True)
     with pytest.raises(StrategyError, match="codec is a Codec, its text, or 'none'; got 8"):
-        towpath.Wire("two-hop", 8)
+        towpath.Transport("two-hop", 8)
 
 
 def test_elements_that_codecs_do_not_take_are_refused_with_what_to_do() -> None:
@@ -131,7 +137,7 @@ def test_gradients_may_be_encoded_for_the_first_steps_only() -> None:
     assert str(strategy.reduce) == "two-hop, int4:256, until step 100"
     assert Strategy.from_toml(strategy.to_toml()) == strategy
     assert strategy.at(99) == strategy
-    assert wires(strategy.at(100)) == {"gather": "ho-ring, int8:256"}
+    assert transports(strategy.at(100)) == {"gather": "ho-ring, int8:256"}
     after = strategy.at(100)
     assert str(after.reduce) == "two-hop" and after.reduce.encoding is None
     assert Strategy.from_toml(after.to_toml()) == after
@@ -158,11 +164,15 @@ def test_the_only_hop_is_first_and_second() -> None:
 def test_weights_without_a_copy_are_gathered_for_backward_as_they_were_for_forward() -> None:
     units = {"": 1 << 16, "blocks.0": 1 << 16}
     root, block = towpath.schedule(towpath.strategy("zero++", TWO), units, 1).plans
-    assert {t.wire for t in root.transfers(Kind.BACKWARD_GATHER)} == {t.wire for t in root.transfers(Kind.GATHER)}
-    assert {t.wire.encoding for t in block.transfers(Kind.BACKWARD_GATHER)} == {None}
+    assert {t.transport for t in root.transfers(TransferKind.BACKWARD_GATHER)} == {
+        t.transport for t in root.transfers(TransferKind.GATHER)
+    }
+    assert {t.transport.encoding for t in block.transfers(TransferKind.BACKWARD_GATHER)} == {None}
 
 
 def test_codecs_have_a_text() -> None:
-    assert str(towpath.Wire("flat", Codec("int8"))) == "flat, int8:256"
-    assert str(towpath.Wire("two-hop", "int4:64+hadamard", "both")) == "two-hop, int4:64+hadamard, feedback at both"
+    assert str(towpath.Transport("flat", Codec("int8"))) == "flat, int8:256"
+    assert (
+        str(towpath.Transport("two-hop", "int4:64+hadamard", "both")) == "two-hop, int4:64+hadamard, feedback at both"
+    )
     assert "(two-hop, int4:256)" in str(towpath.strategy("zero++", TWO))

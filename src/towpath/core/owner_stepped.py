@@ -24,10 +24,10 @@ from towpath.core.formats import ENCODED, item_bytes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Op
 from towpath.core.step_state import Submit, Task, Wait
-from towpath.core.strategy import Kind, Strategy
+from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Matrices, Matrix, Transfer
+from towpath.core.transport import Transport
 from towpath.core.units import overlap
-from towpath.core.wire import Wire
 from towpath.errors import StrategyError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _TENSORS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class WholeParameter:
+class OwnedParameter:
     """A parameter that its optimizer steps unsharded, and its place: parameter `index` of a bucket of a unit."""
 
     name: str
@@ -88,7 +88,7 @@ class MatrixPlan:
 
     strategy: Strategy
     rounds: tuple[Round, ...]
-    gradients: Wire = Wire()
+    gradients: Transport = Transport()
     _made: dict[Round, tuple[Transfer, ...]] = field(
         default_factory=dict[Round, tuple[Transfer, ...]], init=False, repr=False, compare=False
     )
@@ -119,9 +119,9 @@ class MatrixPlan:
         payload, topology = Matrices(each.matrices, each.dtype), self.strategy.topology
         groups = self.strategy.moves.assemble[0].groups
         to_owners, from_owners = (GroupCollective(op, 1, groups) for op in (Op.TO_OWNERS, Op.FROM_OWNERS))
-        yield Transfer(Kind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology)
-        yield Transfer(Kind.MATRIX_WEIGHTS, payload, to_owners, Wire(), topology)
-        yield Transfer(Kind.MATRIX_UPDATES, payload, from_owners, Wire(), topology)
+        yield Transfer(TransferKind.MATRIX_GRADIENTS, payload, to_owners, self.gradients, topology)
+        yield Transfer(TransferKind.MATRIX_WEIGHTS, payload, to_owners, Transport(), topology)
+        yield Transfer(TransferKind.MATRIX_UPDATES, payload, from_owners, Transport(), topology)
 
     def transfers(self, names: Collection[str] | None = None) -> Iterator[Transfer]:
         """Yield the transfers of one step, in the order in which the engine submits them."""
@@ -146,10 +146,10 @@ class MatrixPlan:
 
 @dataclass(frozen=True, slots=True)
 class Iterate:
-    """The action in which owners step the matrices of a round, in the memory with the number `way`."""
+    """The action in which owners step the matrices of a round, in the memory with the number `buffer_index`."""
 
     round: int
-    way: int
+    buffer_index: int
 
 
 def step_actions(
@@ -162,9 +162,9 @@ def step_actions(
         rounds: The rounds to execute, from `plan.step()`.
         gradients: Gather the gradients as well as the weights.
     """
-    travels = [[t for t in plan.gathers(each) if gradients or t.kind is Kind.MATRIX_WEIGHTS] for each in rounds]
-    gathers = [_task(Kind.MATRIX_GRADIENTS, number, tuple(each)) for number, each in enumerate(travels)]
-    scatters = [_task(Kind.MATRIX_UPDATES, number, plan.scatters(each)) for number, each in enumerate(rounds)]
+    travels = [[t for t in plan.gathers(each) if gradients or t.kind is TransferKind.MATRIX_WEIGHTS] for each in rounds]
+    gathers = [_task(TransferKind.MATRIX_GRADIENTS, number, tuple(each)) for number, each in enumerate(travels)]
+    scatters = [_task(TransferKind.MATRIX_UPDATES, number, plan.scatters(each)) for number, each in enumerate(rounds)]
     for number in range(len(rounds)):
         for ahead in range(0 if number == 0 else number + 1, min(number + ROUNDS_IN_FLIGHT, len(rounds))):
             gather, before = gathers[ahead], scatters[ahead - ROUNDS_IN_FLIGHT] if ahead >= ROUNDS_IN_FLIGHT else None
@@ -182,7 +182,7 @@ def step_actions(
             yield Wait(leaving)
 
 
-def _task(kind: Kind, number: int, transfers: tuple[Transfer, ...]) -> Task | None:
+def _task(kind: TransferKind, number: int, transfers: tuple[Transfer, ...]) -> Task | None:
     return Task(kind, number, transfers=transfers) if transfers else None
 
 
@@ -196,7 +196,10 @@ def cost(shape: Sequence[int]) -> int:
 
 
 def plan_matrices(
-    strategy: Strategy, plans: Sequence[UnitPlan], chosen: Collection[WholeParameter], gradients: Wire | None = None
+    strategy: Strategy,
+    plans: Sequence[UnitPlan],
+    chosen: Collection[OwnedParameter],
+    gradients: Transport | None = None,
 ) -> MatrixPlan:
     """Assign an owner and a round to each parameter. The result is the same on all ranks.
 
@@ -209,11 +212,11 @@ def plan_matrices(
     Raises:
         StrategyError: If the codec of the gradients does not take the dtype of a parameter.
     """
-    gradients = gradients or Wire()
+    gradients = gradients or Transport()
     order = sorted(chosen, key=lambda p: (p.unit, p.bucket, p.index))
     buckets = [plans[p.unit].buckets[p.bucket] for p in order]
     for parameter, bucket in zip(order, buckets, strict=True):
-        _check_wire(strategy, gradients, parameter, bucket)
+        _check_transport(strategy, gradients, parameter, bucket)
     matrices = _with_owners([_matrix(p, b) for p, b in zip(order, buckets, strict=True)])
     rounds: list[Round] = []
     for dtype in dict.fromkeys(b.own_dtype for b in buckets):
@@ -222,17 +225,18 @@ def plan_matrices(
     return MatrixPlan(strategy, tuple(rounds), gradients)
 
 
-def _check_wire(strategy: Strategy, wire: Wire, parameter: WholeParameter, bucket: BucketPlan) -> None:
-    what = f"{strategy.name}: {Kind.MATRIX_GRADIENTS.value}"
-    wire.check(Op.TO_OWNERS, what)
-    if wire.encoding is not None and bucket.own_dtype not in ENCODED:
+def _check_transport(strategy: Strategy, transport: Transport, parameter: OwnedParameter, bucket: BucketPlan) -> None:
+    what = f"{strategy.name}: {TransferKind.MATRIX_GRADIENTS.value}"
+    transport.check(Op.TO_OWNERS, what)
+    if transport.encoding is not None and bucket.own_dtype not in ENCODED:
         raise StrategyError(
-            f"{what} in {wire.codec}: {parameter.name} is {bucket.own_dtype}, and codecs take {', '.join(ENCODED)}. "
+            f"{what} in {transport.codec}: {parameter.name} is {bucket.own_dtype}, and codecs take "
+            f"{', '.join(ENCODED)}. "
             "Leave the codec out."
         )
 
 
-def _matrix(parameter: WholeParameter, bucket: BucketPlan) -> Matrix:
+def _matrix(parameter: OwnedParameter, bucket: BucketPlan) -> Matrix:
     numel, offset = bucket.spec.numels[parameter.index], bucket.spec.offsets[parameter.index]
     count = bucket.optimizer.count
     bounds = [overlap(offset, numel, bucket.numel // count, slot) for slot in range(count)]

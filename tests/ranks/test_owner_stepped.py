@@ -25,16 +25,16 @@ from tests.ranks.test_never_silent import Net, _loss
 from tests.ranks.twin import Twin
 from towpath import checkpoint
 from towpath.collectives import point_to_point as messages
-from towpath.core.strategy import Kind
+from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Matrices, owner_messages, piece_bytes
 from towpath.errors import CheckpointError, MismatchError, ShardError, ShardTensorError, StepError, StrategyError
-from towpath.optim import together, whole_matrices
+from towpath.optim import chain, owner_stepped
 
 Worlds = Callable[[int], World]
 
 SHAPE = towpath.Topology(2, 2)
 LABELS = ["zero3", "mics", "paro-iig", "zero1", "ddp", "mics:2x2"]
-OWNERS = {Kind.MATRIX_GRADIENTS, Kind.MATRIX_WEIGHTS, Kind.MATRIX_UPDATES}
+OWNERS = {TransferKind.MATRIX_GRADIENTS, TransferKind.MATRIX_WEIGHTS, TransferKind.MATRIX_UPDATES}
 
 
 class Iterated(optim.Optimizer):
@@ -90,7 +90,7 @@ def test_fed_the_same_gradients_it_leaves_the_bits_of_one_process(world: Worlds,
 
 def _same_bits(name: str, label: str) -> None:
     sharded, plain = _pair(label)
-    optimizer, expected = whole_matrices(MAKE[name](sharded)), MAKE[name](plain)
+    optimizer, expected = owner_stepped(MAKE[name](sharded)), MAKE[name](plain)
     schedulers = [optim.lr_scheduler.ExponentialLR(o, 0.5) for o in (optimizer, expected)]
     for step in range(3):
         _backward(sharded, step)
@@ -125,7 +125,7 @@ def test_in_float64_it_trains_as_one_process_does(world: Worlds) -> None:
 def _train() -> None:
     for label in LABELS:
         twin = Twin(Net, _loss, label, SHAPE)
-        twin.optimizer = whole_matrices(Iterated(_matrices(twin.sharded)))
+        twin.optimizer = owner_stepped(Iterated(_matrices(twin.sharded)))
         twin.plain_optimizer = Iterated(_matrices(twin.plain))
         for step in range(4):
             twin.backward(step, micro_steps=2)
@@ -146,7 +146,7 @@ def _mixed() -> None:
     precision = towpath.Precision("bfloat16", "float32")
     model = towpath.shard(MODELS["gpt"].make(torch.float32), strategy_of("paro-iig", SHAPE), precision=precision)
     plain = [p.full_tensor() for p in model.parameters()]
-    optimizer = whole_matrices(optim.Muon(_matrices(model), lr=0.02))
+    optimizer = owner_stepped(optim.Muon(_matrices(model), lr=0.02))
     _backward(model)
     whole = [nn.Parameter(p) for p in plain]
     for p, q in zip(model.parameters(), whole, strict=True):
@@ -169,7 +169,7 @@ def _compare_transfers() -> None:
         strategy = strategy_of(label, SHAPE)
         model: Any = towpath.shard(MODELS["gpt"].make(torch.float32), strategy)
         names = [name for name, p in model.named_parameters() if p.dim() == 2]
-        optimizer = whole_matrices(optim.Muon(_matrices(model), lr=0.02))
+        optimizer = owner_stepped(optim.Muon(_matrices(model), lr=0.02))
         sent: Counter[int] = Counter()  # bytes by peer
         with pytest.MonkeyPatch.context() as patch:
             for step in range(3):
@@ -179,8 +179,8 @@ def _compare_transfers() -> None:
                 optimizer.step()
                 patch.undo()
                 optimizer.zero_grad()
-        schedule = towpath.schedule(strategy, model, 1, whole_matrices=names)
-        on_paper = towpath.schedule(strategy, MODELS["gpt"].make(torch.float32), whole_matrices=names)
+        schedule = towpath.schedule(strategy, model, 1, owner_stepped=names)
+        on_paper = towpath.schedule(strategy, MODELS["gpt"].make(torch.float32), owner_stepped=names)
         assert on_paper.transfers == schedule.transfers, label
         expected = [t for t in schedule.transfers if t.kind in OWNERS]
         found = [t for t in towpath.stats(model).last_step if t.kind in OWNERS]
@@ -215,7 +215,7 @@ def _scheduled(transfers: list[Any]) -> Counter[int]:
         for message in owner_messages(transfer.move.op, payload.matrices, group):
             if group.ranks[message.source] == dist.get_rank():
                 elements = payload.matrices[message.matrix].pieces[message.slot]
-                sent[group.ranks[message.target]] += piece_bytes(elements, 4, transfer.wire.encoding)
+                sent[group.ranks[message.target]] += piece_bytes(elements, 4, transfer.transport.encoding)
     return sent
 
 
@@ -225,14 +225,14 @@ def test_gradients_may_travel_in_fewer_bits_and_replicas_stay_alike(world: World
 
 def _encoded() -> None:
     sharded, _ = _pair("mics")
-    optimizer = whole_matrices(optim.Muon(_matrices(sharded), lr=0.02), gradients="int8:64")
+    optimizer = owner_stepped(optim.Muon(_matrices(sharded), lr=0.02), gradients="int8:64")
     before = [p.full_tensor() for p in _matrices(sharded)]
     for step in range(2):
         _backward(sharded, step)
         optimizer.step()
         optimizer.zero_grad()
-    totals = [t for t in towpath.stats(sharded).transfers if t.transfer.kind is Kind.MATRIX_GRADIENTS]
-    plain = [t for t in towpath.stats(sharded).transfers if t.transfer.kind is Kind.MATRIX_WEIGHTS]
+    totals = [t for t in towpath.stats(sharded).transfers if t.transfer.kind is TransferKind.MATRIX_GRADIENTS]
+    plain = [t for t in towpath.stats(sharded).transfers if t.transfer.kind is TransferKind.MATRIX_WEIGHTS]
     assert 0 < sum(t.intra_bytes for t in totals) < 0.4 * sum(t.intra_bytes for t in plain)
     for p, old in zip(_matrices(sharded), before, strict=True):
         here = p.full_tensor()
@@ -253,7 +253,7 @@ def _around() -> None:
     model = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     inner, called = optim.Muon(_matrices(model), lr=0.02), []
     inner.register_step_pre_hook(lambda *_: called.append("before"))
-    optimizer = whole_matrices(inner)
+    optimizer = owner_stepped(inner)
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
 
     def closure() -> Tensor:
@@ -277,25 +277,25 @@ def test_what_cannot_be_is_refused_when_it_is_made(world: Worlds) -> None:
 
 
 def _refused() -> None:
-    unsharded = whole_matrices(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
+    unsharded = owner_stepped(optim.Muon([nn.Parameter(torch.zeros(2, 2))]))
     with pytest.raises(ShardError, match="no parameter of it is one of a sharded model"):
         unsharded.step()
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         optim.Muon(model.parameters())
     with pytest.raises(ShardError, match="not of a sharded model"):
-        whole_matrices(optim.Muon([*_matrices(model), nn.Parameter(torch.zeros(2, 2))]))
+        owner_stepped(optim.Muon([*_matrices(model), nn.Parameter(torch.zeros(2, 2))]))
     with pytest.raises(ShardError, match="computes with all parameters at once"):
-        whole_matrices(optim.LBFGS(model.parameters()))
+        owner_stepped(optim.LBFGS(model.parameters()))
     with pytest.raises(MismatchError, match=r"rank 0 has .options of group 0"):
-        whole_matrices(optim.Muon(_matrices(model), lr=0.1 + dist.get_rank()))
+        owner_stepped(optim.Muon(_matrices(model), lr=0.1 + dist.get_rank()))
     with pytest.raises(StrategyError, match="codec of blocks"):
-        whole_matrices(optim.Muon(_matrices(model)), gradients="low-rank:2")
+        owner_stepped(optim.Muon(_matrices(model)), gradients="low-rank:2")
     with pytest.raises(StrategyError, match="names of the model's trainable parameters"):
-        towpath.schedule("zero3", model, whole_matrices=["first.weigh"])
-    optimizer = whole_matrices(optim.Muon(_matrices(model)))
+        towpath.schedule("zero3", model, owner_stepped=["first.weigh"])
+    optimizer = owner_stepped(optim.Muon(_matrices(model)))
     with pytest.raises(ShardError, match="wrapped already"):
-        whole_matrices(optimizer)
+        owner_stepped(optimizer)
     assert optimizer.state_dict()["state"] == {}
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
@@ -312,7 +312,7 @@ def test_ranks_that_step_other_matrices_all_learn_it(world: Worlds) -> None:
 
 def _differ() -> str:
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
-    optimizer = whole_matrices(optim.Muon(_matrices(model)))
+    optimizer = owner_stepped(optim.Muon(_matrices(model)))
     model(torch.ones(2, 6)).sum().backward()
     if dist.get_rank() == 0:
         model.blocks[1].a.weight.grad = None  # all of it lies on rank 0, and nothing of it would have travelled
@@ -326,7 +326,7 @@ def _differ() -> str:
 
 
 def _iterated_and_adamw(model: nn.Module, wrap: Callable[[Any], Any]) -> optim.Optimizer:
-    return together(wrap(Iterated(_matrices(model))), optim.AdamW(_others(model), lr=0.01))
+    return chain(wrap(Iterated(_matrices(model))), optim.AdamW(_others(model), lr=0.01))
 
 
 RESUMED: dict[str, Callable[[nn.Module, Callable[[Any], Any]], optim.Optimizer]] = {
@@ -348,13 +348,13 @@ def test_saved_under_one_strategy_it_goes_on_under_another(world: Worlds, tmp_pa
 def _resume(root: Path, states: str) -> None:
     labels = ["zero3", "mics", "ddp", "paro-iig", "zero3"]
     twin = Twin(Net, _loss, labels[0], SHAPE)
-    twin.optimizer = RESUMED[states](twin.sharded, whole_matrices)
+    twin.optimizer = RESUMED[states](twin.sharded, owner_stepped)
     twin.plain_optimizer = RESUMED[states](twin.plain, _as_it_is)
     twin.train(2)
     for number, label in enumerate(labels[1:]):
         assert checkpoint.save(root / str(number), 2 + number, checkpoint.State(twin.sharded, twin.optimizer)).ok
         resumed = Twin(Net, _loss, label, SHAPE)
-        resumed.optimizer = RESUMED[states](resumed.sharded, whole_matrices)
+        resumed.optimizer = RESUMED[states](resumed.sharded, owner_stepped)
         loaded = checkpoint.load(root / str(number), checkpoint.State(resumed.sharded, resumed.optimizer))
         assert loaded is not None and not loaded.notes
         resumed.plain, resumed.plain_optimizer, twin = twin.plain, twin.plain_optimizer, resumed
@@ -370,7 +370,7 @@ def test_full_state_dicts_are_those_of_one_process_and_load_again(world: Worlds)
 def _full_state_dicts() -> None:
     twin = Twin(Net, _loss, "zero3", SHAPE)
     twin.optimizer, twin.plain_optimizer = (Iterated(_matrices(m)) for m in (twin.sharded, twin.plain))
-    twin.optimizer = whole_matrices(twin.optimizer)
+    twin.optimizer = owner_stepped(twin.optimizer)
     adamw = optim.AdamW(_others(twin.sharded), lr=1e-3)
     twin.backward()
     adamw.step()
@@ -389,7 +389,7 @@ def _full_state_dicts() -> None:
             else:
                 assert found["state"][name]["exp_avg"].shape == p.shape
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    resumed = whole_matrices(Iterated(_matrices(twin.sharded), lr=0.5))
+    resumed = owner_stepped(Iterated(_matrices(twin.sharded), lr=0.5))
     fresh = optim.AdamW(_others(twin.sharded), lr=1e-3)
     checkpoint.set_optimizer_state_dict(
         twin.sharded, [resumed, fresh], found if dist.get_rank() == 0 else {}, options=options
@@ -510,9 +510,9 @@ def _refuse_coupled(label: str) -> None:
     before = [p.full_tensor() for p in model.parameters()]
     for kind, reason in COUPLED.items():
         with pytest.raises(ShardError, match=rf"{kind.__name__} cannot step its parameters one at a time.*{reason}"):
-            whole_matrices(kind(model.parameters()))
+            owner_stepped(kind(model.parameters()))
         with pytest.raises(ShardError, match=kind.__name__):  # before an integration shards the model
-            whole_matrices(kind(Net().parameters()))
+            owner_stepped(kind(Net().parameters()))
     assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
 
 
@@ -538,7 +538,7 @@ def test_an_optimizer_that_couples_parameters_later_is_refused_in_that_step(worl
 
 def _couple_late() -> int:
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
-    optimizer = whole_matrices(LateStepSize(_matrices(model)))
+    optimizer = owner_stepped(LateStepSize(_matrices(model)))
     model(torch.ones(2, 6)).sum().backward()
     for _ in range(19):
         optimizer.step()
@@ -571,7 +571,7 @@ def test_counts_in_attributes_and_states_made_anew_are_kept(world: Worlds) -> No
 
 def _count_by_itself() -> None:
     twin = Twin(Net, _loss, "zero3", towpath.Topology(2, 1))
-    twin.optimizer = whole_matrices(CountsByItself(_matrices(twin.sharded)))
+    twin.optimizer = owner_stepped(CountsByItself(_matrices(twin.sharded)))
     twin.plain_optimizer = CountsByItself(_matrices(twin.plain))
     twin.train(4)
     twin.check_parameters()
@@ -620,7 +620,7 @@ class Averaged(Iterated):
                     z.sub_(change, alpha=0.2)
 
 
-@in_turn(["wrapped", "as it is", "together"], 1, "wrap")
+@in_turn(["wrapped", "as it is", "chain"], 1, "wrap")
 def test_schedule_free_optimizers_train_and_evaluate_as_in_one_process(world: Worlds, wrap: str) -> None:
     world(4).run(_schedule_free, wrap)
 
@@ -646,11 +646,11 @@ def _schedule_free(wrap: str) -> None:
                     assert torch.allclose(twin.sharded(x), twin.plain(x), rtol=0, atol=1e-9), (label, step)
 
 
-def _averaged(model: nn.Module, kind: str, wrap: Callable[[Any], Any] = whole_matrices) -> Any:
+def _averaged(model: nn.Module, kind: str, wrap: Callable[[Any], Any] = owner_stepped) -> Any:
     if kind == "as it is":
         return Averaged(model.parameters(), whole=False)
     whole = wrap(Averaged(_matrices(model)))
-    return whole if kind == "wrapped" else together(whole, Averaged(_others(model), whole=False))
+    return whole if kind == "wrapped" else chain(whole, Averaged(_others(model), whole=False))
 
 
 def test_a_mode_that_an_optimizer_is_in_already_moves_nothing(world: Worlds) -> None:
@@ -659,16 +659,16 @@ def test_a_mode_that_an_optimizer_is_in_already_moves_nothing(world: Worlds) -> 
 
 def _switch_twice() -> None:
     model: Any = towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
-    optimizer = whole_matrices(Averaged(_matrices(model)))
-    muon = whole_matrices(optim.Muon([_matrices(model)[0]]))
+    optimizer = owner_stepped(Averaged(_matrices(model)))
+    muon = owner_stepped(optim.Muon([_matrices(model)[0]]))
 
-    def runs() -> Counter[Kind]:
-        counts: Counter[Kind] = Counter()
+    def runs() -> Counter[TransferKind]:
+        counts: Counter[TransferKind] = Counter()
         for total in towpath.stats(model).transfers:
             counts[total.transfer.kind] += total.calls if total.transfer.kind in OWNERS else 0
         return counts
 
-    def moved(action: Callable[[], None]) -> set[Kind]:
+    def moved(action: Callable[[], None]) -> set[TransferKind]:
         before = runs()
         action()
         return set(runs() - before)
@@ -678,7 +678,7 @@ def _switch_twice() -> None:
     optimizer.step()
     assert moved(optimizer.train) == set()
     assert moved(muon.eval) == set()
-    assert moved(optimizer.eval) == {Kind.MATRIX_WEIGHTS, Kind.MATRIX_UPDATES}
+    assert moved(optimizer.eval) == {TransferKind.MATRIX_WEIGHTS, TransferKind.MATRIX_UPDATES}
     assert moved(optimizer.eval) == set()
 
 
@@ -715,10 +715,10 @@ def _compile(root: Path) -> None:
     plain = MODELS["gpt"].make(torch.float32)
     _backward(sharded)
     unwrapped = Compiled(sharded.parameters())
-    words = rf"rank {dist.get_rank()}: Compiled compiles its step.*Call towpath.optim.whole_matrices.Compiled"
+    words = rf"rank {dist.get_rank()}: Compiled compiles its step.*Call towpath.optim.owner_stepped.Compiled"
     with pytest.raises(ShardTensorError, match=words):
         unwrapped.step()
-    optimizer, expected = whole_matrices(Compiled(sharded.parameters())), Compiled(plain.parameters())
+    optimizer, expected = owner_stepped(Compiled(sharded.parameters())), Compiled(plain.parameters())
     for step in range(2):
         _backward(sharded, step)
         for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):

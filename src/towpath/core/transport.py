@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, Literal, get_args
 
 from towpath.core.formats import Codec
-from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, travelled
+from towpath.core.routes import ALL_TO_ALL, ROUTES, WITH_OWNERS, Grid, Op, Route, effective_route
 from towpath.core.units import BucketSpec
 from towpath.errors import StrategyError
 
@@ -145,7 +145,7 @@ FEEDBACK: tuple[Feedback, ...] = get_args(Feedback)
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Transport:
     """The route and the codec of one kind of transfer.
 
     One-hop and two-hop are the only routes whose reductions can be encoded by blocks. On a ring, every member would
@@ -193,21 +193,21 @@ class Wire:
             if type(steps) is not int or steps < 0:
                 raise StrategyError(f"Wire: {name} is a number of optimizer steps, or 0; got {steps!r}.")
             if steps and self.codec == "none":
-                raise StrategyError(f"Wire: {name}={steps} without a codec: there is nothing that serves.")
+                raise StrategyError(f"Wire: {name}={steps} without a codec: there is nothing to switch on or off.")
         if 0 < self.until <= self.after:
-            raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never serve.")
+            raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never be used.")
 
-    def at(self, step: int) -> Wire:
+    def at(self, step: int) -> Transport:
         """Return the wire of optimizer step `step`, counted from 0."""
         serves = self.after <= step and not 0 < self.until <= step
-        return self if serves or self.codec == "none" else Wire(self.route, self.codec, served=True)
+        return self if serves or self.codec == "none" else Transport(self.route, self.codec, served=True)
 
     @property
     def changes(self) -> set[int]:
         """The optimizer steps at which the wire changes."""
         return {self.until, self.after} - {0}
 
-    def within(self, alignment: int) -> Wire:
+    def within(self, alignment: int) -> Transport:
         """Return the wire with blocks no longer than `alignment`, so that no block spans two parameters."""
         return self if self.encoding is None else replace(self, codec=self.encoding.within(alignment))
 
@@ -230,7 +230,7 @@ class Wire:
             return "flat"
         if self.encoding is not None and op is not Op.ALL_GATHER and grid.plain:
             return "one-hop"
-        return travelled(self.route, grid)
+        return effective_route(self.route, grid)
 
     def check(self, op: Op, what: str) -> None:
         """Check that the wire can execute `op`.
@@ -243,15 +243,21 @@ class Wire:
             StrategyError: If it cannot, for example if every member of a ring would decode and encode again.
         """
         if op is Op.SEND:
-            self._check_send(what)
+            if self.route != "flat":
+                raise StrategyError(f"{what}: a message from one rank to another has no route; got {self.route!r}.")
+            if self.feedback not in ("none", "first"):
+                raise StrategyError(
+                    f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
+                )
             return
         if op in WITH_OWNERS:
             self._check_owners(what)
             return
         if self.low_rank is not None:
             raise StrategyError(
-                f"{what}: {self.codec} needs whole matrices: what one rank sends to another, or the sum of gradients "
-                f"that are whole on every rank (ddp, zero1, paro-nng, paro-nni). Here a {op.value} moves ranges of a "
+                f"{what}: {self.codec} needs full matrices: messages between two ranks, or the sum of gradients that "
+                "are "
+                f"unsharded on every rank (ddp, zero1, paro-nng, paro-nni). Here a {op.value} moves ranges of a "
                 "flat buffer. Take a codec of blocks, such as 'int8'."
             )
         if self.encoding is None:
@@ -264,14 +270,6 @@ class Wire:
         if op is Op.ALL_GATHER and self.feedback != "none":
             raise StrategyError(
                 f"{what}: feedback belongs to reductions; a gather sends weights, which are not summed."
-            )
-
-    def _check_send(self, what: str) -> None:
-        if self.route != "flat":
-            raise StrategyError(f"{what}: a message from one rank to another has no route; got {self.route!r}.")
-        if self.feedback not in ("none", "first"):
-            raise StrategyError(
-                f"{what}: the sender alone rounds: feedback is 'none' or 'first'; got {self.feedback!r}."
             )
 
     def _check_owners(self, what: str) -> None:
