@@ -206,7 +206,7 @@ def _refused_by_one_stage() -> None:
     broken = [stages[0], lambda: nn.Linear("eight", 8)]  # type: ignore[arg-type]
     with pytest.raises(TowpathError, match=r"a stage cannot be made: TypeError"):
         Pipeline(broken, "ddp", **options)
-    with pytest.raises(TowpathError, match=r"zero3: reduce: low-rank:1 needs whole matrices"):
+    with pytest.raises(TowpathError, match=r"zero3: reduce: low-rank:1 needs full matrices"):
         Pipeline(stages, "zero3", compression=Compression(gradients="low-rank:1", share_of_stages=0.5), **options)
 
 

@@ -194,4 +194,4 @@ def _count_messages(label: str) -> None:
     assert len(gathers) == 4
     assert calls["messages"] == each, (dict(calls), each)
     schedule = towpath.schedule(strategy, model, 1)
-    assert towpath.stats(model).memory_bytes["transport"] == schedule.buffer_bytes()["transport"]
+    assert towpath.stats(model).memory_bytes["wire"] == schedule.buffer_bytes()["wire"]

@@ -63,7 +63,7 @@ def test_a_step_of_a_warm_up_has_the_wires_that_serve_then() -> None:
 
 
 def test_gradients_that_a_stage_cuts_are_refused() -> None:
-    with pytest.raises(StrategyError, match="zero2: reduce: low-rank:4 needs whole matrices"):
+    with pytest.raises(StrategyError, match="zero2: reduce: low-rank:4 needs full matrices"):
         Compression(gradients="low-rank:4").strategy_of(towpath.strategy("zero2", TOPOLOGY), 0, 2)
 
 

@@ -91,7 +91,7 @@ def test_feedback_is_on_unless_it_is_turned_off_and_first_steps_may_travel_as_th
 
 @pytest.mark.parametrize("name", ["zero2", "zero3", "mics", "hpz", "paro-iig", "paro-nig"])
 def test_where_gradients_are_cut_it_is_refused(name: str) -> None:
-    with pytest.raises(StrategyError, match=r"low-rank:4 needs whole matrices.*ddp, zero1, paro-nng, paro-nni"):
+    with pytest.raises(StrategyError, match=r"low-rank:4 needs full matrices.*ddp, zero1, paro-nng, paro-nni"):
         _made(name)
 
 

@@ -106,7 +106,9 @@ def test_what_it_writes_is_a_strategy_that_train_takes(
 
 def test_codecs_are_planned_only_where_they_are_allowed(found: dict[str, Any]) -> None:
     allowed = json.loads(told_wide(*PLAN, "--json", "--allow", "int8,int4+hadamard"))
-    codecs = [any("int" in w for plan in each["plans"] for w in plan["wires"].values()) for each in (found, allowed)]
+    codecs = [
+        any("int" in w for plan in each["plans"] for w in plan["transports"].values()) for each in (found, allowed)
+    ]
     assert codecs == [False, True]
 
 

@@ -346,9 +346,7 @@ def buffer_bytes(plans: Sequence[UnitPlan], kinds: Collection[TransferKind] = WI
         "weight slots": weights,
         "gradient slots": depth * _bytes(largest(p.gradient_needs for p in _distinct(others)))
         + sum(_bytes(p.gradient_needs) for p in root),
-        "transport": sum(
-            MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()
-        ),
+        "wire": sum(MAX_IN_FLIGHT[queue] * numel * item_bytes(dtype) for (queue, dtype), numel in transports.items()),
     }
 
 

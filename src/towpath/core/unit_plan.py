@@ -167,7 +167,7 @@ class UnitPlan:
             ("copies", any(b.backward_copy for b in self.buckets)),
             ("trains", any(b.spec.trainable for b in self.buckets)),
             ("reduces", bool(self.gradient_needs)),
-            ("publishes", any(b.has_param_sync for b in self.buckets)),
+            ("has_param_sync", any(b.has_param_sync for b in self.buckets)),
             ("steps_on_host", any(b.optimizer_on_host for b in self.buckets)),
         ):
             object.__setattr__(self, name, value)

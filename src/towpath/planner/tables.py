@@ -75,7 +75,7 @@ def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
         "strategy": priced.strategy.name,
         "toml": priced.strategy.to_toml(),
         "placement": {name: [e.local, e.nodes] for name, e in priced.strategy.placement.extents()},
-        "wires": {
+        "transports": {
             k.value: str(priced.strategy.transport(k))
             for k in WITH_TRANSPORT
             if getattr(priced.strategy.moves, k.value)
