@@ -358,7 +358,7 @@ def test_what_cannot_be_is_refused_with_the_remedy() -> None:
     with pytest.raises(StrategyError, match="frozen is an Extent, 'as-trained', or None"):
         towpath.strategy("zero3", SHAPE, frozen="everywhere")
     for codec in ("int8:whole", "bf16", "int8+stochastic"):
-        with pytest.raises(StrategyError, match="rest in a codec of blocks"):
+        with pytest.raises(StrategyError, match="are stored in a codec of blocks"):
             towpath.strategy("zero3", SHAPE, frozen_codec=codec)
     with pytest.raises(StrategyError, match="float64"):
         towpath.schedule(_strategy("zero3", "2x1", frozen_codec="int8"), Model().double(), 1)

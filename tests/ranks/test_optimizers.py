@@ -16,7 +16,7 @@ from torch import optim
 import towpath
 from tests.ranks.server import World
 from tests.ranks.test_never_silent import Net, _loss
-from tests.ranks.test_whole_matrices import OneStepSize
+from tests.ranks.test_owner_stepped import OneStepSize
 from tests.ranks.twin import Twin
 from towpath import checkpoint
 from towpath.errors import ShardTensorError

@@ -139,9 +139,7 @@ def strategies() -> tuple[str, ...]:
 def strategy(name: Preset | str, topology: Topology | None = None, **options: Unpack[Options]) -> Strategy:
     """Return the preset `name` on `topology`, with the given options.
 
-    Codecs apply to transfers that cross nodes. Single ones (`gather`, `backward_gather`, `reduce`, `grad_sync`,
-    `param_sync`)
-    override the other options.
+    Codecs apply to transfers that cross nodes. A `Transport` for one kind of transfer overrides the other options.
 
     Args:
         name: A preset's name. `strategies()` lists them.
@@ -164,10 +162,8 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
             - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
-            - `params`: The extent of parameters, for lins.
-            - `grads`: The extent of gradients, for lins.
-            - `optimizer`: The extent of optimizer states, for lins.
-            - `backward_params`: The extent of the backward copy, for lins.
+            - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind of transfer.
+            - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
 
     Raises:
         StrategyError: If the name or an option is unknown, or options contradict each other.
@@ -187,9 +183,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
     encoded = _encoded(name, route, rest)
     topology = topology or Topology.detect()
     made = Strategy(topology, placer(topology, **rest), name, offload=offload)
-    chosen = (
-        {kind.value: Transport(route) for kind in WITH_TRANSPORT} if route is not None else _default_transports(made)
-    )
+    chosen = _default_transports(made) if route is None else {k.value: Transport(route) for k in WITH_TRANSPORT}
     for kind, transport in encoded.items():
         if not _crosses(getattr(made.moves, kind.value), topology):
             continue
