@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices (Muon, Shampoo, Adafactor), under every strategy.
+"""Optimizers that need full matrices (Muon, Shampoo, Adafactor), under every strategy.
 
     muon = towpath.optim.owner_stepped(torch.optim.Muon(matrices, lr=0.02))
 
@@ -118,8 +118,8 @@ class OwnerSteppedOptimizer(Optimizer):
         if not self._parts:
             raise ShardError(
                 f"owner_stepped({self.kind}): no parameter of it is one of a sharded model. Make it after "
-                "towpath.shard(model, …), of model.parameters(); or let an integration shard the model and be told of "
-                "it, as accelerator.prepare(model, optimizer). A model that is not sharded needs no wrapper."
+                "towpath.shard(model, …), of model.parameters(); or let an integration shard the model and give it the "
+                "optimizer, as accelerator.prepare(model, optimizer). A model that is not sharded needs no wrapper."
             )
         self._has_stepped = True
         loss = None
@@ -212,7 +212,7 @@ class OwnerSteppedOptimizer(Optimizer):
 
     @property
     def parts(self) -> Sequence[MatrixSteps]:
-        """The whole-matrix steps, one for each sharded model whose parameters the optimizer has."""
+        """The full-matrix steps, one for each sharded model whose parameters the optimizer has."""
         return self._parts
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -367,7 +367,7 @@ def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def whole_of(optimizer: Optimizer) -> list[OwnerSteppedOptimizer]:
-    """Return the members of `optimizer` that step whole matrices."""
+    """Return the members of `optimizer` that step full matrices."""
     return [each for each in members_of(optimizer) if isinstance(each, OwnerSteppedOptimizer)]
 
 

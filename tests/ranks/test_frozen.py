@@ -196,7 +196,7 @@ def _logged() -> None:
     assert plain.towpath_engine.strategy == _strategy("zero3")
     if dist.get_rank() == 0:
         assert len(said) == 2
-        assert "frozen parameters lie in each node (2×1)" in said[0]
+        assert "frozen parameters are stored in each node (2×1)" in said[0]
         assert "nothing trains" in said[1]
     else:
         assert not said

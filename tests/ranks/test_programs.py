@@ -172,7 +172,7 @@ def _allowed() -> None:
 
 def test_an_optimizer_that_steps_what_was_not_sharded_besides_says_so_once(world: Worlds) -> None:
     for said in world(2).run(_beside):
-        assert len(said) == 1 and "SGD steps 2 parameters besides those of the sharded model" in said[0], said
+        assert len(said) == 1 and "SGD steps 2 parameters in addition to those of the sharded model" in said[0], said
 
 
 def _beside() -> list[str]:

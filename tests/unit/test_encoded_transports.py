@@ -108,7 +108,7 @@ def test_what_cannot_be_is_refused() -> None:
     refused("need gradients= to name a codec", feedback="first")
     refused("backward pass compute with other weights", weights="int8+stochastic")
     refused("route='ring' would round gradients in int4 at every member", route="ring", gradients="int4")
-    refused(r"reduce is a Wire, such as .*; got 'int8'", reduce="int8")
+    refused(r"reduce is a Transport, such as .*; got 'int8'", reduce="int8")
     refused("need gradients= to name a codec", gradients_until=5)
     refused("until is a number of optimizer steps", gradients="int4", gradients_until=-1)
     with pytest.raises(StrategyError, match="feedback='first' without a codec"):

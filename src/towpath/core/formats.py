@@ -277,7 +277,7 @@ class Precision:
         A single dtype becomes `params`. FSDP2's policy gives `params` and `reduce`.
 
         Raises:
-            StrategyError: If the argument is no such value, or the policy asks for what a sharded model does not do.
+            StrategyError: If the argument is no such value, or the policy requires what a sharded model does not do.
         """
         if given is None or isinstance(given, Precision):
             return given or Precision()

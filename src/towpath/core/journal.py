@@ -12,8 +12,8 @@ differ, some add up to more.
 * Ranks of one replica of the parameters compare gathers, trainable and frozen ones together. Replicas may run different
   units.
 * Ranks of one replica of the gradients compare reductions.
-* Ranks of one replica of the optimizer states compare syncs, publishes, and the transfers of optimizers that need whole
-  matrices. They also compare shared calls: norms and full tensors, which are collectives of these ranks.
+* Ranks of one replica of the optimizer states compare gradient syncs, parameter syncs, and the transfers of optimizers
+  that need full matrices. They also compare shared calls: norms and full tensors, which are collectives of these ranks.
 
 A rank may run any number of forward passes between two boundaries. The journal keeps only the last entries, and folds
 earlier ones into a digest.
@@ -336,7 +336,7 @@ class CollectiveLog:
             differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
             texts.append(divergence_message(self.rank, next(d for d in differences if d is not None)))
         # The first difference may cause a second one, which may show better where the ranks differ.
-        raise StepError(" Besides, on ".join(texts))
+        raise StepError(" In addition, on ".join(texts))
 
 
 def difference(

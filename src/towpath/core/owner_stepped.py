@@ -1,4 +1,4 @@
-"""The step of an optimizer that needs whole matrices (Muon, Shampoo, Adafactor), as data.
+"""The step of an optimizer that needs full matrices (Muon, Shampoo, Adafactor), as data.
 
 Each rank holds a slice of the parameters, but such an optimizer computes with unsharded parameters. Each parameter
 therefore has an *owner* among the ranks that hold one copy of the optimizer states. In every copy, the owner has the
@@ -82,7 +82,7 @@ class Round:
 class MatrixPlan:
     """The rounds of one optimizer and their transfers, the same on all ranks.
 
-    If one rank holds a full copy of the optimizer states, nothing is transferred. `gradients` is the wire of the
+    If one rank holds a full copy of the optimizer states, nothing is transferred. `gradients` is the transport of the
     gradients. Weights and updates use no codec.
     """
 
@@ -207,7 +207,7 @@ def plan_matrices(
         strategy: The strategy of the model.
         plans: The plans of all units of the model.
         chosen: The parameters that the optimizer steps, in any order.
-        gradients: The wire of the gradients. By default they are sent as they are.
+        gradients: The transport of the gradients. By default they are sent as they are.
 
     Raises:
         StrategyError: If the codec of the gradients does not take the dtype of a parameter.

@@ -407,7 +407,7 @@ class Compression:
         return not message.backward or message.exposed or self.every_gradient
 
     def of(self, message: Message) -> Transport:
-        """Return the wire of a message."""
+        """Return the transport of a message."""
         transport: Transport = self.activation_gradients if message.backward else self.activations
         return transport if self.encodes(message) else Transport()
 

@@ -158,9 +158,9 @@ def _broken_rule(extent: Extent, topology: Topology) -> str | None:
 #     gather            P → full weights                        before a unit's forward
 #     backward_gather   P, or hpZ's copy → full weights         before a unit's backward
 #     reduce            full gradients → G                      every micro-step
-#     sync              G → OS, then over the replicas of OS    in the last micro-step
-#     publish           OS → P                                  before the forward that follows an optimizer step
-#     assemble          OS → full                               when the user asks for a full tensor
+#     grad_sync         G → OS, then over the replicas of OS    in the last micro-step
+#     param_sync        OS → P                                  before the forward that follows an optimizer step
+#     assemble          OS → full                               when the user needs a full tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The presets: strategies that have a name.
 
-Each preset is a function from a topology and options to a placement. `strategy` adds wires to it.
+Each preset is a function from a topology and options to a placement. `strategy` adds transports to it.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def strategy(name: Preset | str, topology: Topology | None = None, **options: Un
             - `frozen_codec`: The codec in which frozen parameters are stored and sent: 'int8', 'int4:64', or 'none'.
             - `offload`: 'optimizer' keeps what the optimizer works on in host memory. Use it to save device memory.
             - `group`: The partition group of mics, hpz and zero++, as an Extent. The default is the node.
-            - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind of transfer.
+            - `gather`, `backward_gather`, `reduce`, `grad_sync`, `param_sync`: The `Transport` of this kind.
             - `params`, `grads`, `optimizer`, `backward_params`: The extents of lins.
 
     Raises:
@@ -239,7 +239,7 @@ def _check_known(name: str, placer: Callable[..., Placement], options: dict[str,
 
 
 def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[TransferKind, Transport]:
-    """Return a wire for each kind that has a codec, and remove the codec options from `options`."""
+    """Return a transport for each kind that has a codec, and remove the codec options from `options`."""
     named = "gradients" in options
     weights, gradients = _CODECS.get(name, ("none", "none"))
     weights, gradients = options.pop("weights", weights), options.pop("gradients", gradients)
@@ -260,7 +260,7 @@ def _encoded(name: str, route: Route | None, options: dict[str, Any]) -> dict[Tr
         if route is not None and named and not low_rank and route not in ALL_TO_ALL:
             raise StrategyError(
                 f"strategy {name!r}: route={route!r} would round gradients in {gradients} at every member. "
-                f"Take one of {', '.join(ALL_TO_ALL)}, or name the wires one by one (gather=, reduce=, …)."
+                f"Take one of {', '.join(ALL_TO_ALL)}, or name the transports one by one (gather=, reduce=, …)."
             )
     return transports
 
@@ -270,7 +270,7 @@ def _crosses(moves: tuple[GroupCollective, ...], topology: Topology) -> bool:
 
 
 def _default_transports(made: Strategy) -> dict[str, Transport]:
-    """Return wires with the best route for each kind with a group that spans nodes and has several members in each.
+    """Return transports with the best route for each kind with a group of several nodes and several members in each.
 
     The plain presets keep 'flat', as users know them. That includes hpz, which is measured against zero3.
     """

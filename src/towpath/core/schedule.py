@@ -277,7 +277,7 @@ def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transf
 class Schedule(SentBytes):
     """Every transfer of one optimizer step, in the order in which the engine submits them.
 
-    `plans` has one plan for each unit. `matrices` is the plan of an optimizer that needs whole matrices, if any.
+    `plans` has one plan for each unit. `matrices` is the plan of an optimizer that needs full matrices, if any.
     """
 
     strategy: Strategy
@@ -375,7 +375,7 @@ def schedule(
         micro_steps: How many forward and backward passes make one step.
         precision: The dtypes for compute, reduction and accumulation. None means `Precision()`.
         passes: For a pipeline stage, the passes that it computes, in order.
-        whole: The parameters that the optimizer steps as whole matrices.
+        whole: The parameters that the optimizer steps as full matrices.
 
     Raises:
         StrategyError: If `micro_steps` is not an integer of at least 1.
@@ -453,19 +453,21 @@ def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision,
         return Decision(replace(strategy, frozen=None, frozen_codec="none"))
     if not is_open(strategy, units):
         if strategy.frozen is None and strategy.placement.params.nodes > 1 and not trains:
-            why = "nothing trains, so that frozen parameters lie as the strategy has it"
+            why = "nothing trains, so that frozen parameters are stored as the strategy's placement says"
             return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
         return Decision(strategy)
     inside = replace(strategy, frozen=Extent(strategy.topology.ranks_per_node))
     needed = kept_bytes([plan_unit(inside.at(0), unit, precision) for unit in units])
     what = f"what the engine keeps then takes {needed:,} bytes of a rank"
     if memory is None:
-        return Decision(inside, f"{strategy.name}: frozen parameters lie in each node ({inside.frozen}): {what}.")
+        return Decision(
+            inside, f"{strategy.name}: frozen parameters are stored in each node ({inside.frozen}): {what}."
+        )
     limit = int(SHARE_OF_MEMORY * memory)
     if needed <= limit:
-        why = f"frozen parameters lie in each node ({inside.frozen}): {what}, and {limit:,} are allowed"
+        why = f"frozen parameters are stored in each node ({inside.frozen}): {what}, and {limit:,} are allowed"
         return Decision(inside, f"{strategy.name}: {why}.")
-    why = f"frozen parameters lie as those that train: in each node {what}, and {limit:,} are allowed"
+    why = f"frozen parameters are stored as those that train: in each node {what}, and {limit:,} are allowed"
     return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")
 
 
@@ -568,7 +570,7 @@ def message_transfers(
 
 
 def transport_for(dtype: str, transport: Transport) -> Transport:
-    """Return the wire for a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
+    """Return the transport of a tensor that stages exchange. Tensors that are not floats, such as tokens, use no codec.
 
     Raises:
         StrategyError: If the codec of `transport` does not take the dtype.

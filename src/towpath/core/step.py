@@ -61,14 +61,14 @@ class Gathers:
             root.slot = self.slots.reserve(0)
 
     def param_sync(self) -> None:
-        """Submit a publish for each unit that was written since the last call."""
+        """Submit a parameter sync for each unit that was written since the last call."""
         if self._published == self._writes.count:
             return
         self._published = self._writes.count
         for unit in self._units:
             if unit.published != unit.version and unit.plan.has_param_sync:
                 if unit.plan.steps_on_host and unit.publication is not None:
-                    # The host is about to overwrite the memory that the previous publish copies from.
+                    # The host is about to overwrite the memory that the previous parameter sync copies from.
                     self._actions.append(Wait(unit.publication, on_host=True))
                 unit.publication = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
             unit.published = unit.version
@@ -233,7 +233,7 @@ class Gathers:
 
 # --- reductions -------------------------------------------------------------------------------------------------------
 #
-# The order in which units reduce gradients, and the slots for these. At a boundary, a sync follows each reduction.
+# The order in which units reduce gradients, and the slots for these. A gradient sync follows each at a boundary.
 
 
 class Reductions:
@@ -285,7 +285,7 @@ class Reductions:
         return actions
 
     def abandon(self) -> list[Action]:
-        """Return waits for all reductions and syncs under way, and free the gradient slots."""
+        """Return waits for all reductions and gradient syncs under way, and free the gradient slots."""
         waits: list[Action] = [*map(Wait, self.syncs), *(Wait(s.task) for s in self.slots.all if s.task is not None)]
         for unit in self._order:
             unit.collects_in = None
@@ -308,7 +308,7 @@ UNITS_IN_FLIGHT = 2
 class StepMachine:
     """The decisions of a training step on one rank. The engine reports an event with each call, and gets back actions.
 
-    `marks` counts the writes to each unit's parameters. Without it, the caller reports them with `written`.
+    `writes` counts the writes to each unit's parameters. Without it, the caller reports them with `written`.
     """
 
     def __init__(
@@ -513,7 +513,7 @@ class StepMachine:
         return self._answer() if self.staged or not self.boundary else self.boundary_ends()
 
     def boundary_ends(self) -> list[Action]:
-        """Compare ranks, wait for the syncs and set `.grad`, after the backward pass or the whole pipeline step."""
+        """Compare ranks, wait for the gradient syncs and set `.grad`, after the backward pass or the pipeline step."""
         syncs = (Wait(sync, self._units[sync.unit].plan.steps_on_host) for sync in self._reductions.syncs)
         self._actions += [CheckRanks(), *syncs, SetGrads()]
         return self._answer()

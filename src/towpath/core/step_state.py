@@ -32,7 +32,7 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One transfer of a unit, or of an optimizer's step on whole matrices.
+    """One transfer of a unit, or of an optimizer's step on full matrices.
 
     A task starts after everything that was computed before its submission, after the earlier tasks of its queue that
     use the same wire buffers, and after the tasks in `after`.
@@ -319,8 +319,8 @@ class UnitState:
     running_passes: int = 0  # backward passes through it that run now
     shown: bool = False  # the modules' parameters are the unsharded weights
     home: Slot | None = None  # the slot to return to after `allow_reshard`
-    ready: Task | None = None  # the task that brings its weights: the last gather or publish
-    publication: Task | None = None  # the last publish
+    ready: Task | None = None  # the task that brings its weights: the last gather or parameter sync
+    publication: Task | None = None  # the last parameter sync
     passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)  # those whose graphs are alive
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""A strategy: a topology, a placement on it, and a wire for each kind of transfer.
+"""A strategy: a topology, a placement on it, and a transport for each kind of transfer.
 
 A strategy is immutable data. The unit plan, the step machine and the schedule are derived from it. This file also
 writes and reads strategies as TOML, and describes the collectives of a placement without naming their ranks.
@@ -53,7 +53,7 @@ def _escape(found: re.Match[str]) -> str:
 
 
 class TransferKind(StrEnum):
-    """The purpose of a transfer. Strategies choose a wire for each of the first five kinds."""
+    """The purpose of a transfer. Strategies choose a transport for each of the first five kinds."""
 
     # All-gathers a unit's weights before its forward pass.
     GATHER = "gather"
@@ -79,7 +79,7 @@ class TransferKind(StrEnum):
     ACTIVATION_GRADIENT = "activation_gradient"
 
 
-# The kinds that a strategy chooses a wire for. Each is a field of `Strategy` and of `PlacementCollectives`.
+# The kinds that a strategy chooses a transport for. Each is a field of `Strategy` and of `PlacementCollectives`.
 WITH_TRANSPORT = (
     TransferKind.GATHER,
     TransferKind.BACKWARD_GATHER,
@@ -93,7 +93,7 @@ SAVED_NAMES = {TransferKind.GRAD_SYNC: "sync", TransferKind.PARAM_SYNC: "publish
 WEIGHTS = (TransferKind.GATHER, TransferKind.BACKWARD_GATHER, TransferKind.PARAM_SYNC)
 GRADIENTS = (TransferKind.REDUCE, TransferKind.GRAD_SYNC)
 
-# This value of `Strategy.frozen` gives frozen parameters the placement and the wires of trainable ones.
+# This value of `Strategy.frozen` gives frozen parameters the placement and the transports of trainable ones.
 AS_TRAINED = "as-trained"
 # These values of `Strategy.offload` say what is kept in host memory instead of device memory.
 Offload = Literal["optimizer"]
@@ -110,11 +110,11 @@ class Strategy:
         topology: The nodes and ranks of the job.
         placement: The extents of parameters, gradients and optimizer states.
         name: The preset's name, or a name of your own.
-        gather: The wire of all-gathers before forward passes.
-        backward_gather: The wire of all-gathers before backward passes.
-        reduce: The wire of the reduce-scatters of gradients.
-        sync: The wire that averages G shards over replicas in the last micro-step.
-        publish: The wire that sends updated parameters to the P shards.
+        gather: The transport of all-gathers before forward passes.
+        backward_gather: The transport of all-gathers before backward passes.
+        reduce: The transport of the reduce-scatters of gradients.
+        grad_sync: The transport that averages G shards over replicas in the last micro-step.
+        param_sync: The transport that sends updated parameters to the P shards.
         frozen: The extent of frozen parameters: an `Extent`, or 'as-trained' for that of trainable ones. With None,
             `shard()` decides. If P spans nodes, it then keeps one copy in each node where the node's memory allows it.
         frozen_codec: A `Codec` or its text ('int8', 'int4:64') in which frozen parameters are stored and sent. 'none'
@@ -146,7 +146,8 @@ class Strategy:
             transport = self.transport(kind)
             if not isinstance(transport, Transport):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise StrategyError(
-                    f"{self.name}: {kind.value} is a Wire, such as Transport('two-hop', 'int8'); got {transport!r}."
+                    f"{self.name}: {kind.value} is a Transport, such as Transport('two-hop', 'int8'); got "
+                    f"{transport!r}."
                 )
             if (
                 kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
@@ -196,7 +197,7 @@ class Strategy:
         """Return the strategy of trainable parameters, or of frozen ones if these differ.
 
         For frozen parameters, P, G and OS have the same extent, and there is no backward copy. Gradients and updates
-        are never sent, so their wires are plain.
+        are never sent, so their transports are plain.
         """
         return self if trainable or self.frozen_extent is None else _of_frozen(self)
 
@@ -215,7 +216,7 @@ class Strategy:
         return Extent(math.lcm(params.local, frozen.local), math.lcm(params.nodes, frozen.nodes))
 
     def transport(self, kind: TransferKind) -> Transport:
-        """Return the wire of transfers of `kind`. Kinds that have no choice get a plain wire."""
+        """Return the transport of transfers of `kind`. Kinds that have no choice get a plain transport."""
         return getattr(self, kind.value) if kind in WITH_TRANSPORT else Transport()
 
     def codecs(self, trainable: bool) -> list[Codec]:

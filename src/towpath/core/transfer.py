@@ -46,11 +46,11 @@ class Range:
 
     Attributes:
         unit: The unit's name, empty for the root.
-        bucket: The bucket's name. It is empty for a transfer that concerns all units, such as the usage check.
+        bucket: The bucket's name. It is empty for a transfer that concerns all units, such as `unused_params`.
         elements: The length of the range.
         dtype: The dtype in which the elements are sent.
         factored: How many matrix elements are replaced by low-rank factors. 0 if there are none.
-        encoded: True if each rank stores its part in the wire's codec. It is then sent in that form.
+        encoded: True if each rank stores its part in the transport's codec. It is then sent in that form.
     """
 
     unit: str
@@ -252,7 +252,7 @@ class Transfer:
         kind: What the transfer is for.
         payload: What it moves.
         move: Its operation and its groups. Their ranks are ranks of `topology`.
-        wire: Its route and codec.
+        transport: Its route and codec.
         topology: The nodes that the ranks are on.
         micro_step: The micro-step in which it is submitted, or the micro-batch of an activation.
     """

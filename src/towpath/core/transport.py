@@ -1,4 +1,4 @@
-"""Wires: the route and the codec of one kind of transfer.
+"""Transports: the route and the codec of one kind of transfer.
 
 A codec of blocks (`Codec`) rounds each element to a few bits. The low-rank codec (`LowRank`) sends the factors of a
 matrix instead of the matrix.
@@ -171,44 +171,46 @@ class Transport:
 
     def __post_init__(self) -> None:
         if self.route not in ROUTES:
-            raise StrategyError(f"Wire: unknown route {self.route!r}; known are {', '.join(ROUTES)}.")
+            raise StrategyError(f"Transport: unknown route {self.route!r}; known are {', '.join(ROUTES)}.")
         if isinstance(self.codec, str) and self.codec != "none":
             codec = LowRank if self.codec.startswith(LOW_RANK) else Codec
             object.__setattr__(self, "codec", codec.parse(self.codec))
         elif not isinstance(self.codec, (str, Codec, LowRank)):
-            raise StrategyError(f"Wire: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
+            raise StrategyError(f"Transport: codec is a Codec, its text, or 'none'; got {self.codec!r}.")
         if self.feedback not in FEEDBACK:
-            raise StrategyError(f"Wire: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
+            raise StrategyError(f"Transport: feedback is one of {', '.join(FEEDBACK)}; got {self.feedback!r}.")
         if isinstance(self.codec, LowRank) and self.feedback not in ("none", "first"):
             raise StrategyError(
-                f"Wire: in {self.codec} each rank rounds what it sends itself: feedback is 'none' or 'first'; got "
+                f"Transport: in {self.codec} each rank rounds what it sends itself: feedback is 'none' or 'first'; got "
                 f"{self.feedback!r}."
             )
         if self.feedback != "none" and self.codec == "none":
-            raise StrategyError(f"Wire: feedback={self.feedback!r} without a codec: nothing is rounded away.")
+            raise StrategyError(f"Transport: feedback={self.feedback!r} without a codec: nothing is rounded away.")
         if self.served and (self.codec == "none" or self.until or self.after or self.feedback != "none"):
-            raise StrategyError("Wire: served is for a codec that is not in use: without feedback=, until= and after=.")
+            raise StrategyError(
+                "Transport: served is for a codec that is not in use: without feedback=, until= and after=."
+            )
         for name in ("until", "after"):
             steps = getattr(self, name)
             if type(steps) is not int or steps < 0:
-                raise StrategyError(f"Wire: {name} is a number of optimizer steps, or 0; got {steps!r}.")
+                raise StrategyError(f"Transport: {name} is a number of optimizer steps, or 0; got {steps!r}.")
             if steps and self.codec == "none":
-                raise StrategyError(f"Wire: {name}={steps} without a codec: there is nothing to switch on or off.")
+                raise StrategyError(f"Transport: {name}={steps} without a codec: there is nothing to switch on or off.")
         if 0 < self.until <= self.after:
-            raise StrategyError(f"Wire: after={self.after} and until={self.until}: the codec would never be used.")
+            raise StrategyError(f"Transport: after={self.after} and until={self.until}: the codec would never be used.")
 
     def at(self, step: int) -> Transport:
-        """Return the wire of optimizer step `step`, counted from 0."""
+        """Return the transport of optimizer step `step`, counted from 0."""
         serves = self.after <= step and not 0 < self.until <= step
         return self if serves or self.codec == "none" else Transport(self.route, self.codec, served=True)
 
     @property
     def changes(self) -> set[int]:
-        """The optimizer steps at which the wire changes."""
+        """The optimizer steps at which the transport changes."""
         return {self.until, self.after} - {0}
 
     def within(self, alignment: int) -> Transport:
-        """Return the wire with blocks no longer than `alignment`, so that no block spans two parameters."""
+        """Return the transport with blocks no longer than `alignment`, so that no block spans two parameters."""
         return self if self.encoding is None else replace(self, codec=self.encoding.within(alignment))
 
     @property
@@ -233,7 +235,7 @@ class Transport:
         return effective_route(self.route, grid)
 
     def check(self, op: Op, what: str) -> None:
-        """Check that the wire can execute `op`.
+        """Check that the transport can execute `op`.
 
         Args:
             op: The operation of the transfer.

@@ -41,7 +41,7 @@ class BucketPlan:
     optimizer: Partition  # the OS slices
     backward_copy: Partition | None  # the shards of the copy that backward gathers from, if any
     transfers: dict[TransferKind, tuple[Transfer, ...]]
-    factored: Factored | None = None  # how the sync compresses gradients to low rank, if it does
+    factored: Factored | None = None  # how the gradient sync compresses gradients to low rank, if it does
     rests_in: Codec | None = None
     optimizer_on_host: bool = False
 
@@ -54,7 +54,7 @@ class BucketPlan:
     def has_master(self) -> bool:
         """True if the optimizer works on a copy of its own. Otherwise it works on a slice of the P shard itself.
 
-        The copy stays for the whole run, even in steps in which the codec of the publish is not used.
+        The copy stays for the whole run, even in steps in which the codec of the parameter sync is not used.
         """
         if self.rests_in is not None:
             return False
@@ -119,7 +119,7 @@ class BucketPlan:
     def host_memory_bytes(self) -> dict[str, int]:
         """Return the bytes that one rank keeps between steps in host memory for this bucket, by kind.
 
-        `outgoing` is the copy of the written parameters in the compute dtype, from which the publish copies.
+        `outgoing` is the copy of the written parameters in the compute dtype, from which the parameter sync copies.
         """
         if not self.optimizer_on_host:
             return {}
@@ -128,7 +128,7 @@ class BucketPlan:
         return {"master": elements * own, "grad": elements * own, "outgoing": outgoing}
 
     def host_copy_bytes(self, kind: TransferKind) -> int:
-        """Return the bytes that a transfer of this kind copies: a sync to the host, a publish from it."""
+        """Return the bytes that this kind copies: a gradient sync to the host, a parameter sync from it."""
         held = self.host_memory_bytes()
         return held.get({TransferKind.GRAD_SYNC: "grad", TransferKind.PARAM_SYNC: "outgoing"}.get(kind, ""), 0)
 
@@ -178,7 +178,7 @@ class UnitPlan:
             yield from bucket.transfers[kind]
 
     def steady_transfers(self, kind: TransferKind) -> Iterator[Transfer]:
-        """Yield the transfers of this kind in a steady step. Frozen buckets are not published again."""
+        """Yield the transfers of this kind in a steady step. Frozen buckets are not sent again."""
         for bucket in self.buckets:
             if kind is not TransferKind.PARAM_SYNC or bucket.spec.trainable:
                 yield from bucket.transfers[kind]

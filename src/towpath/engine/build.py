@@ -235,7 +235,7 @@ def build(
         )
     if mesh.groups and strategy.optimizer_on_host:
         raise ShardError(
-            'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what lies in '
+            'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what is in '
             "the host's memory. Leave out offload=, or the mesh."
         )
     source = (

@@ -425,7 +425,7 @@ class Engine:
 
     @on_host
     def end_boundary(self) -> None:
-        """Wait for the syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
+        """Wait for the gradient syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
             try:
                 self.execute(self.machine.boundary_ends())
@@ -477,7 +477,7 @@ class Engine:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Run micro-steps that are not the last of their step: their gradients are summed, and not synced."""
+        """Run micro-steps that are not the last of their step: their gradients are summed, without a gradient sync."""
         before, self.machine.boundary = self.machine.boundary, False
         try:
             yield

@@ -326,7 +326,7 @@ def _check(places: list[ParameterPlace]) -> None:
             raise ShardError(f"{place.names[0]} is a partial sum, {mine.placements}: redistribute it before shard().")
     devices = sorted({str(p.parameter.device) for p in places} - {"meta"})
     if len(devices) > 1:
-        raise ShardError(f"the model's parameters lie on {', '.join(devices)}; move them to one device before shard().")
+        raise ShardError(f"the model's parameters are on {', '.join(devices)}; move them to one device before shard().")
 
 
 def describe(model: nn.Module, layouts: list[UnitLayout]) -> Iterator[str]:

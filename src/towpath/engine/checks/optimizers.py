@@ -445,7 +445,7 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
             assert isinstance(parameter, ShardTensor)
             raise ShardError(
                 f"rank {engine.wiring.rank}: {type(optimizer).__name__} has already stepped {parameter.span.name}: its "
-                "states are of whole parameters. Call shard() before the first step, or make a new optimizer "
+                "states are of unsharded parameters. Call shard() before the first step, or make a new optimizer "
                 "afterwards. If load_state_dict() loaded them: call towpath.checkpoint.set_optimizer_state_dict "
                 "instead."
             )
@@ -486,8 +486,8 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
         if beside and optimizer not in _mixed:
             _mixed.add(optimizer)
             _LOG.warning(
-                "%s steps %d parameters besides those of the sharded model, the first of shape %s. The ranks do not "
-                "average their gradients: shard the whole model, or average them yourself.",
+                "%s steps %d parameters in addition to those of the sharded model, the first of shape %s. The ranks do "
+                "not average their gradients: shard the whole model, or average them yourself.",
                 *(_name(optimizer), len(beside), tuple(beside[0].shape)),
             )
         options = [

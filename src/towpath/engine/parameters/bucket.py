@@ -81,7 +81,7 @@ class SlotMemory:
         return sum(b.numel() * item_bytes(dtype) for slot in self._slots.all for dtype, b in self.of(slot).items())
 
 
-# --- whole parameter --------------------------------------------------------------------------------------------------
+# --- unsharded parameter ----------------------------------------------------------------------------------------------
 #
 # The unsharded parameter that modules compute with, in memory that the engine assigns and takes back.
 
@@ -120,7 +120,7 @@ class Bucket:
 
     `Unit` holds the buckets and calls them from the threads or streams of its transfers. The module's docstring lists
     the memory. `views` are the unsharded parameters that modules compute with. `version` counts the writes to the
-    parameters, and `published` is the count at the last publish. `resting` is the encoded P shard, if there is one.
+    parameters, and `published` is the count at the last parameter sync. `resting` is the encoded P shard, if any.
     """
 
     def __init__(
@@ -239,7 +239,7 @@ class Bucket:
 
     @property
     def dirty(self) -> bool:
-        """True if the parameters were written to since the last publish."""
+        """True if the parameters were written to since the last parameter sync."""
         return self.published != self.version.count
 
     def param_sync(self, workspace: Workspace) -> None:

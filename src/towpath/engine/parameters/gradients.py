@@ -98,11 +98,11 @@ def slice_within(outer: torch.Tensor, cut: Partition, inner: Partition, rank: in
 # It also holds the `.grad` of that slice and the states of the user's optimizer. Two copies connect it with the
 # device. Each runs on the stream of the transfer that it belongs to:
 #
-#     sync      copies the mean gradients to the host, while the backward pass still runs
-#     publish   copies the updated parameters to the device in the compute dtype, before they are sent to other ranks
+#     grad_sync    copies the mean gradients to the host, while the backward pass still runs
+#     param_sync   copies the updated parameters to the device in the compute dtype, before the ranks exchange them
 #
 # On a GPU the host's memory is page-locked, so that copies are asynchronous. The host must wait for a copy before
-# it reads or writes the copied memory. The step machine asks for that by `Wait(…, on_host=True)`. Values on their way
+# it reads or writes the copied memory. The step machine requires that by `Wait(…, on_host=True)`. Values on their way
 # to the device are stored apart from the master, so that the optimizer may write to the master at any time.
 
 
@@ -115,7 +115,7 @@ def host_memory(numel: int, dtype: torch.dtype, device: torch.device) -> torch.T
 class OptimizerMemory:
     """The optimizer-side memory of one bucket: on the bucket's device, or on the host with offload.
 
-    `Bucket` allocates its master here and publishes it, and `FlatGradients` allocates the mean gradients here.
+    `Bucket` allocates its master here, which a parameter sync sends. `FlatGradients` allocates the mean gradients here.
     `outgoing` is the buffer on the host for values on their way to the device. It is None without offload.
     """
 
@@ -150,7 +150,7 @@ Transfers = Mapping[TransferKind, Sequence[RankTransfer]]
 class BucketGradients(ABC):
     """The gradients of one bucket during a step. `Unit` and `Bucket` drive them, in this order:
 
-    begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → sync → deliver (boundary)
+    begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → grad_sync → deliver (boundary)
 
     `used` says for each parameter whether this rank computed a gradient for it since the last boundary.
     `expected` is the number of gradients per micro-step before the unit no longer needs its weights.
@@ -166,7 +166,7 @@ class BucketGradients(ABC):
         self._arrived_now: set[int] = set()  # parameters whose gradient arrived in this micro-step
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
-        """Use the transfers of `plan` from now on. `new_grad_sync` says that the transfers of the sync have changed."""
+        """Use the transfers of `plan` from now on. `new_grad_sync`: the gradient sync has new transfers."""
         self.plan = plan
 
     @property
@@ -392,7 +392,7 @@ class FlatGradients(BucketGradients):
         self._lent: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
-        """Use the transfers of `plan` from now on. A new sync starts with fresh low-rank state."""
+        """Use the transfers of `plan` from now on. A new gradient sync starts with fresh low-rank state."""
         self.plan, self._transfers = plan, transfers
         if new_grad_sync:
             bound = transfers[TransferKind.GRAD_SYNC]

@@ -1,8 +1,8 @@
-"""The sync of gradients in low rank (PowerSGD): all ranks sum two thin factors P and Q of each matrix.
+"""The gradient sync in low rank (PowerSGD): all ranks sum two thin factors P and Q of each matrix.
 
 First P = Σ X Q, which each rank then makes orthonormal, and after that Q = Σ Xᵀ P. The sum of the matrices is close to
 P Qᵀ. X is a rank's gradient plus the error feedback, the part that its earlier messages left out (`errors`). All ranks
-start with the same Q and get the same sums, so P Qᵀ is the same on all ranks. The next sync starts with the last Q.
+start with the same Q and get the same sums, so P Qᵀ is the same on all ranks. The next step starts with the last Q.
 Gradients that are not matrices, or would not get smaller, are sent unchanged in the message of P.
 """
 
@@ -24,7 +24,7 @@ from towpath.core.unit_plan import BucketPlan
 
 
 class LowRankSync:
-    """The low-rank sync of one bucket, with the state that it keeps between steps. `FlatGradients` holds and runs it.
+    """The low-rank gradient sync of one bucket, with its state between steps. `FlatGradients` holds and runs it.
 
     `transfers` are those of its two messages, P first.
     """

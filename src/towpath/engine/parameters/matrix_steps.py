@@ -1,4 +1,4 @@
-"""Runs the step of an optimizer that needs whole matrices: slices are sent to their owners, and back afterwards.
+"""Runs the step of an optimizer that needs full matrices: slices are sent to their owners, and back afterwards.
 
 `core/owner_stepped.py` decides the order. This rank has two kinds of memory:
 

@@ -361,8 +361,8 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
             f"{func}: a plain tensor of shape {tuple(value.shape)} met {where.describe()}, and is not sliced the same "
             "way. "
             f"{_where_whole(where)} If the plain tensor is an optimizer's state, the optimizer stepped before shard(): "
-            "make a new one; or its states were loaded whole: call towpath.checkpoint.set_optimizer_state_dict. To "
-            f"write a whole tensor into a parameter use copy_(); to read one use full_tensor().{made}"
+            "make a new one; or its states were loaded unsharded: call towpath.checkpoint.set_optimizer_state_dict. To "
+            f"write a full tensor into a parameter use copy_(); to read one use full_tensor().{made}"
         )
     if isinstance(value, torch.Tensor) and value.dim():
         return value.reshape(())  # a 0-D tensor broadcasts over a 1-D slice too

@@ -214,7 +214,7 @@ class Unit:
     # Transfers ------------------------------------------------------------------------------------------------------
 
     def param_sync(self) -> Handle | None:
-        """Submit the publish of the buckets that were written to since the last one. Return None if nothing is sent."""
+        """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
         dirty = [b for b in self.buckets if b.dirty]
         for bucket in dirty:
             bucket.published = bucket.version.count
@@ -263,7 +263,7 @@ class Unit:
         return self._queues.submit(TransferKind.REDUCE, _bound(travelling, TransferKind.REDUCE), works)
 
     def grad_sync(self, terms: int, after: Sequence[Handle]) -> Handle | None:
-        """Submit the sync, which turns the G shards into means over `terms` gradients. Return None if there is none.
+        """Submit the gradient sync, which turns G shards into means of `terms` gradients. Return None without one.
 
         The executor submits it in the last micro-step.
         """
@@ -316,7 +316,7 @@ def _starts(sizes: Sequence[tuple[str, int]]) -> list[int]:
     return starts
 
 
-# --- usage ------------------------------------------------------------------------------------------------------------
+# --- unused parameters ------------------------------------------------------------------------------------------------
 #
 # The ranks compare at every boundary which parameters got a gradient, and whether all ranks did the same.
 
