@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from towpath.collectives.bound_transfer import RankTransfer
+from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.schedule import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 

@@ -129,7 +129,7 @@ def stats(model: nn.Module) -> Stats:
     memory["optimizer"], on_host = _optimizer_bytes(engine)
     if host_memory:
         host_memory["optimizer"] = on_host
-    record = engine.wiring.record
+    record = engine.comm.record
     transfers = tuple(record.totals())
     return Stats(transfers, record.last_step, memory, _buffers_made(engine), record.host.seconds, host_memory)
 
@@ -143,7 +143,7 @@ def sums(model: nn.Module) -> Sums:
     Raises:
         ShardError: The model is not sharded.
     """
-    return engine_of(model).wiring.record.sums()
+    return engine_of(model).comm.record.sums()
 
 
 def running_trace(model: nn.Module) -> Trace | None:
@@ -152,7 +152,7 @@ def running_trace(model: nn.Module) -> Trace | None:
     Raises:
         ShardError: The model is not sharded.
     """
-    return engine_of(model).wiring.record.trace
+    return engine_of(model).comm.record.trace
 
 
 @contextmanager
@@ -170,18 +170,18 @@ def tracing(model: nn.Module) -> Generator[Trace]:
         StepError: A trace of the model is active already.
     """
     engine = engine_of(model)
-    with traced([engine], [engine.wiring.groups]) as trace:
+    with traced([engine], [engine.comm.groups]) as trace:
         yield trace
 
 
 @contextmanager
 def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Trace]:
     """Record several engines of this rank in one trace. All ranks synchronize through the groups in `meshes` first."""
-    records = [engine.wiring.record for engine in engines]
+    records = [engine.comm.record for engine in engines]
     if any(record.trace is not None for record in records):
         raise StepError("tracing: this model is being traced already. Leave the first `with tracing(...)` before.")
     for engine in engines:
-        engine.wiring.queues.finish()
+        engine.comm.queues.finish()
     # The barriers run twice. Ranks may leave the first ones at different times, depending on when they arrived. All
     # arrive at the second ones at about the same time, and so leave them together.
     for groups in (*meshes, *meshes):
@@ -192,7 +192,7 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
     try:
         yield trace
         for engine in engines:
-            engine.wiring.queues.finish()
+            engine.comm.queues.finish()
     finally:
         for record in records:
             record.trace = None
@@ -211,12 +211,12 @@ def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interv
     Raises:
         ShardError: The model is not sharded.
     """
-    return dict(enumerate(engine_of(model).wiring.groups.collect_objects(trace.intervals)))
+    return dict(enumerate(engine_of(model).comm.groups.collect_objects(trace.intervals)))
 
 
 def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
-    total["wire"] = engine.wiring.queues.wire_bytes
+    total["wire"] = engine.comm.queues.wire_bytes
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:
@@ -239,7 +239,7 @@ def _buffers_made(engine: Engine) -> int:
     buckets = [b for unit in engine.units for b in unit.buckets]
     held = (nbytes for b in buckets for each in (b.memory_bytes(), b.host_memory_bytes()) for nbytes in each.values())
     kept = sum(nbytes > 0 for nbytes in held)
-    return engine.weights.made + engine.gradients.made + engine.wiring.queues.buffers_made + kept
+    return engine.weights.made + engine.gradients.made + engine.comm.queues.buffers_made + kept
 
 
 def _optimizer_bytes(engine: Engine) -> tuple[int, int]:

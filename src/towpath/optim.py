@@ -412,7 +412,7 @@ def _checked(inner: Optimizer) -> list[Engine]:
             raise
         failure = error
     for engine in engines:
-        agree(engine.wiring.groups, _lines(inner), failure, "owner_stepped()", _ADVICE)
+        agree(engine.comm.groups, _lines(inner), failure, "owner_stepped()", _ADVICE)
     return engines
 
 
@@ -437,15 +437,16 @@ def _check_parameter(parameter: torch.Tensor, engine: Engine | None) -> None:
             f"owner_stepped(): got a parameter of shape {tuple(parameter.shape)} that is not of a sharded model. Call "
             "towpath.shard(model, …) first; a model that is not sharded needs no wrapper."
         )
-    if parameter.span.parallel is not None:
+    if parameter.shard_spec.parallel is not None:
         raise ShardError(
-            f"owner_stepped(): {parameter.span.name} is a DTensor on a tensor-parallel mesh, and no rank can hold all "
+            f"owner_stepped(): {parameter.shard_spec.name} is a DTensor on a tensor-parallel mesh, and no rank can "
+            "hold all "
             "of it. Give it to an elementwise optimizer."
         )
-    if engine.strategy.optimizer_on_host and engine.wiring.device.type != "cpu":
+    if engine.strategy.optimizer_on_host and engine.comm.device.type != "cpu":
         raise ShardError(
-            f"owner_stepped(): {parameter.span.name} is in host memory (offload='optimizer'), and owners step "
-            f"on {engine.wiring.device}. Leave out offload=, or give it to an elementwise optimizer."
+            f"owner_stepped(): {parameter.shard_spec.name} is in host memory (offload='optimizer'), and owners step "
+            f"on {engine.comm.device}. Leave out offload=, or give it to an elementwise optimizer."
         )
 
 
@@ -454,5 +455,7 @@ def _lines(inner: Optimizer) -> list[str]:
     lines = [f"optimizer {type(inner).__name__}"]
     for number, group in enumerate(inner.param_groups):
         lines.append(f"options of group {number}: {options_of(group)}")
-        lines += [f"group {number}: {p.span.name if isinstance(p, ShardTensor) else p.shape}" for p in group["params"]]
+        lines += [
+            f"group {number}: {p.shard_spec.name if isinstance(p, ShardTensor) else p.shape}" for p in group["params"]
+        ]
     return lines

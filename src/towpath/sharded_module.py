@@ -117,7 +117,7 @@ class ShardedModule(nn.Module):
             rank: The rank whose buffers all ranks get. Default: 0.
         """
         for buffer in self.buffers():
-            self.towpath_engine.wiring.groups.broadcast(buffer, rank)
+            self.towpath_engine.comm.groups.broadcast(buffer, rank)
 
 
 class PretrainedModule(ShardedModule):

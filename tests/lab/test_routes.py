@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.workspace import workspace
-from towpath.collectives.bound_transfer import select
 from towpath.collectives.collective import GroupRank
+from towpath.collectives.rank_transfer import select
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import TransferKind

@@ -21,8 +21,8 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom
 from tests.workspace import workspace
 from towpath.codecs.kernels import reference
-from towpath.collectives.bound_transfer import select
 from towpath.collectives.collective import Collective, GroupRank
+from towpath.collectives.rank_transfer import select
 from towpath.core.formats import Codec
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Piece, hops_of, piece_bounds

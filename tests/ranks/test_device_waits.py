@@ -44,12 +44,12 @@ def _sharded() -> Any:
 
 def _wait_as_for_a_device(model: Any, unit: str) -> str:
     """Submit a gather of this unit that the device never finishes, and wait for the device outside the model."""
-    wiring = model.towpath_engine.wiring
-    peers, aborted = wiring.record.peers, threading.Event()
+    comm = model.towpath_engine.comm
+    peers, aborted = comm.record.peers, threading.Event()
     peers._groups.abort = aborted.set
-    gathers: list[Transfer] = [t for t in wiring.record.last_step if t.kind is TransferKind.GATHER and t.unit == unit]
-    wiring.journal.note(TransferKind.GATHER, unit)
-    peers.journal = wiring.journal
+    gathers: list[Transfer] = [t for t in comm.record.last_step if t.kind is TransferKind.GATHER and t.unit == unit]
+    comm.journal.note(TransferKind.GATHER, unit)
+    peers.journal = comm.journal
     peers.activity.enqueued(Never(), gathers[:1])
     assert aborted.wait(50), "nobody has aborted what the device waits for"
     with pytest.raises(StepError) as caught:
@@ -83,7 +83,7 @@ def _ended() -> str:
     torch.manual_seed(3)
     model: Any = towpath.shard(Net().double(), "zero3", topology=towpath.Topology(3, 1), units=[nn.Linear])
     model(torch.ones(2, 6).double()).sum().backward()
-    peers = model.towpath_engine.wiring.record.peers
+    peers = model.towpath_engine.comm.record.peers
     peers.watch_processes()
     if dist.get_rank() == 1:
         peers._neighbour._from_previous.close()  # as the kernel does for a process that ends

@@ -37,7 +37,7 @@ def _shard_over_meshes() -> None:
         for label in ("mics", "zero3"):
             model: Any = towpath.shard(_model(), label, mesh=given, topology=None if given.ndim == 2 else shape)
             assert model.towpath_engine.strategy.topology == shape
-            assert model.towpath_engine.wiring.groups.members == over
+            assert model.towpath_engine.comm.groups.members == over
             held = torch.tensor(model.weight.to_local().numel())
             dist.all_reduce(held)
             models, copies = 4 // len(over), shape.nodes if label == "mics" else 1

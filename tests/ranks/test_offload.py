@@ -122,7 +122,7 @@ def _apart() -> None:
             p.add_(1.0)
     assert torch.equal(bucket.shard, before)
     engine_of(run.model).param_sync()
-    engine_of(run.model).wiring.queues.finish()
+    engine_of(run.model).comm.queues.finish()
     assert torch.equal(bucket.shard, bucket.master) and not torch.equal(bucket.shard, before)
     assert bucket.gradients.sums is not None and bucket.gradients._mean is not None
     assert bucket.gradients._mean.untyped_storage().data_ptr() != bucket.gradients.sums.untyped_storage().data_ptr()

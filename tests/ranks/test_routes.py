@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from tests.workspace import workspace
-from towpath.collectives.bound_transfer import CoalescedAllGather, RankTransfer, select
 from towpath.collectives.collective import Collective, GroupRank
+from towpath.collectives.rank_transfer import CoalescedAllGather, RankTransfer, select
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Group, Op
 from towpath.core.strategy import TransferKind

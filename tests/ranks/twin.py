@@ -123,6 +123,6 @@ def _check_slice(name: str, found: towpath.ShardTensor, expected: Tensor) -> Non
 def distance(found: towpath.ShardTensor, expected: Tensor) -> float:
     """Of what this rank holds. All ranks together ask for every element, and nothing has to be gathered."""
     assert found.shape == expected.shape
-    start, end = found.span.bounds()
+    start, end = found.shard_spec.bounds()
     off = (found.to_local().detach() - expected.reshape(-1)[start:end]).abs()
     return off.max().item() if end > start else 0.0

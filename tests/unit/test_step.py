@@ -79,7 +79,7 @@ class Watched:
         self.copies: list[int] = [-1] * len(plans)
         self.lives_in: list[Slot | None] = [self.machine.slot_of(i) for i in range(len(plans))]
         self.content: dict[Slot, Content] = {}
-        self.shown, self.sealed = [False] * len(plans), [False] * len(plans)
+        self.shown, self.invalid = [False] * len(plans), [False] * len(plans)
         self.computing: list[int] = []
         self.queues: dict[str, deque[Task]] = defaultdict(deque)
         self.done: set[Task] = set()
@@ -107,9 +107,9 @@ class Watched:
                 case SwapParameters(unit, whole):
                     assert self.shown[unit] != whole
                     self.shown[unit] = whole
-                case InvalidateViews(unit, sealed):
-                    assert self.sealed[unit] != sealed
-                    self.sealed[unit] = sealed
+                case InvalidateViews(unit, invalid):
+                    assert self.invalid[unit] != invalid
+                    self.invalid[unit] = invalid
                 case AssignSlot(unit, slot):
                     assert unit in slot.fits and unit not in self.computing
                     self.lives_in[unit] = slot
@@ -179,7 +179,7 @@ class Watched:
     # What happens ---------------------------------------------------------------------------------------------------
 
     def check_whole(self, unit: int) -> None:
-        assert self.shown[unit] and not self.sealed[unit]
+        assert self.shown[unit] and not self.invalid[unit]
         slot = self.lives_in[unit]
         if slot is not None:
             assert self.content.get(slot) == (unit, self.versions[unit]), "not whole, or old"

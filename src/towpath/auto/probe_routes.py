@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from towpath.collectives.bound_transfer import has_group_between_nodes, select
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.collectives.rank_transfer import has_group_between_nodes, select
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import ROUTES, Grid, Group, Op, Route
 from towpath.core.strategy import TransferKind

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 # FSDP2's documentation names this module as the interface's home; it is exported nowhere else (torch 2.13).
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from towpath.collectives.bound_transfer import select
 from towpath.collectives.collective import Collective, GroupRank, WireBuffers, Workspace
+from towpath.collectives.rank_transfer import select
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op
 from towpath.core.strategy import TransferKind

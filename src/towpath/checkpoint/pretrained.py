@@ -23,7 +23,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
     Where it takes a state dict it is given one, gathered unit by unit; else the model is whole meanwhile, everywhere.
     """
     engine = engine_of(model)
-    groups, signature = engine.wiring.groups, inspect.signature(save)
+    groups, signature = engine.comm.groups, inspect.signature(save)
     given = signature.bind(*args, **kwargs).arguments.get("state_dict", kwargs.get("state_dict"))
     if engine.kept_unsharded == engine.units or given:
         return save(*args, **kwargs)
@@ -35,7 +35,7 @@ def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kw
         kwargs["state_dict"] = get_model_state_dict(model, options=options)
         writes = bool(kwargs["state_dict"])
     else:
-        engine.wiring.record.peers.come_together("save_pretrained()")
+        engine.comm.record.peers.come_together("save_pretrained()")
         made = unshard(engine)
     failure, result = None, None
     try:

@@ -276,7 +276,7 @@ def _nested(flat: StateDict) -> StateDict:
 
 def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], compare: bool = True) -> StateDict:
     """What `work` finds; or an error on every rank, where it failed on one or found other tensors there."""
-    engines[0].wiring.record.peers.come_together(f"{call}()")
+    engines[0].comm.record.peers.come_together(f"{call}()")
     lines, found, failure = list[str](), StateDict(), None
     try:
         if any(engine.kept_unsharded for engine in engines):
@@ -288,7 +288,7 @@ def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], 
         failure = error
     except Exception as error:  # whatever it is: the others wait for an answer
         failure = CheckpointError(f"{call}: {described(error)}")
-    agree(engines[0].wiring.groups, lines, failure, call, _ADVICE)
+    agree(engines[0].comm.groups, lines, failure, call, _ADVICE)
     return found
 
 
@@ -312,8 +312,8 @@ def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> Sta
     wanted = not options.cpu_offload or _is_first(engine, sharded.values())
     counts, batches = Counter[int](), defaultdict[Any, list[ShardTensor]](list)
     for leaf in sharded.values():  # an optimizer has several states of one parameter: each kind is gathered by itself
-        counts[id(leaf.span)] += 1
-        batches[id(leaf.span.replica), leaf.span.unit, leaf.dtype, counts[id(leaf.span)]].append(leaf)
+        counts[id(leaf.shard_spec)] += 1
+        batches[id(leaf.shard_spec.replica), leaf.shard_spec.unit, leaf.dtype, counts[id(leaf.shard_spec)]].append(leaf)
     wholes: dict[int, torch.Tensor] = {}
     for batch, found in zip(batches.values(), whole_tensors([*batches.values()], device, wanted), strict=True):
         wholes.update(zip((id(leaf.held) for leaf in batch), found, strict=wanted))
@@ -330,8 +330,8 @@ def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> Sta
 
 def _is_first(engine: Engine, tensors: Iterable[ShardTensor]) -> bool:
     """Whether this is rank 0, of a tensor-parallel mesh too."""
-    mesh_ranks = [t.span.parallel.ranks for t in tensors if t.span.parallel is not None]
-    groups = engine.wiring.groups
+    mesh_ranks = [t.shard_spec.parallel.ranks for t in tensors if t.shard_spec.parallel is not None]
+    groups = engine.comm.groups
     return groups.rank == 0 and (not mesh_ranks or groups.members[0] == min(mesh_ranks[0]))
 
 
@@ -356,7 +356,7 @@ def _given(
     call: str, engines: Sequence[Engine], check: Callable[[], StateDict], options: StateDictOptions, take: Take
 ) -> StateDict:
     """The dict that was passed, here or on rank 0, with what `take` makes of its tensors, one after the other."""
-    groups, device = engines[0].wiring.groups, engines[0].wiring.device
+    groups, device = engines[0].comm.groups, engines[0].comm.device
 
     def checked() -> StateDict:
         tree = check()

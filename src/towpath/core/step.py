@@ -48,7 +48,7 @@ class Gathers:
 
     def __init__(self, units: Sequence[UnitState], slots: int, writes: ParamVersion, actions: list[Action]) -> None:
         self._units, self._writes, self._actions = units, writes, actions
-        self._published = writes.count
+        self._synced_count = writes.count
         self._in_vain: list[Task] = []  # gathers of prefetched units that were released before any use
         self.successors = Successors()
         root, *others = units
@@ -62,16 +62,16 @@ class Gathers:
 
     def param_sync(self) -> None:
         """Submit a parameter sync for each unit that was written since the last call."""
-        if self._published == self._writes.count:
+        if self._synced_count == self._writes.count:
             return
-        self._published = self._writes.count
+        self._synced_count = self._writes.count
         for unit in self._units:
-            if unit.published != unit.version and unit.plan.has_param_sync:
-                if unit.plan.steps_on_host and unit.publication is not None:
+            if unit.synced_version != unit.version and unit.plan.has_param_sync:
+                if unit.plan.steps_on_host and unit.param_sync_task is not None:
                     # The host is about to overwrite the memory that the previous parameter sync copies from.
-                    self._actions.append(Wait(unit.publication, on_host=True))
-                unit.publication = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
-            unit.published = unit.version
+                    self._actions.append(Wait(unit.param_sync_task, on_host=True))
+                unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
+            unit.synced_version = unit.version
 
     def use(self, unit: UnitState, kind: TransferKind, keep_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
@@ -95,7 +95,7 @@ class Gathers:
         """Wait until the unit's weights have arrived, and allow autograd to read them."""
         if unit.ready is not None:
             self._actions.append(Wait(unit.ready))
-        self._seal(unit, False)
+        self._invalidate_views(unit, invalid=False)
 
     def gather(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
@@ -104,14 +104,14 @@ class Gathers:
         self._take_slot(unit)
         unit.holds = unit.version
         if unit.slot is None:
-            unit.ready = unit.publication
+            unit.ready = unit.param_sync_task
             return
         if kind is TransferKind.BACKWARD_GATHER and unit.plan.copies and unit.copied != unit.version:
             kind = TransferKind.GATHER  # the backward copy is older than the weights: this forward pass kept none
         if keep_copy:
             unit.copied = unit.version
         # An earlier gather that nothing used may still write to this slot, or to the copy that this gather reads.
-        after = [t for t in (unit.publication, unit.ready, unit.slot.task) if t is not None]
+        after = [t for t in (unit.param_sync_task, unit.ready, unit.slot.task) if t is not None]
         unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), keep_copy))
         unit.slot.task = unit.ready
 
@@ -156,21 +156,21 @@ class Gathers:
 
     def leave_evictable(self, unit: UnitState) -> None:
         """Make the unit evictable, because nothing computes with its weights. They stay until the slot is needed."""
-        self.show(unit, unit.kept_unsharded)
+        self.swap_parameters(unit, unit.kept_unsharded)
         if unit.weights is Weights.IN_USE:  # not if its forward failed before the weights were unsharded
             unit.weights_become(Weights.EVICTABLE)
 
     def release(self, unit: UnitState) -> None:
         """Free the unit's slot, unless the user keeps it unsharded or a call such as training_step is running in it."""
         held = unit.kept_unsharded or unit.inside > 0
-        self.show(unit, held)
+        self.swap_parameters(unit, held)
         if held:
             return
         if unit.weights is Weights.PREFETCHED and unit.ready is not None:
             self._in_vain.append(unit.ready)
         unit.weights_become(Weights.SHARDED)
         if unit.slot is not None:
-            self._seal(unit, True)
+            self._invalidate_views(unit, invalid=True)
             if unit.slot.user == unit.index:
                 unit.slot.user = None
             unit.holds = -1
@@ -187,16 +187,16 @@ class Gathers:
         self._actions.append(Submit(task))
         return task
 
-    def show(self, unit: UnitState, whole: bool) -> None:
+    def swap_parameters(self, unit: UnitState, whole: bool) -> None:
         """Swap the modules' parameters for the unsharded weights if `whole`, or else for the shards."""
         if whole != unit.shown:
             unit.shown = whole
             self._actions.append(SwapParameters(unit.index, whole))
 
-    def _seal(self, unit: UnitState, sealed: bool) -> None:
-        if sealed != unit.sealed:
-            unit.sealed = sealed
-            self._actions.append(InvalidateViews(unit.index, sealed))
+    def _invalidate_views(self, unit: UnitState, invalid: bool) -> None:
+        if invalid != unit.invalid:
+            unit.invalid = invalid
+            self._actions.append(InvalidateViews(unit.index, invalid))
 
     def keep_unsharded(self, unit: UnitState) -> None:
         """Keep the unit unsharded until `allow_reshard`, in a slot that no other unit uses."""
@@ -217,7 +217,7 @@ class Gathers:
         unit.weights_become(Weights.KEPT_UNSHARDED)
         self.gather(unit, TransferKind.GATHER, keep_copy=False)
         self.wait(unit)
-        self.show(unit, True)
+        self.swap_parameters(unit, True)
 
     def allow_reshard(self, unit: UnitState) -> None:
         """Release the unit, and return it to the slot that it had before `keep_unsharded`."""
@@ -250,7 +250,7 @@ class Reductions:
         self._next = 0  # the position in `_order` of the next unit to reduce
         self.syncs: list[Task] = []  # those submitted in the backward pass that ends at the boundary
 
-    def collect(self, unit: UnitState) -> list[Action]:
+    def open_gradients(self, unit: UnitState) -> list[Action]:
         """Return the actions that open a place for the unit's gradients, before the first of this backward pass."""
         if unit.gradients is not Gradients.NONE:
             return []
@@ -271,7 +271,7 @@ class Reductions:
         return actions
 
     def _reduce(self, unit: UnitState, boundary: bool) -> list[Action]:
-        actions = self.collect(unit)  # a unit that got no gradient adds zeros to the sum
+        actions = self.open_gradients(unit)  # a unit that got no gradient adds zeros to the sum
         unit.gradients_become(Gradients.REDUCED)
         after: tuple[Task, ...] = ()
         if unit.collects_in is not None:
@@ -398,7 +398,7 @@ class StepMachine:
                 unit.forwards[self._forward_walk] += 1
         kind = TransferKind.BACKWARD_GATHER if recomputing else TransferKind.GATHER
         self._gathers.use(unit, kind, comes_back and not recomputing)
-        self._gathers.show(unit, True)
+        self._gathers.swap_parameters(unit, True)
         return self._answer()
 
     def graph_made(self, index: int) -> ForwardPass:
@@ -416,7 +416,7 @@ class StepMachine:
         """Let other units take the slot after a forward. `graph_follows`: its outputs lead to a backward pass."""
         unit = self._units[index]
         unit.inside -= 1
-        self._gathers.show(unit, unit.kept_unsharded or unit.running or unit.inside > 0)
+        self._gathers.swap_parameters(unit, unit.kept_unsharded or unit.running or unit.inside > 0)
         # The root stays unsharded, because backward begins with it. A recomputed unit already runs its backward pass.
         if not recomputing and not (unit.plan.root and graph_follows) and not unit.inside:
             self._gathers.leave_evictable(unit)
@@ -450,7 +450,7 @@ class StepMachine:
         passed.running, passed.done = True, False
         unit.running_passes += 1
         self._gathers.use(unit, TransferKind.BACKWARD_GATHER)
-        self._gathers.show(unit, True)  # for what is recomputed inside the unit
+        self._gathers.swap_parameters(unit, True)  # for what is recomputed inside the unit
         return self._answer()
 
     def input_gradients_done(self, passed: ForwardPass) -> list[Action]:
@@ -470,7 +470,7 @@ class StepMachine:
             assert unit.slot is None, f"{unit}: its weights may have been another unit's meanwhile"
             self.in_backward, self._walk = True, passed.walk
             unit.inside += 1
-            self._gathers.show(unit, True)
+            self._gathers.swap_parameters(unit, True)
         return self._answer()
 
     def weight_gradients_end(self, passes: Sequence[ForwardPass]) -> list[Action]:
@@ -478,7 +478,7 @@ class StepMachine:
         for passed in passes:
             unit = self._units[passed.unit]
             unit.inside -= 1
-            self._gathers.show(unit, unit.kept_unsharded or unit.inside > 0)
+            self._gathers.swap_parameters(unit, unit.kept_unsharded or unit.inside > 0)
         return self._answer()
 
     def weight_gradients_done(self, passed: ForwardPass) -> list[Action]:
@@ -494,7 +494,7 @@ class StepMachine:
     def gradient_arrives(self, index: int) -> list[Action]:
         """Prepare for gradients of the unit, when its first parameter gets one in this backward pass."""
         self._backward_of_the_model_begins()
-        self._actions += self._reductions.collect(self._units[index])
+        self._actions += self._reductions.open_gradients(self._units[index])
         return self._answer()
 
     def gradients_complete(self, index: int) -> None:

@@ -80,13 +80,13 @@ class SwapParameters:
 
 @dataclass(frozen=True, slots=True)
 class InvalidateViews:
-    """The action that makes autograd refuse to read a unit's unsharded weights (`sealed`), or allows it again.
+    """The action that makes autograd refuse to read a unit's unsharded weights (`invalid`), or allows it again.
 
     Autograd must not read them while their memory may hold the weights of another unit.
     """
 
     unit: int
-    sealed: bool
+    invalid: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +310,8 @@ class UnitState:
     collects_in: Slot | None = None  # for its gradients, from the first one until the reduction
     holds: int = -1  # the version of the weights that its slot holds, or is about to receive; -1 if none
     copied: int = -1  # the version of the weights in the backward copy; -1 if there is none
-    published: int = 0  # the version of the weights that every rank's shard holds
-    sealed: bool = False  # autograd refuses to read the unsharded weights
+    synced_version: int = 0  # the version of the weights that every rank's shard holds
+    invalid: bool = False  # autograd refuses to read the unsharded weights
     finished: bool = False  # no more gradients will come in this backward pass
     inside: int = 0  # calls into it that have not returned
     forwards: Counter[int] = field(default_factory=Counter[int])  # forward passes through it, counted by their `walk`
@@ -320,7 +320,7 @@ class UnitState:
     shown: bool = False  # the modules' parameters are the unsharded weights
     home: Slot | None = None  # the slot to return to after `allow_reshard`
     ready: Task | None = None  # the task that brings its weights: the last gather or parameter sync
-    publication: Task | None = None  # the last parameter sync
+    param_sync_task: Task | None = None  # the last parameter sync
     passes: weakref.WeakSet[ForwardPass] = field(default_factory=weakref.WeakSet)  # those whose graphs are alive
 
     def __str__(self) -> str:

@@ -223,7 +223,7 @@ def build(
         MismatchError: Another rank could not read the values.
     """
     number: int = next(groups.shared("models made", count))
-    wiring = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
+    comm = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (
         strategy.frozen_codec != "none" or any(strategy.transport(kind).encoding for kind in TransferKind)
@@ -238,13 +238,11 @@ def build(
             'offload="optimizer": the model is on a tensor-parallel mesh, whose ranks could not combine what is in '
             "the host's memory. Leave out offload=, or the mesh."
         )
-    source = (
-        FromModel(groups, mesh, wiring.device) if values is None else FromValues(values, wiring.rank, wiring.device)
-    )
-    trainable, frozen = (_replica(strategy, trains, wiring, mesh) for trains in (True, False))
-    shared = _Shared(wiring, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
+    source = FromModel(groups, mesh, comm.device) if values is None else FromValues(values, comm.rank, comm.device)
+    trainable, frozen = (_replica(strategy, trains, comm, mesh) for trains in (True, False))
+    shared = _Shared(comm, trainable, _host_replica(strategy, groups, trainable), frozen, mesh, ParamVersion())
     watch_optimizers()
-    materialise_buffers(model, wiring.device)
+    materialise_buffers(model, comm.device)
     plans = [plan_unit(strategy.at(0), layout.spec, precision) for layout in layouts]
     units = [
         _unit(i, layout, plan, source, shared) for i, (layout, plan) in enumerate(zip(layouts, plans, strict=True))
@@ -252,7 +250,7 @@ def build(
     _fill_buffers(model, source, groups)  # after the parameters, because a module may initialize both together
     if values is not None:
         agree(groups, [], source.failure())
-    return Engine(strategy, precision, units, wiring, shared.writes)
+    return Engine(strategy, precision, units, comm, shared.writes)
 
 
 def _fill_buffers(model: nn.Module, source: Source, groups: Groups) -> None:
@@ -273,7 +271,7 @@ def _places(layouts: list[UnitLayout]) -> list[ParameterPlace]:
 class _Shared:
     """The objects that all buckets of a model share."""
 
-    wiring: CommContext
+    comm: CommContext
     trainable: Replica
     on_host: Replica  # the ranks of `trainable`, for tensors in the host's memory
     frozen: Replica
@@ -291,14 +289,14 @@ def _unit(index: int, layout: UnitLayout, plan: UnitPlan, source: Source, shared
             replica = shared.frozen
         else:
             replica = shared.on_host if planned.optimizer_on_host else shared.trainable
-        buckets.append(Bucket(bucket, planned, flat, shared.wiring, replica, shared.mesh, version))
-    return Unit(index, layout, plan, buckets, version, shared.wiring)
+        buckets.append(Bucket(bucket, planned, flat, shared.comm, replica, shared.mesh, version))
+    return Unit(index, layout, plan, buckets, version, shared.comm)
 
 
-def _replica(strategy: Strategy, trains: bool, wiring: CommContext, mesh: Mesh) -> Replica:
+def _replica(strategy: Strategy, trains: bool, comm: CommContext, mesh: Mesh) -> Replica:
     """Return the ranks among which one copy of the user's ShardTensors is sharded."""
-    groups, moves = wiring.groups, strategy.of(trains).moves.assemble
-    program = wiring.program if groups.parent is not None else None
+    groups, moves = comm.groups, strategy.of(trains).moves.assemble
+    program = comm.program if groups.parent is not None else None
     # Calls are compared among the ranks that share the optimizer states. Frozen parameters may use other groups.
     call = Call.SHARED if strategy.of(trains).placement.optimizer == strategy.placement.optimizer else None
     if not moves:

@@ -53,7 +53,7 @@ def fingerprint(engine: Engine) -> str:
     strategy = engine.strategy.to_toml()
     for kind, saved in SAVED_NAMES.items():
         strategy = strategy.replace(f"[{kind.value}]", f"[{saved}]")
-    lines = [strategy, str(engine.precision), str(engine.wiring.device.type)]
+    lines = [strategy, str(engine.precision), str(engine.comm.device.type)]
     for unit in engine.units:
         for bucket in unit.buckets:
             lines.append(f"{bucket.plan.numel} {bucket.plan.spec.alignment}")

@@ -101,20 +101,20 @@ class Engine:
     """
 
     def __init__(
-        self, strategy: Strategy, precision: Precision, units: list[Unit], wiring: CommContext, writes: ParamVersion
+        self, strategy: Strategy, precision: Precision, units: list[Unit], comm: CommContext, writes: ParamVersion
     ) -> None:
-        self.strategy, self.precision, self.units, self.wiring = strategy, precision, units, wiring
-        self.host = wiring.record.host
+        self.strategy, self.precision, self.units, self.comm = strategy, precision, units, comm
+        self.host = comm.record.host
         self._writes = writes
         self.root = units[0]
         self._terms = strategy.topology.world  # how many gradients each mean gradient averages
         self.machine = StepMachine([u.plan for u in units], [u.version for u in units], [len(u.modules) for u in units])
-        self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], wiring.device)
-        self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], wiring.device)
+        self.weights = SlotMemory(self.machine.weight_slots, [u.plan.weight_needs for u in units], comm.device)
+        self.gradients = SlotMemory(self.machine.gradient_slots, [u.plan.gradient_needs for u in units], comm.device)
         for unit in units:
             slot = self.machine.slot_of(unit.index)
             if slot is not None:
-                unit.live_in(self.weights.of(slot))
+                unit.assign_slot(self.weights.of(slot))
         # Free bytes of the rank with the least memory. None unless they decide where frozen parameters are placed.
         self.free_bytes: int | None = None
         self.step = 0  # number of boundaries so far
@@ -128,9 +128,9 @@ class Engine:
         self._calls = self._before_call = 0
         self._trained = [u for u in in_backward_order(units) if u.trainable]
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
-        self._unused_params = UnusedParams(strategy, self._trained, wiring)
-        wiring.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(wiring.groups, wiring.record.peers, strategy, wiring.journal)
+        self._unused_params = UnusedParams(strategy, self._trained, comm)
+        comm.queues.plan(u.plan for u in units)
+        self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.journal)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -141,11 +141,11 @@ class Engine:
         self._registrations = registrations.made  # the count at the last search of the model
         for parameter in (p for unit in units for p in unit.parameters):
             assert isinstance(parameter, ShardTensor)
-            parameter.span.replica.engine = weakref.ref(self)
+            parameter.shard_spec.replica.engine = weakref.ref(self)
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.wiring.journal.compares(Call.VALUES) else 0
+        self._unused_params.check_every = boundaries if self.comm.journal.compares(Call.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -181,19 +181,19 @@ class Engine:
                 if task.handle is not None:
                     cast(Handle, task.handle).wait(on_host)
             case SwapParameters(index, whole):
-                self.units[index].show(whole)
-            case InvalidateViews(index, sealed):
-                self.units[index].seal(sealed)
+                self.units[index].swap_parameters(whole)
+            case InvalidateViews(index, invalid):
+                self.units[index].invalidate_views(invalid)
             case AssignSlot(index, slot):
-                self.units[index].live_in(self.weights.of(slot))
+                self.units[index].assign_slot(self.weights.of(slot))
             case SaveBackwardCopy(index):
                 self.units[index].keep_copy()
             case OpenGradients(index, slot):
-                self.units[index].collect(None if slot is None else self.gradients.of(slot))
+                self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
             case CheckRanks():
                 self._used = self._unused_params.compare(self.step)
             case SetGrads():
-                self._deliver()
+                self._set_grads()
 
     def _submit(self, task: Task) -> Handle | None:
         unit, slot = self.units[task.unit], task.slot
@@ -214,7 +214,7 @@ class Engine:
     def call_begins(self) -> None:
         """Note that a call into the model or one of its units begins. Calls may be nested."""
         if not self._calls:
-            self._before_call = self.wiring.record.so_far()
+            self._before_call = self.comm.record.so_far()
         self._calls += 1
 
     def call_ends(self, graph_follows: bool) -> None:
@@ -222,7 +222,7 @@ class Engine:
         # Such calls, as in inference, belong to no step. There may be any number of them.
         self._calls -= 1
         if not (self._calls or graph_follows or in_backward()):
-            self.wiring.record.forget_gathers(self._before_call)
+            self.comm.record.forget_gathers(self._before_call)
 
     @on_host
     def before_forward(self, unit: Unit, comes_back: bool) -> None:
@@ -234,7 +234,7 @@ class Engine:
             self.begin()
         actions = self.machine.forward_begins(unit.index, comes_back=comes_back, recomputing=recomputing)
         self.execute(actions)
-        self.wiring.record.begins("recompute" if recomputing else "forward", unit.name)
+        self.comm.record.begins("recompute" if recomputing else "forward", unit.name)
 
     def check_forward(self, unit: Unit, outputs: Iterable[torch.Tensor]) -> None:
         """Raise if the forward wrote to its parameters, returns their memory, or added parameters to the model."""
@@ -259,7 +259,7 @@ class Engine:
         for name, parameter in model.named_parameters():
             if id(parameter) not in known and not name.startswith(apart):
                 raise StepError(
-                    f"rank {self.wiring.rank}: parameter {name!r} was added after shard(): a module was replaced, or "
+                    f"rank {self.comm.rank}: parameter {name!r} was added after shard(): a module was replaced, or "
                     "got another parameter. It is not sharded, and its gradient would be this rank's own. Change the "
                     "model first and shard it then. New values for a module: load_state_dict(), or copy_() to each "
                     "parameter."
@@ -270,7 +270,7 @@ class Engine:
     def after_forward(self, unit: Unit, graph_follows: bool) -> None:
         """Give the unit's modules their ShardTensors back. `graph_follows`: whether the outputs have a graph."""
         recomputing = in_backward()
-        self.wiring.record.ends("recompute" if recomputing else "forward", unit.name)
+        self.comm.record.ends("recompute" if recomputing else "forward", unit.name)
         self.execute(self.machine.forward_ends(unit.index, graph_follows=graph_follows, recomputing=recomputing))
 
     def forward_failed(self, unit: Unit, error: BaseException) -> None:
@@ -293,7 +293,7 @@ class Engine:
         with self._maybe_first_of_a_backward_pass():
             actions = self.machine.backward_begins(passed, graph=torch.is_grad_enabled())
         self.execute(actions)
-        self.wiring.record.begins("backward", self.units[passed.unit].name)
+        self.comm.record.begins("backward", self.units[passed.unit].name)
 
     @eager
     @on_host
@@ -302,7 +302,7 @@ class Engine:
         passed.inputs_done += 1
         if passed.inputs_done < passed.inputs_awaited or self._only_weight_gradients:
             return
-        self.wiring.record.ends("backward", self.units[passed.unit].name)
+        self.comm.record.ends("backward", self.units[passed.unit].name)
         self.execute(self.machine.input_gradients_done(passed))
         if self._held_back is not None:
             self._held_back.append(passed)
@@ -365,7 +365,7 @@ class Engine:
     @eager
     @on_host
     def _end_backward(self) -> None:
-        self.wiring.record.ends("backward", None)
+        self.comm.record.ends("backward", None)
         with torch.no_grad():
             try:
                 self.execute(self.machine.backward_pass_ended())
@@ -375,7 +375,7 @@ class Engine:
             if self.machine.more_passes:  # `weight_gradients` will end the micro-step
                 return
             if not self.machine.boundary:
-                self._micro_step_ended(self.wiring.queues.micro_step + 1)
+                self._micro_step_ended(self.comm.queues.micro_step + 1)
             elif not self.machine.staged:
                 self._micro_step_ended(0)
 
@@ -387,7 +387,7 @@ class Engine:
         self._terms = terms
         for place in (p for unit in self.units for bucket in unit.buckets for p in bucket.layout.places):
             assert isinstance(place.parameter, ShardTensor)
-            place.parameter.span.replica.is_a_stage = True
+            place.parameter.shard_spec.replica.is_a_stage = True
 
     @contextmanager
     def input_gradients_only(self) -> Generator[list[ForwardPass]]:
@@ -441,20 +441,20 @@ class Engine:
 
     def _micro_step_ended(self, number_of_the_next: int) -> None:
         self.machine.micro_step_ended()
-        self.wiring.queues.micro_step = number_of_the_next
+        self.comm.queues.micro_step = number_of_the_next
 
-    def _deliver(self) -> None:
+    def _set_grads(self) -> None:
         used = self._used
         for unit in self._trained:
             for bucket in unit.trainable:
                 count = len(bucket.gradients.used)
-                bucket.gradients.deliver(used[:count])
+                bucket.gradients.set_grads(used[:count])
                 used = used[count:]
-        self.wiring.record.end_step()
+        self.comm.record.end_step()
         self.step += 1
-        self.wiring.record.peers.activity.step = self.step
+        self.comm.record.peers.activity.step = self.step
         if self.step in self._changes:
-            self._take_wires()
+            self._use_transports()
 
     # Routes and codecs that change with the step --------------------------------------------------------------------
 
@@ -463,15 +463,15 @@ class Engine:
         self.discard()
         self.step = step
         if self._changes:
-            self._take_wires()
+            self._use_transports()
 
-    def _take_wires(self) -> None:
-        self.wiring.queues.finish()  # a discarded prefetch may still use the transfers of before
+    def _use_transports(self) -> None:
+        self.comm.queues.finish()  # a discarded prefetch may still use the transfers of before
         now = self.strategy.at(self.step)
         plans = [plan_unit(now, unit.plan.spec, self.precision) for unit in self.units]
         for unit, plan in zip(self.units, plans, strict=True):
-            unit.take(plan, self.wiring)
-        self.wiring.queues.plan(plans)
+            unit.take(plan, self.comm)
+        self.comm.queues.plan(plans)
 
     # What the user calls --------------------------------------------------------------------------------------------
 
@@ -492,12 +492,12 @@ class Engine:
 
     def discard(self) -> None:
         """Drop the gradients of the micro-steps since the last boundary."""
-        if self.machine.failed or self.wiring.queues.micro_step:
+        if self.machine.failed or self.comm.queues.micro_step:
             self._abandon()
 
     def _abandon(self) -> None:
         """Drop the gradients of all micro-steps since the last boundary, also of a backward pass that raised."""
-        self.wiring.record.ends("backward", None)
+        self.comm.record.ends("backward", None)
         self.execute(self.machine.abandoned())
         self._micro_step_ended(0)
         for unit in self.units:
@@ -516,7 +516,7 @@ def engine_with(parameter: torch.Tensor) -> Engine | None:
     """Return the engine of the sharded model that `parameter` belongs to; None if there is none."""
     if not isinstance(parameter, ShardTensor) or parameter.version is None:  # gradients and copies have none
         return None
-    engine = parameter.span.replica.engine
+    engine = parameter.shard_spec.replica.engine
     return cast(Engine | None, engine()) if engine is not None else None
 
 
@@ -539,7 +539,7 @@ def backward_to(inputs: Iterable[object]) -> Generator[list[nn.Parameter]]:
         pairs = [pair for bucket in buckets for pair in zip(bucket.layout.places, bucket.views, strict=True)]
         wanted = [(place, view) for place, view in pairs if id(place.parameter) in named and view.requires_grad]
         if wanted:
-            engine.wiring.program.ends_at([place.names[0] for place, _ in wanted])
+            engine.comm.program.ends_at([place.names[0] for place, _ in wanted])
             views += [view for _, view in wanted]
     before, reached = _reached, dict[Unit, bool]()
     _reached = reached
@@ -578,7 +578,7 @@ def joined(engine: Engine, batches: Iterable[Batch]) -> Iterator[Batch]:
     A rank without further batches must still take part in the transfers of the others. It gets its last batch again.
     Raise StepError if a rank has no batch at all.
     """
-    groups, program, source = engine.wiring.groups, engine.wiring.program, iter(batches)
+    groups, program, source = engine.comm.groups, engine.comm.program, iter(batches)
     last: list[Batch] = []
     while True:
         found = list(islice(source, 1))

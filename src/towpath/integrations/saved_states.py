@@ -43,7 +43,7 @@ def load_from(folder: str | Path, model: nn.Module, optimizer: Optimizer | None)
     loaded = load(folder, State(model, optimizer))
     if loaded is None:
         raise CheckpointError(f"{folder}: no checkpoint of a sharded model. Expected what Towpath's integration saved.")
-    for note in loaded.notes if engine_of(model).wiring.groups.rank == 0 else ():
+    for note in loaded.notes if engine_of(model).comm.groups.rank == 0 else ():
         _LOG.warning("%s", note)
 
 
@@ -99,7 +99,7 @@ def numbered(model: nn.Module, optimizer: Optimizer, by_name: Mapping[str, Any])
 
 def _on_rank_0(model: nn.Module, work: Callable[[], Any], share: bool = True) -> Any:
     """What `work` returns on rank 0, here or, unless `share`, there alone; where it fails, every rank raises."""
-    groups = engine_of(model).wiring.groups
+    groups = engine_of(model).comm.groups
     found, problem = None, None
     if groups.rank == 0:
         try:

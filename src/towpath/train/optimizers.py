@@ -35,7 +35,7 @@ def optimizer_for(parameters: Iterable[nn.Parameter], config: TrainConfig) -> to
 
 def _is_hidden_matrix(parameter: nn.Parameter) -> bool:
     """What lies in no block is the root unit's: embeddings and the output layer, which Muon is not meant for."""
-    return parameter.dim() == 2 and isinstance(parameter, ShardTensor) and bool(parameter.span.unit)
+    return parameter.dim() == 2 and isinstance(parameter, ShardTensor) and bool(parameter.shard_spec.unit)
 
 
 def adamw(trained: Sequence[nn.Parameter], config: TrainConfig) -> torch.optim.AdamW:

@@ -21,8 +21,8 @@ from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
-from towpath.collectives.bound_transfer import CoalescedAllGather, select
 from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.collectives.rank_transfer import CoalescedAllGather, select
 from towpath.core import routes
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import Group, Op, Route

@@ -110,10 +110,10 @@ def parts_of(model: Any) -> Parts:
         return model.checkpoint_parts()
     engine: Engine | None = getattr(model, "towpath_engine", None)
     mesh_size = _mesh_size(engine)
-    groups = engine.wiring.groups if engine is not None and mesh_size == 1 else Groups()
-    if engine is not None and engine.wiring.groups.world * mesh_size != groups.world:
+    groups = engine.comm.groups if engine is not None and mesh_size == 1 else Groups()
+    if engine is not None and engine.comm.groups.world * mesh_size != groups.world:
         raise CheckpointError(
-            f"the model is on {engine.wiring.groups.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
+            f"the model is on {engine.comm.groups.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
             f"job has {groups.world}: a checkpoint is of a whole job."
         )
     # Without a topology, as on a mesh, every rank reads for itself.

@@ -185,8 +185,8 @@ class State:
     def _whole(self, owned: Mapping[str, tuple[torch.Tensor, ShardTensor]]) -> Iterator[tuple[str, Pieces]]:
         """Of the states that this rank and its like in the other replicas have whole, those that it writes."""
         for name, (tensor, parameter) in owned.items():
-            holders = parameter.span.holders
-            writes = holders[crc32(name.encode()) % len(holders)] == parameter.span.replica.rank
+            holders = parameter.shard_spec.holders
+            writes = holders[crc32(name.encode()) % len(holders)] == parameter.shard_spec.replica.rank
             if writes and not self._is_written_elsewhere(name, parameter):
                 yield name, Pieces(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor.detach()}, True)
 
@@ -227,13 +227,13 @@ class State:
 
 def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """This rank's part of the slice that it and others hold, in boxes."""
-    span, local = tensor.span, tensor.to_local().detach()
-    if not span.counts:
+    shard_spec, local = tensor.shard_spec, tensor.to_local().detach()
+    if not shard_spec.counts:
         return  # another rank of the tensor-parallel mesh has the same, and writes it
-    first, last = span.bounds()
-    place, count = span.holders.index(span.replica.rank), len(span.holders)
+    first, last = shard_spec.bounds()
+    place, count = shard_spec.holders.index(shard_spec.replica.rank), len(shard_spec.holders)
     if tensor.numel() == 0:
-        if span.replica.rank == 0:
+        if shard_spec.replica.rank == 0:
             yield (0,) * tensor.dim(), local.view(tensor.shape)
         return
     if last - first >= _SPLIT_ELEMENTS:

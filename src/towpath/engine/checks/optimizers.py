@@ -249,7 +249,8 @@ def _check_compiles(optimizer: Optimizer) -> None:
         if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             return
         raise ShardTensorError(
-            f"rank {first.span.replica.rank}: {type(optimizer).__name__} compiles its step, and torch.compile cannot "
+            f"rank {first.shard_spec.replica.rank}: {type(optimizer).__name__} compiles its step, and torch.compile "
+            "cannot "
             f"trace ShardTensors ({str(error).splitlines()[0]}). {remedy_for(optimizer)}"
         ) from None
 
@@ -444,7 +445,8 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
         ):
             assert isinstance(parameter, ShardTensor)
             raise ShardError(
-                f"rank {engine.wiring.rank}: {type(optimizer).__name__} has already stepped {parameter.span.name}: its "
+                f"rank {engine.comm.rank}: {type(optimizer).__name__} has already stepped "
+                f"{parameter.shard_spec.name}: its "
                 "states are of unsharded parameters. Call shard() before the first step, or make a new optimizer "
                 "afterwards. If load_state_dict() loaded them: call towpath.checkpoint.set_optimizer_state_dict "
                 "instead."
@@ -479,7 +481,7 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
         for parameter in group["params"]:
             if not isinstance(parameter, ShardTensor):
                 beside.append(parameter)
-            elif (program := parameter.span.replica.program) is not None:
+            elif (program := parameter.shard_spec.replica.program) is not None:
                 counts = stepped.setdefault(program, {})
                 counts[number] = counts.get(number, 0) + 1
     if stepped:

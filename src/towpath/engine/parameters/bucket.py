@@ -20,8 +20,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from towpath.collectives.bound_transfer import CoalescedTransfers, RankTransfer
 from towpath.collectives.collective import Collective, Workspace
+from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
 from towpath.core.formats import item_bytes
 from towpath.core.placement import Partition
 from towpath.core.step_state import ParamVersion, Slot, Slots
@@ -110,7 +110,7 @@ class OwnedParameter(nn.Parameter):
             self.copy_(value)
 
 
-def live_in(view: nn.Parameter, memory: torch.Tensor) -> None:
+def assign_slot(view: nn.Parameter, memory: torch.Tensor) -> None:
     """Make `view` a view of `memory`. Its version is unchanged, because to autograd a gather is not a write."""
     torch.Tensor.data.__set__(view, memory)  # pyright: ignore
 
@@ -120,7 +120,7 @@ class Bucket:
 
     `Unit` holds the buckets and calls them from the threads or streams of its transfers. The module's docstring lists
     the memory. `views` are the unsharded parameters that modules compute with. `version` counts the writes to the
-    parameters, and `published` is the count at the last parameter sync. `resting` is the encoded P shard, if any.
+    parameters, and `synced_count` is the count at the last parameter sync. `resting` is the encoded P shard, if any.
     """
 
     def __init__(
@@ -128,19 +128,19 @@ class Bucket:
         layout: BucketLayout,
         plan: BucketPlan,
         start: Flat,
-        wiring: CommContext,
+        comm: CommContext,
         replica: Replica,
         mesh: Mesh,
         writes: ParamVersion,
     ) -> None:
-        self.layout, self.rank, self.device = layout, wiring.rank, wiring.device
+        self.layout, self.rank, self.device = layout, comm.rank, comm.device
         self.trainable = plan.spec.trainable
         self.transfers: dict[TransferKind, list[RankTransfer]] = {}
         self._optimizer = OptimizerMemory(plan, self.device)
         self.gradients = gradients_of(plan, layout.places, self._optimizer, self.rank, self.device)
-        self.bind(plan, wiring)
+        self.bind(plan, comm)
         self.version = ParamVersion(writes)
-        self.published = 0
+        self.synced_count = 0
         compute, own = torch_dtype(plan.compute_dtype), torch_dtype(plan.own_dtype)
         # The P shard and the master are each rounded once, from the user's values.
         self.resting = EncodedShard(plan.rests_in, start.part(plan.params, own)) if plan.rests_in else None
@@ -157,9 +157,9 @@ class Bucket:
         for place in layout.places:
             self._exchange(place, replica, mesh)
         if self.always_whole:
-            self.live_in(self.shard)
+            self.assign_slot(self.shard)
 
-    def bind(self, plan: BucketPlan, wiring: CommContext) -> None:
+    def bind(self, plan: BucketPlan, comm: CommContext) -> None:
         """Use the transfers of `plan` from now on. Unchanged transfers keep their collectives, and so their state."""
         self.plan = plan
         changed = [
@@ -168,7 +168,7 @@ class Bucket:
             if kind not in self.transfers or wanted != tuple(bound.transfer for bound in self.transfers[kind])
         ]
         for kind in changed:
-            self.transfers[kind] = wiring.bind(plan.transfers[kind])
+            self.transfers[kind] = comm.bind(plan.transfers[kind])
         self.gradients.use_transfers(plan, self.transfers, new_grad_sync=TransferKind.GRAD_SYNC in changed)
 
     def _empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Bucket:
         trains = place.parameter.requires_grad
         if place.parallel is None:
             return OwnedParameter(self._empty(0, dtype), trains)
-        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `live_in` assigns some
+        nowhere = self._empty(1, dtype).expand(place.shape)  # takes no memory, until `assign_slot` assigns some
         return nn.Parameter(place.parallel.wrap(nowhere), trains)
 
     def _exchange(self, place: ParameterPlace, replica: Replica, mesh: Mesh) -> None:
@@ -226,21 +226,21 @@ class Bucket:
 
     # Weights ------------------------------------------------------------------------------------------------------
 
-    def live_in(self, full: torch.Tensor) -> None:
+    def assign_slot(self, full: torch.Tensor) -> None:
         """Keep the unsharded weights in `full` from now on. The modules' views follow."""
         self.full = full
         for view, place in zip(self.views, self.layout.places, strict=True):
             # Through .data each view has a version counter of its own, which writes to `full` do not change. To
             # autograd, a gather is therefore not an in-place change.
             if place.parallel is None:
-                live_in(view, place.of(full))
+                assign_slot(view, place.of(full))
             else:
                 view._local_tensor = place.of(full).data  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def dirty(self) -> bool:
         """True if the parameters were written to since the last parameter sync."""
-        return self.published != self.version.count
+        return self.synced_count != self.version.count
 
     def param_sync(self, workspace: Workspace) -> None:
         """Cast the master, if there is one, to this rank's part of the P shards, and send that part to other ranks."""
@@ -268,9 +268,9 @@ class Bucket:
             self.full.copy_(source)  # an unsharded backward copy
         for transfer in self.transfers[kind]:
             transfer.run(self.full, source, workspace)
-        self.keep(keep_copy)
+        self.save_backward_copy(keep_copy)
 
-    def keep(self, keep_copy: bool) -> None:
+    def save_backward_copy(self, keep_copy: bool) -> None:
         """Save the backward copy from the unsharded weights, if `keep_copy` and the strategy has one."""
         if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
@@ -358,4 +358,4 @@ def gather_together(
     """All-gather the weights of several buckets in one message, and save their backward copies if `keep_copy`."""
     transfers.run([b.full for b in buckets], [b.source(kind) for b in buckets], workspace)
     for bucket in buckets:
-        bucket.keep(keep_copy)
+        bucket.save_backward_copy(keep_copy)

@@ -28,7 +28,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     Raises:
         ShardError: A module is not part of the model, or ranks passed different modules.
     """
-    engine.wiring.record.peers.come_together("full_parameters()")
+    engine.comm.record.peers.come_together("full_parameters()")
     failure: TowpathError | None = None
     known, modules = set(model.modules()), list(modules)
     stranger = next((module for module in modules if module not in known), None)
@@ -40,7 +40,7 @@ def units_of(engine: Engine, model: nn.Module, modules: Iterable[nn.Module]) -> 
     inside = {id(m) for module in modules for m in module.modules()}
     found = [unit for unit in engine.units if any(id(owner) in inside for owner in unit.owners)]
     asked = [repr(unit.name or "root") for unit in found]
-    agree(engine.wiring.groups, asked, failure, "full_parameters()", "Name the same modules on every rank.")
+    agree(engine.comm.groups, asked, failure, "full_parameters()", "Name the same modules on every rank.")
     return found
 
 
@@ -52,7 +52,7 @@ def unshard(engine: Engine, units: Sequence[Unit] | None = None) -> list[Unit]:
     """
     engine.begin()
     made = [u for u in (engine.units if units is None else units) if not engine.machine.is_kept_unsharded(u.index)]
-    with engine.wiring.program.shared("full_parameters()", Call.PROGRAM):
+    with engine.comm.program.shared("full_parameters()", Call.PROGRAM):
         engine.execute(engine.machine.param_sync())
         for unit in made:
             engine.execute(engine.machine.keep_unsharded(unit.index))
@@ -82,7 +82,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
         with torch.no_grad():
             if modifier_rank is not None:
                 for bucket in (bucket for unit in current for bucket in unit.buckets):
-                    engine.wiring.groups.broadcast(bucket.full, modifier_rank)
+                    engine.comm.groups.broadcast(bucket.full, modifier_rank)
             else:
                 _compare(engine, current)
             for unit in current:
@@ -96,11 +96,11 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
 
 def _compare(engine: Engine, units: list[Unit]) -> None:
     """Raise `StepError` on every rank if ranks wrote different values to a parameter."""
-    groups = engine.wiring.groups
+    groups = engine.comm.groups
     if groups.world == 1 or not units:
         return
     mine = torch.cat([torch.stack([u.checksums, checksums(u)]) for u in units], dim=1)
-    program = engine.wiring.program
+    program = engine.comm.program
     with program.shared("the end of full_parameters()", Call.PROGRAM):
         everyones = groups.gather_rows(mine, program.wait)  # [ranks, before and after, parameters]
     before, after = everyones[:, 0], everyones[:, 1]

@@ -14,8 +14,8 @@ from typing import final
 
 import torch
 
-from towpath.collectives.bound_transfer import RankTransfer
 from towpath.collectives.collective import Workspace
+from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.placement import Partition
 from towpath.core.routes import Op
 from towpath.core.strategy import TransferKind
@@ -235,7 +235,7 @@ class BucketGradients(ABC):
     def _means(self) -> Sequence[torch.Tensor | None]:
         """Return for each parameter the part of its mean gradient in this rank's OS slice, 1-D."""
 
-    def deliver(self, used: Sequence[bool]) -> None:
+    def set_grads(self, used: Sequence[bool]) -> None:
         """Add the mean gradient to `.grad` of each parameter that any rank used, and start the next step."""
         for place, mean, is_used in zip(self._places, self._means(), used, strict=True):
             parameter = place.parameter
@@ -244,7 +244,7 @@ class BucketGradients(ABC):
                 continue
             assert mean is not None
             if parameter.grad is None:
-                parameter.grad = ShardTensor(mean, parameter.span)
+                parameter.grad = ShardTensor(mean, parameter.shard_spec)
                 self._lend(mean)
             elif isinstance(parameter.grad, ShardTensor):
                 parameter.grad.local.add_(mean)
@@ -416,7 +416,7 @@ class FlatGradients(BucketGradients):
     def _reclaim(self) -> None:
         """Give each holder of a view into the G shard its own copy, before the G shard is overwritten.
 
-        `deliver` has lent such views as `.grad`.
+        `set_grads` has lent such views as `.grad`.
         """
         for reference in self._lent:
             tensor = reference()
@@ -510,8 +510,8 @@ class FlatGradients(BucketGradients):
     def _means(self) -> Sequence[torch.Tensor]:
         assert self.sums is not None
         mean = self._mean if self._mean is not None else self._own_slice(self.sums)
-        spans = [place.parameter.span for place in self._places if isinstance(place.parameter, ShardTensor)]
-        return [mean[slice(*span.in_cut())] for span in spans]
+        spans = [place.parameter.shard_spec for place in self._places if isinstance(place.parameter, ShardTensor)]
+        return [mean[slice(*shard_spec.in_cut())] for shard_spec in spans]
 
     def restart(self) -> None:
         """Drop the sums. The next reduction overwrites the G shard."""

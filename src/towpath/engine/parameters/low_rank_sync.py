@@ -15,8 +15,8 @@ import torch
 
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.codecs.packing import Draws
-from towpath.collectives.bound_transfer import RankTransfer
 from towpath.collectives.collective import Workspace
+from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.formats import wide
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Factored, Matrix

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from towpath.collectives.bound_transfer import BoundMatrices
 from towpath.collectives.collective import Workspace
+from towpath.collectives.rank_transfer import RankMatrices
 from towpath.core.owner_stepped import ROUNDS_IN_FLIGHT, Iterate, OwnedParameter, Round, plan_matrices, step_actions
 from towpath.core.step_state import Submit, Task, Wait
 from towpath.core.strategy import TransferKind
@@ -61,13 +61,13 @@ class MatrixSteps:
 
     def __init__(self, engine: Engine, wanted: Collection[int], gradients: Transport) -> None:
         chosen = list(whole_parameters(engine, wanted))
-        self._engine, self._wiring = engine, engine.wiring
+        self._engine, self._comm = engine, engine.comm
         self.parameters = {parameter.name: tensor for parameter, tensor in chosen}
         self.plan = plan_matrices(
             engine.strategy, [unit.plan for unit in engine.units], [parameter for parameter, _ in chosen], gradients
         )
-        self._slot = engine.strategy.moves.optimizer.slots[engine.wiring.rank]
-        self._bound: dict[Transfer, BoundMatrices] = {}
+        self._slot = engine.strategy.moves.optimizer.slots[engine.comm.rank]
+        self._bound: dict[Transfer, RankMatrices] = {}
         for transfer in self.plan.transfers():
             self._bind(transfer)
         self._memory: dict[str, torch.Tensor] = {}
@@ -105,7 +105,7 @@ class MatrixSteps:
         """
         if not self._memory:
             self._memory = {
-                dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=self._wiring.device)
+                dtype: torch.empty(ROUNDS_IN_FLIGHT, 2, room, dtype=torch_dtype(dtype), device=self._comm.device)
                 for dtype, room in self.plan.room.items()
                 if room
             }
@@ -147,7 +147,7 @@ class MatrixSteps:
         Raises:
             CheckpointError: A state is a tensor subclass made of other tensors.
         """
-        groups = self._wiring.groups
+        groups = self._comm.groups
         mine = {n: states[p] for n, p in self.parameters.items() if n in self._owned and p in states}
         told: list[dict[str, dict[str, Any]]] = groups.gather_objects(
             {name: {key: _outline(value) for key, value in state.items()} for name, state in mine.items()}
@@ -166,7 +166,7 @@ class MatrixSteps:
                 if isinstance(value, _Outline):
                     own = mine[name][key] if groups.rank == rank else None
                     shape, dtype = value.shape, value.dtype
-                    here = torch.empty(shape, dtype=dtype, device=self._wiring.device) if own is None else own.clone()
+                    here = torch.empty(shape, dtype=dtype, device=self._comm.device) if own is None else own.clone()
                     groups.broadcast(here, rank)
                     value = here.to(device or here.device) if wanted else None
                 state[key] = value
@@ -211,9 +211,9 @@ class MatrixSteps:
 
     # Transfers -------------------------------------------------------------------------------------------------------
 
-    def _bind(self, transfer: Transfer) -> BoundMatrices:
+    def _bind(self, transfer: Transfer) -> RankMatrices:
         if transfer not in self._bound:
-            self._bound[transfer] = self._wiring.bind_matrices(transfer)
+            self._bound[transfer] = self._comm.bind_matrices(transfer)
         return self._bound[transfer]
 
     def _submit(self, task: Task, each: Round) -> Handle:
@@ -230,7 +230,7 @@ class MatrixSteps:
         }
         after = [cast(Handle, before.handle) for before in task.after]
         work = partial(_exchange, bound, pieces, each, brought)
-        return self._wiring.queues.submit(task.kind, bound, [work], after)
+        return self._comm.queues.submit(task.kind, bound, [work], after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def not_savable(path: str, kind: str) -> CheckpointError:
 
 
 def _exchange(
-    bound: Sequence[BoundMatrices],
+    bound: Sequence[RankMatrices],
     pieces: Mapping[TransferKind, Sequence[torch.Tensor]],
     each: Round,
     brought: Mapping[str, tuple[torch.Tensor, torch.Tensor]],

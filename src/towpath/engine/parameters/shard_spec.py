@@ -196,7 +196,7 @@ class EncodedSlice:
 class Sliced(Protocol):
     """Interface of a tensor of which each rank holds a slice. It is that of `ShardTensor`."""
 
-    span: ShardSpec
+    shard_spec: ShardSpec
     dtype: torch.dtype
     device: torch.device
 
@@ -221,7 +221,10 @@ def whole_tensors(
     One buffer serves all batches. It takes about as much memory as the full tensors of the largest batch.
     """
     # The elements [start, end) of each tensor of each batch: batch → member of the replica → tensor.
-    bounds = [[[part.span.bounds(slot) for part in batch] for slot in batch[0].span.replica.slots] for batch in batches]
+    bounds = [
+        [[part.shard_spec.bounds(slot) for part in batch] for slot in batch[0].shard_spec.replica.slots]
+        for batch in batches
+    ]
     longest = [max(sum(end - start for start, end in each) for each in members) for members in bounds]
     shapes = [(len(members), length) for members, length in zip(bounds, longest, strict=True)]
     needed = [prod(shape) * batch[0].itemsize for shape, batch in zip(shapes, batches, strict=True)]
@@ -238,28 +241,28 @@ def _gathered(
     device: torch.device | None,
     wanted: bool,
 ) -> list[torch.Tensor]:
-    replica = batch[0].span.replica
-    mine = replica.slots.index(batch[0].span.slot)
+    replica = batch[0].shard_spec.replica
+    mine = replica.slots.index(batch[0].shard_spec.slot)
     for place, part in zip(_divided(gathered[mine], members[mine]), batch, strict=True):
         place.copy_(part.local.detach())
     if replica.group is not None:
         assert replica.program is not None
-        names = ", ".join(repr(part.span.name) for part in batch[:3]) + (" …" if len(batch) > 3 else "")
+        names = ", ".join(repr(part.shard_spec.name) for part in batch[:3]) + (" …" if len(batch) > 3 else "")
         with replica.program.shared(f"full_tensor() of {names}", replica.call):
             on_host = not gathered.is_cuda
             replica.program.wait(all_gather_single(gathered.view(-1), gathered[mine], replica.group, async_op=on_host))
-    parallel = any(part.span.parallel is not None for part in batch)
+    parallel = any(part.shard_spec.parallel is not None for part in batch)
     if not (wanted or parallel):
         return []
-    wholes = [torch.empty(part.span.shape, dtype=part.dtype, device=device or part.device) for part in batch]
+    wholes = [torch.empty(part.shard_spec.shape, dtype=part.dtype, device=device or part.device) for part in batch]
     for row, each in zip(gathered, members, strict=True):
         for whole, (start, end), piece in zip(wholes, each, _divided(row, each), strict=True):
             whole.view(-1)[start:end].copy_(piece)
     # On a tensor-parallel mesh, the replica holds only a part of the full tensor.
     return [
         whole
-        if part.span.parallel is None
-        else part.span.parallel.wrap(whole.to(part.device)).full_tensor().to(whole.device)
+        if part.shard_spec.parallel is None
+        else part.shard_spec.parallel.wrap(whole.to(part.device)).full_tensor().to(whole.device)
         for part, whole in zip(batch, wholes, strict=True)
     ]
 

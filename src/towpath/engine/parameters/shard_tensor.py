@@ -63,12 +63,12 @@ class ShardTensor(torch.Tensor):
     `towpath.shard` turns the model's parameters into ShardTensors. Optimizers step them, and their `.grad` is one too.
     `to_local()` returns this rank's elements as a plain 1-D tensor. `full_tensor()` all-gathers the full tensor.
 
-    `held` is this rank's slice, `span` describes it, and `version` counts the writes to it. Gradients and other results
-    of operations have no `version`.
+    `held` is this rank's slice, `shard_spec` describes it, and `version` counts the writes to it. Gradients and other
+    results of operations have no `version`.
     """
 
     held: torch.Tensor | EncodedSlice
-    span: ShardSpec
+    shard_spec: ShardSpec
     version: ParamVersion | None
 
     @staticmethod
@@ -82,7 +82,7 @@ class ShardTensor(torch.Tensor):
         made = torch.Tensor._make_wrapper_subclass(
             cls, where.whole_shape, dtype=held.dtype, device=held.device, requires_grad=requires_grad
         )
-        made.held, made.span, made.version = held, where, version
+        made.held, made.shard_spec, made.version = held, where, version
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -160,7 +160,8 @@ class ShardTensor(torch.Tensor):
     def untyped_storage(self) -> NoReturn:
         """Raise `ShardTensorError`: no storage has the shape of this tensor."""
         raise ShardTensorError(
-            f"{self.span.name!r} has no memory of its shape: rank {self.span.replica.rank} holds a slice of it, "
+            f"{self.shard_spec.name!r} has no memory of its shape: rank {self.shard_spec.replica.rank} holds a slice "
+            "of it, "
             "to_local(). To save the model let every rank call towpath.checkpoint.get_model_state_dict(model, "
             "options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and rank 0 save what it gets. Without "
             "gathering: towpath.checkpoint, then `towpath export`."
@@ -188,12 +189,12 @@ class ShardTensor(torch.Tensor):
         raise ShardTensorError(f"{self} is one rank's slice: call full_tensor().tolist() on every rank.")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        start, end = self.span.bounds()
+        start, end = self.shard_spec.bounds()
         grad = ", requires_grad=True" if self.requires_grad else ""
         return f"ShardTensor({tuple(self.shape)}, {self.dtype}, holds [{start}:{end}] of {self.numel()}{grad})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardTensor:
-        copy = ShardTensor(self.local.detach().clone(), self.span, None, self.requires_grad)
+        copy = ShardTensor(self.local.detach().clone(), self.shard_spec, None, self.requires_grad)
         memo[id(self)] = copy
         return copy
 
@@ -216,7 +217,8 @@ class ShardTensor(torch.Tensor):
         """Return this rank's boxes. DCP calls this before it loads the tensor, also on ranks that hold none of it."""
         if self.rests_in is not None:
             raise ShardTensorError(
-                f"{self.span.name!r} rests in {self.rests_in}, where torch.distributed.checkpoint cannot write to it. "
+                f"{self.shard_spec.name!r} is stored in {self.rests_in}, where torch.distributed.checkpoint cannot "
+                "write to it. "
                 "Load with towpath.checkpoint.load, or towpath.checkpoint.set_model_state_dict."
             )
         if self.version is not None:
@@ -234,12 +236,12 @@ class ShardTensor(torch.Tensor):
     def boxes(self, among: tuple[int, int] | None = None) -> list[Box]:
         """Return this rank's elements as boxes of the full tensor.
 
-        `among` limits the result to the elements [start, end), in the numbering of `span.bounds()`.
+        `among` limits the result to the elements [start, end), in the numbering of `shard_spec.bounds()`.
         """
-        span = self.span
+        shard_spec = self.shard_spec
         if not self.numel():
             return [Box((0,) * self.dim(), tuple(self.shape), 0, 0)]
-        return boxes_in_whole(span.shape, span.parallel, *(among or span.bounds()))
+        return boxes_in_whole(shard_spec.shape, shard_spec.parallel, *(among or shard_spec.bounds()))
 
     __torch_function__ = NO_TORCH_FUNCTION
 
@@ -253,14 +255,14 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardTensor) -> torch.Tensor:
-        ctx.span = tensor.span
+        ctx.shard_spec = tensor.shard_spec
         return next(whole_tensors([[tensor]]))[0]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> ShardTensor:
         (gradient,) = gradients
-        mean = ctx.span.replica.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
-        return ShardTensor(ctx.span.part_of(mean).clone(), ctx.span)
+        mean = ctx.shard_spec.replica.mean_of_everyone(gradient.detach().clone(memory_format=torch.contiguous_format))
+        return ShardTensor(ctx.shard_spec.part_of(mean).clone(), ctx.shard_spec)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -335,7 +337,7 @@ def _check_writable(target: Any) -> None:
     """Raise `ShardTensorError` if `target` is stored encoded, because such a parameter can only be written entirely."""
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
-            f"{target.span.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
+            f"{target.shard_spec.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
             "p.copy_(full_tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
         )
 
@@ -343,7 +345,7 @@ def _check_writable(target: Any) -> None:
 def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
     """Return the slice of `value` that matches `where`, or raise `ShardTensorError` with the reason if none does."""
     if isinstance(value, ShardTensor):
-        if value.span is not where:
+        if value.shard_spec is not where:
             raise ShardTensorError(
                 f"{func}: two ShardTensors of different parameters, {tuple(value.shape)} and "
                 f"{tuple(where.whole_shape)}, hold slices that do not match element by element. Use full_tensor() on "
@@ -371,7 +373,7 @@ def _local_of(func: Any, value: Any, where: ShardSpec) -> Any:
 
 def _elementwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run an elementwise operation on the slices."""
-    where = next(a.span for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
+    where = next(a.shard_spec for a in (*args, *kwargs.values()) if isinstance(a, ShardTensor))
     local_args = [_local_of(func, a, where) for a in args]
     local_kwargs = {k: _local_of(func, v, where) for k, v in kwargs.items() if k != "memory_format"}
     writes = _writes(func)
@@ -394,8 +396,8 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
     tensor, size = args[0], args[1]
     if torch.Size(size) != tensor.shape:
         _refuse(func, args, kwargs)
-    start, end = tensor.span.bounds()
-    return ShardTensor(func(tensor.local, [end - start], **kwargs), tensor.span)
+    start, end = tensor.shard_spec.bounds()
+    return ShardTensor(func(tensor.local, [end - start], **kwargs), tensor.shard_spec)
 
 
 def _sent(tensor: ShardTensor) -> tuple[Any, ...]:
@@ -413,14 +415,14 @@ def _listwise(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     for tensors in lists:
         for i, tensor in enumerate(tensors):
             if wheres[i] is None and isinstance(tensor, ShardTensor):
-                wheres[i] = tensor.span
+                wheres[i] = tensor.shard_spec
 
     def unwrap(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             # The first two cases are those of `_local_of`, too. They are here because the lists are long.
             return [
                 t.held
-                if type(t) is ShardTensor and t.span is where and type(t.held) is torch.Tensor
+                if type(t) is ShardTensor and t.shard_spec is where and type(t.held) is torch.Tensor
                 else t
                 if where is None
                 else _local_of(func, t, where)
@@ -442,8 +444,8 @@ def _zero(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """Run zero_ on one tensor or a list. It also counts the gradients, which ranks compare (`Program.zeroed`)."""
     several = isinstance(args[0], (list, tuple))
     for tensor in cast(Sequence[torch.Tensor], args[0] if several else args[:1]):
-        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.span.replica.program is not None:
-            tensor.span.replica.program.zeroed += 1
+        if isinstance(tensor, ShardTensor) and tensor.version is None and tensor.shard_spec.replica.program is not None:
+            tensor.shard_spec.replica.program.zeroed += 1
     return (_listwise if several else _elementwise)(func, args, kwargs)
 
 
@@ -454,9 +456,9 @@ def _copy(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         _refuse(func, args, kwargs)
     whole = isinstance(source, torch.Tensor) and not isinstance(source, (ShardTensor, Partial))
     if whole and source.shape == target.shape:
-        source = target.span.part_of(source)
+        source = target.shard_spec.part_of(source)
     else:
-        source = _local_of(func, source, target.span)
+        source = _local_of(func, source, target.shard_spec)
     if not isinstance(source, torch.Tensor) or not source.dim():
         source = torch.empty_like(target.local).copy_(source)
     target.write(source)
@@ -470,7 +472,7 @@ def _put(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if not isinstance(target, ShardTensor) or len(indices) != 1 or not isinstance(indices[0], ShardTensor):
         _refuse(func, args, kwargs)
     _check_writable(target)
-    mask, value = (_local_of(func, v, target.span) for v in (indices[0], args[2]))
+    mask, value = (_local_of(func, v, target.shard_spec) for v in (indices[0], args[2]))
     func(target.local, [mask], value, *args[3:])
     _mark_written(func, args, kwargs)
     return target
@@ -481,8 +483,8 @@ def _norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor, order = args[0], args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if len(args) > 2 or kwargs.get("dim") is not None or kwargs.get("keepdim"):
         _refuse(func, args, kwargs)
-    local = tensor.span.counted(tensor.local)
-    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.span.replica], kwargs.get("dtype"))
+    local = tensor.shard_spec.counted(tensor.local)
+    [norm] = Partial.norms_of([local], 2 if order is None else order, [tensor.shard_spec.replica], kwargs.get("dtype"))
     return norm
 
 
@@ -492,7 +494,9 @@ def _foreach_norm(func: Any, args: Arguments, kwargs: dict[str, Any]) -> list[An
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     tensors = cast(Sequence[torch.Tensor], args[0])
     ours = [t for t in tensors if isinstance(t, ShardTensor)]
-    parts = Partial.norms_of([t.span.counted(t.local) for t in ours], order, [t.span.replica for t in ours], dtype)
+    parts = Partial.norms_of(
+        [t.shard_spec.counted(t.local) for t in ours], order, [t.shard_spec.replica for t in ours], dtype
+    )
     norms = iter(parts)
     return [
         next(norms) if isinstance(t, ShardTensor) else torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors
@@ -504,10 +508,10 @@ def _sum(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 or kwargs.get("dim") is not None:
         _refuse(func, args, kwargs)
-    total = tensor.span.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
+    total = tensor.shard_spec.counted(tensor.local).sum(dtype=kwargs.get("dtype"))
     if func.overloadpacket is aten.mean:
         total = total / tensor.numel()
-    return Partial(total, "sum", tensor.span.replica, total.dtype)
+    return Partial(total, "sum", tensor.shard_spec.replica, total.dtype)
 
 
 def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
@@ -515,10 +519,12 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if len(args) > 1 and func.overloadpacket is not aten.equal and args[1] not in ([], ()):
         _refuse(func, args, kwargs)
-    replica = tensor.span.replica
+    replica = tensor.shard_spec.replica
     packet = func.overloadpacket
     if packet is aten.equal:
-        same = torch.tensor(torch.equal(tensor.local, _local_of(func, args[1], tensor.span)), device=tensor.device)
+        same = torch.tensor(
+            torch.equal(tensor.local, _local_of(func, args[1], tensor.shard_spec)), device=tensor.device
+        )
         return bool(replica.combine(same.to(torch.uint8), dist.ReduceOp.MIN))
     if packet in (aten.any, aten.all):
         found = packet(tensor.local).to(torch.uint8)
@@ -533,7 +539,7 @@ def _extreme(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
 def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
     """Unscale gradients for GradScaler. An overflow in one rank's slice counts on every rank that shares the tensor."""
     grads, found, scale = args
-    replica = next(g.span.replica for g in grads if isinstance(g, ShardTensor))
+    replica = next(g.shard_spec.replica for g in grads if isinstance(g, ShardTensor))
     func([g.local if isinstance(g, ShardTensor) else g for g in grads], found, scale)
     replica.combine(found, dist.ReduceOp.MAX)
 
@@ -541,22 +547,23 @@ def _unscale(func: Any, args: Arguments, kwargs: dict[str, Any]) -> None:
 def _refuse(func: Any, args: Arguments, kwargs: dict[str, Any]) -> NoReturn:
     """Raise `ShardTensorError`: the operation needs the full tensor."""
     flat = [t for a in (*args, *kwargs.values()) for t in (a if isinstance(a, (list, tuple)) else (a,))]
-    span = next(t.span for t in flat if isinstance(t, ShardTensor))
+    shard_spec = next(t.shard_spec for t in flat if isinstance(t, ShardTensor))
     name, remedy = running_step.take()
     if name:
         raise ShardTensorError(
-            f"rank {span.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of them. "
+            f"rank {shard_spec.replica.rank}: {name} works on full tensors ({func}), and each rank holds slices of "
+            "them. "
             f"{remedy()}"
         )
     raise ShardTensorError(
-        f"{func} needs the full tensor, and got {span.describe()}. {_where_whole(span)} "
+        f"{func} needs the full tensor, and got {shard_spec.describe()}. {_where_whole(shard_spec)} "
         "Elsewhere call full_tensor() on it, on every rank, or work on the whole model inside "
         "`with towpath.full_parameters(model):`."
     )
 
 
-def _where_whole(span: ShardSpec) -> str:
-    if not span.unit:
+def _where_whole(shard_spec: ShardSpec) -> str:
+    if not shard_spec.unit:
         return (
             "It is unsharded inside model(...), and inside any method of the model that "
             "towpath.register_forward_method(model, name) has made an entry."
@@ -570,7 +577,7 @@ def _where_whole(span: ShardSpec) -> str:
 
 _SPECIAL: dict[Any, Handler] = {
     # The alias has the same version, so that writes through it count.
-    aten.detach: lambda _, args, __: ShardTensor(args[0].held, args[0].span, args[0].version),
+    aten.detach: lambda _, args, __: ShardTensor(args[0].held, args[0].shard_spec, args[0].version),
     aten.copy_: _copy,
     aten.zero_: _zero,
     aten._foreach_zero_: _zero,

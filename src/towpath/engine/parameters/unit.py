@@ -13,8 +13,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from towpath.collectives.bound_transfer import CoalescedTransfers, RankTransfer
 from towpath.collectives.collective import Workspace
+from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
 from towpath.core.journal import Call
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import ParamVersion
@@ -41,16 +41,16 @@ class Unit:
         plan: UnitPlan,
         buckets: list[Bucket],
         version: ParamVersion,
-        wiring: CommContext,
+        comm: CommContext,
     ) -> None:
         self.index, self.name, self.modules, self.plan, self.layout = index, layout.name, layout.modules, plan, layout
         self.buckets, self.version = buckets, version
         self.trainable = [b for b in buckets if b.trainable]
         self.checksums = torch.zeros(0, dtype=torch.int64)  # checksums of the parameters at the time of unshard()
-        self._queues = wiring.queues
+        self._queues = comm.queues
         self._together: dict[TransferKind, list[Bucket]] = {}
         self._coalesced: dict[TransferKind, CoalescedTransfers] = {}
-        self._coalesce(wiring)
+        self._coalesce(comm)
         self._entries = [
             (module._parameters, attribute, view, place.parameter)  # pyright: ignore[reportPrivateUsage]
             for bucket in buckets
@@ -65,7 +65,7 @@ class Unit:
             for place, view in zip(bucket.layout.places, bucket.views, strict=True)
             for holder, key in place.kept
         ]
-        self._rank = wiring.rank
+        self._rank = comm.rank
         self.views = tuple(view for bucket in buckets for view in bucket.views)
         self._versions: list[int] = []  # versions of the views, as the engine left them
         self.note_versions()
@@ -76,19 +76,19 @@ class Unit:
         # Recurrent modules compute with a list of their weights, which has to change with the parameters.
         self._recurrent = [m for m in self.owners if isinstance(m, nn.RNNBase)]
 
-    def take(self, plan: UnitPlan, wiring: CommContext) -> None:
+    def take(self, plan: UnitPlan, comm: CommContext) -> None:
         """Use the transfers of `plan` from now on."""
         self.plan = plan
         for bucket, planned in zip(self.buckets, plan.buckets, strict=True):
-            bucket.bind(planned, wiring)
-        self._coalesce(wiring)
+            bucket.bind(planned, comm)
+        self._coalesce(comm)
 
-    def _coalesce(self, wiring: CommContext) -> None:
+    def _coalesce(self, comm: CommContext) -> None:
         """Prepare the gathers that the plan sends as one message."""
         for kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER):
             self._together[kind] = [self.buckets[i] for i in self.plan.together(kind)]
             if self._together[kind]:
-                self._coalesced[kind] = wiring.coalesce(_bound(self._together[kind], kind))
+                self._coalesced[kind] = comm.coalesce(_bound(self._together[kind], kind))
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -97,7 +97,7 @@ class Unit:
 
     # The modules ------------------------------------------------------------------------------------------------------
 
-    def show(self, whole: bool) -> None:
+    def swap_parameters(self, whole: bool) -> None:
         """Give the modules the unsharded views as parameters if `whole`, otherwise the ShardTensors."""
         for parameters, attribute, view, parameter in self._entries:
             parameters[attribute] = view if whole else parameter
@@ -172,12 +172,12 @@ class Unit:
     # The memory of the unsharded weights ----------------------------------------------------------------------------
 
     @torch.inference_mode(False)
-    def live_in(self, memory: Buffers) -> None:
+    def assign_slot(self, memory: Buffers) -> None:
         """Keep the unsharded weights in `memory` from now on, which is that of the unit's slot."""
         buckets = [b for b in self.buckets if not b.always_whole]
         sizes = [(b.plan.compute_dtype, b.plan.numel) for b in buckets]
         for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
-            bucket.live_in(memory[dtype][start : start + numel])
+            bucket.assign_slot(memory[dtype][start : start + numel])
         self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in buckets]
         # A graph that was kept (retain_graph) still reads the former memory. Raising the version by 2, which sealing
         # never does, makes autograd refuse that graph permanently.
@@ -198,14 +198,14 @@ class Unit:
                         "p.clone(), or leave this unit to the root: pass the other units as units= to shard()."
                     )
 
-    def seal(self, sealed: bool) -> None:
+    def invalidate_views(self, invalid: bool) -> None:
         """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again.
 
         Autograd compares the version of each tensor with the version that it saved. Sealing raises the version, and
         unsealing restores it when the weights are unsharded again. Only a tensor that left the unit unseen by Towpath,
         for example through an attribute, meets the raised version.
         """
-        self._raise_versions(1 if sealed else -1)
+        self._raise_versions(1 if invalid else -1)
 
     def _raise_versions(self, by: int) -> None:
         self._versions = [view._version + by for view in self.views]
@@ -217,7 +217,7 @@ class Unit:
         """Submit the parameter sync of the buckets written since the last one. Return None if nothing is sent."""
         dirty = [b for b in self.buckets if b.dirty]
         for bucket in dirty:
-            bucket.published = bucket.version.count
+            bucket.synced_count = bucket.version.count
         sending = [b for b in dirty if b.plan.has_param_sync]
         if not sending:
             return None
@@ -242,9 +242,9 @@ class Unit:
         """Save the backward copy of each bucket from its unsharded weights."""
         for bucket in self.buckets:
             if not bucket.always_whole:
-                bucket.keep(True)
+                bucket.save_backward_copy(True)
 
-    def collect(self, memory: Buffers | None) -> None:
+    def open_gradients(self, memory: Buffers | None) -> None:
         """Let gradients arrive in `memory` from now on, or with None in the G shards themselves."""
         travelling = [b for b in self.trainable if b.gradients.reduces]
         for bucket, start in zip(travelling, _starts([_reduced(b) for b in travelling]), strict=True):
@@ -335,12 +335,12 @@ class UnusedParams:
     `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
     """
 
-    def __init__(self, strategy: Strategy, trained: Sequence[Unit], wiring: CommContext) -> None:
-        self._trained, self._wiring = trained, wiring
+    def __init__(self, strategy: Strategy, trained: Sequence[Unit], comm: CommContext) -> None:
+        self._trained, self._comm = trained, comm
         self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
-        self._transfers = wiring.bind(unused_params_transfers(strategy, len(self._places)))
-        self._values = Values(trained, wiring.device)
-        self.check_every = CHECK_EVERY if wiring.journal.compares(Call.VALUES) else 0
+        self._transfers = comm.bind(unused_params_transfers(strategy, len(self._places)))
+        self._values = Values(trained, comm.device)
+        self.check_every = CHECK_EVERY if comm.journal.compares(Call.VALUES) else 0
 
     def compare(self, boundary: int) -> list[bool]:
         """Return for each parameter whether any rank has a gradient for it.
@@ -355,10 +355,10 @@ class UnusedParams:
         mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
         if not self._transfers:
             return mine
-        journal = self._wiring.journal
+        journal = self._comm.journal
         kept = sum(place.parameter.grad is not None for place in self._places)
         frozen = tuple(place.names[0] for place in self._places if not place.parameter.requires_grad)
-        self._wiring.program.ends_backward(self._wiring.queues.micro_step + 1, kept, frozen)
+        self._comm.program.ends_backward(self._comm.queues.micro_step + 1, kept, frozen)
         for unit, checksum in self._values.taken():
             journal.note(Call.VALUES, f"parameters of unit {unit or 'root'!r}", ((("checksum", checksum),),))
         if self.check_every and boundary % self.check_every == 0:
@@ -369,9 +369,9 @@ class UnusedParams:
             for transfer in self._transfers:
                 transfer.run(compared, compared, workspace)
 
-        self._wiring.queues.submit(TransferKind.UNUSED_PARAMS, self._transfers, [combine]).wait()
+        self._comm.queues.submit(TransferKind.UNUSED_PARAMS, self._transfers, [combine]).wait()
         combined = compared.tolist()
-        journal.check(bytes(combined[len(mine) :]), self._wiring.groups.gather_objects)
+        journal.check(bytes(combined[len(mine) :]), self._comm.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
 
 

@@ -23,16 +23,16 @@ from typing import cast, final
 
 import torch
 
-from towpath.collectives.bound_transfer import (
-    BoundMatrices,
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.collectives.owners import OwnersExchange
+from towpath.collectives.rank_transfer import (
     CoalescedAllGather,
     CoalescedTransfers,
+    RankMatrices,
     RankTransfer,
     has_group_between_nodes,
     select,
 )
-from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
-from towpath.collectives.owners import OwnersExchange
 from towpath.core.journal import CollectiveLog
 from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
@@ -73,7 +73,7 @@ class Queues:
     def submit(
         self,
         kind: TransferKind,
-        transfers: Sequence[RankTransfer] | Sequence[BoundMatrices],
+        transfers: Sequence[RankTransfer] | Sequence[RankMatrices],
         works: Sequence[Work],
         after: Sequence[Handle] = (),
         begin: Work | None = None,
@@ -380,10 +380,10 @@ class CommContext:
             bound.append(RankTransfer(transfer, members, collective, self.record))
         return bound
 
-    def bind_matrices(self, transfer: Transfer) -> BoundMatrices:
+    def bind_matrices(self, transfer: Transfer) -> RankMatrices:
         """Return the exchange that executes a transfer of matrices between holders and owners on this rank."""
         members = self._members(transfer)
-        return BoundMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
+        return RankMatrices(transfer, members, OwnersExchange(transfer, members, self.device), self.record)
 
     def _members(self, transfer: Transfer) -> GroupRank:
         queue = QUEUES[transfer.kind]

@@ -291,8 +291,8 @@ def draw_timelines(figure: Any, steps: Sequence[Traced]) -> None:
             if interval.track not in tracks:
                 continue
             shade, row = tracks[interval.track]
-            span = ((interval.start_seconds - begin) * scale, interval.seconds * scale)
-            axes.broken_barh([span], (i * 4 + row, 0.82), facecolors=shade, alpha=0.8, linewidth=0)
+            shard_spec = ((interval.start_seconds - begin) * scale, interval.seconds * scale)
+            axes.broken_barh([shard_spec], (i * 4 + row, 0.82), facecolors=shade, alpha=0.8, linewidth=0)
         ticks.append((i * 4 + 1.4, step.strategy))
     axes.set_yticks([at for at, _ in ticks], [name for _, name in ticks])
     axes.invert_yaxis()

@@ -208,7 +208,7 @@ def _explained(transfer: Transfer, members: GroupRank, observer: Observer) -> Ge
 
 @final
 @dataclass(frozen=True, slots=True)
-class BoundMatrices:
+class RankMatrices:
     """A transfer of matrices with the exchange that executes it on this rank."""
 
     transfer: Transfer
