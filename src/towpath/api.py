@@ -22,7 +22,7 @@ from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision, registered_formats
 from towpath.core.owner_stepped import OwnedParameter
 from towpath.core.presets import Preset
-from towpath.core.schedule import Schedule, decided, is_open
+from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
@@ -156,7 +156,7 @@ def _shard(
         with agreement(groups):
             check_exchangeable(chosen, layouts, groups)
     specs = [unit.spec for unit in layouts]
-    free = least_free_bytes(layouts, groups) if is_open(chosen, specs) else None
+    free = least_free_bytes(layouts, groups) if depends_on_memory(chosen, specs) else None
     decision = decided(chosen, specs, precision, free)
     if decision.why and groups.rank == 0:
         _LOG.info(decision.why)

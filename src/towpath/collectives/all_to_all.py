@@ -49,11 +49,11 @@ class _Hop:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One part of every slice.
+    """The part of a reduction that `AllToAll` runs at a time: one piece of each slice. Hops of several parts overlap.
 
     Attributes:
-        pieces: The start and end of each piece in the region, in the order in which they are sent.
-        lengths: The lengths of the pieces that each hop starts with, and of those that the last hop leaves.
+        pieces: The start and end of each piece in the flat buffer, in the order in which they are sent.
+        lengths: For each hop, the lengths of the pieces that it sends, and at the end those that remain.
         own: The start and end of the piece whose sum this member keeps.
     """
 

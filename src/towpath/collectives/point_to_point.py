@@ -69,8 +69,8 @@ def post(messages: Sequence[Message], members: GroupRank, where: str, crossing: 
     Args:
         messages: What this rank sends and receives.
         members: The group.
-        where: The step of the collective, for error messages.
-        crossing: Use the process group for messages between nodes.
+        where: What the messages are for, in words, for error messages.
+        crossing: Send over the process group that is used for messages between nodes.
         tag: The tag of the messages.
 
     Raises:

@@ -188,7 +188,7 @@ class RankTransfer:
                 )
 
     def explained(self) -> AbstractContextManager[None]:
-        """Return a context manager that explains failures of this transfer."""
+        """Return a context that turns a backend's error into a StepError with the transfer and possible causes."""
         return _explained(self.transfer, self.members, self.observer)
 
 

@@ -207,7 +207,7 @@ def _first_detail(one: Entry | None, other: Entry | None) -> tuple[str, str] | N
 
 @dataclass(frozen=True, slots=True)
 class StepLog:
-    """A page of the journal: what one rank has noted in the running step of a model. Ranks send it to each other."""
+    """The entries of one rank in the running step, so far. Ranks exchange them to name a difference."""
 
     model: int  # the number of the model, the same on all ranks
     step: int

@@ -112,7 +112,7 @@ class Placement:
 
 
 def legal_extents(topology: Topology) -> list[Extent]:
-    """Return every extent that a placement on `topology` may use, by Lins's equations 5 to 7."""
+    """Return all extents on `topology`: divisors of a node's ranks, or whole nodes (Lins, equations 5 to 7)."""
     ranks, nodes = topology.ranks_per_node, topology.nodes
     local = [Extent(r) for r in range(1, ranks + 1) if ranks % r == 0]
     return local + [Extent(ranks, n) for n in range(2, nodes + 1) if nodes % n == 0]

@@ -428,8 +428,8 @@ class Decision:
     why: str = ""
 
 
-def is_open(strategy: Strategy, units: Sequence[UnitSpec]) -> bool:
-    """Return whether the placement of frozen parameters depends on the available memory."""
+def depends_on_memory(strategy: Strategy, units: Sequence[UnitSpec]) -> bool:
+    """Return whether `strategy` leaves the placement of frozen parameters to the memory that ranks have."""
     frozen, trains = _kinds(units)
     return frozen and trains and strategy.frozen is None and strategy.placement.params.nodes > 1
 
@@ -451,7 +451,7 @@ def decided(strategy: Strategy, units: Sequence[UnitSpec], precision: Precision,
     # The setting would widen the groups of ranks that compare their gathers. Without frozen parameters, it must not.
     if not frozen:
         return Decision(replace(strategy, frozen=None, frozen_codec="none"))
-    if not is_open(strategy, units):
+    if not depends_on_memory(strategy, units):
         if strategy.frozen is None and strategy.placement.params.nodes > 1 and not trains:
             why = "nothing trains, so that frozen parameters are stored as the strategy's placement says"
             return Decision(replace(strategy, frozen=AS_TRAINED), f"{strategy.name}: {why}.")

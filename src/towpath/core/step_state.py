@@ -370,7 +370,7 @@ class Slots:
 
     @property
     def all(self) -> list[Slot]:
-        """All slots, the reserved ones last."""
+        """All slots. Those that one unit has for itself come last (`reserve`)."""
         return [*self._turns, *self._reserved.values()]
 
     def add(self, unit: int | None = None) -> Slot:

@@ -459,7 +459,7 @@ class Engine:
     # Routes and codecs that change with the step --------------------------------------------------------------------
 
     def go_to(self, step: int) -> None:
-        """Continue as after `step` boundaries, with the routes and codecs of that step. Every rank must call it."""
+        """Continue as after `step` optimizer steps, for a checkpoint. Every rank must call it."""
         self.discard()
         self.step = step
         if self._changes:

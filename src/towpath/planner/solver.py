@@ -19,7 +19,7 @@ from towpath.core.formats import Precision, item_bytes
 from towpath.core.placement import Placement, legal_placements
 from towpath.core.presets import name_of, strategy
 from towpath.core.routes import ALL_TO_ALL, ROUTES, Op
-from towpath.core.schedule import is_open, steady_tasks
+from towpath.core.schedule import depends_on_memory, steady_tasks
 from towpath.core.strategy import (
     AS_TRAINED,
     GRADIENTS,
@@ -281,7 +281,7 @@ class Solver:
 
     def with_frozen_placed(self, strategy: Strategy, batching: Batching) -> Strategy:
         """Where it is left open: frozen parameters in each node if that fits, else as those that train."""
-        if not is_open(strategy, [unit.spec for unit in self.model.units]):
+        if not depends_on_memory(strategy, [unit.spec for unit in self.model.units]):
             return strategy
         inside = replace(strategy, frozen=Extent(self._topology.ranks_per_node))
         fits = sum(self.memory(self.plans(inside), batching).values()) <= self.request.memory

@@ -40,11 +40,11 @@ class StatusStore:
         return {rank: found.get(rank) for rank in ranks}
 
     def meet(
-        self, event: str, word: str, patience_seconds: float, still_waits: Callable[[], None] = lambda: None
+        self, event: str, word: str, patience_seconds: float, raise_if_stuck: Callable[[], None] = lambda: None
     ) -> dict[int, str]:
         """Come to `event` with a word for the others, and wait for them: the words of those that came in time.
 
-        `still_waits` is called again and again meanwhile, and may raise.
+        `raise_if_stuck` is called again and again meanwhile, and may raise.
         """
         until, pause = time.monotonic() + patience_seconds, _FIRST_PAUSE_SECONDS
         self._within_reach(lambda store: store.set(self._key(event, self.rank), word), None)
@@ -53,7 +53,7 @@ class StatusStore:
             came |= self._read({rank: self._key(event, rank) for rank in range(self.world) if rank not in came})
             if len(came) == self.world or time.monotonic() > until:
                 return came
-            still_waits()
+            raise_if_stuck()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

@@ -191,7 +191,7 @@ class RankStatus:
             self._computing, self.inside = before, ""
 
     def failed(self, what: str) -> None:
-        """Note that a forward or backward pass failed, or that all ranks have agreed on it (with '')."""
+        """Note the error `what` of a forward or backward pass. With '', note that all ranks have learned of it."""
         self.progress += 1
         self._failure = what
 

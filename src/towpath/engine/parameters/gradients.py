@@ -44,7 +44,7 @@ def narrowed(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     assert dtype.itemsize < wide.dtype.itemsize, (dtype, wide.dtype)
     narrow = wide.view(dtype)[: wide.numel()]
     for start, end in _spans(wide.numel()):
-        narrow[start:end].copy_(_apart(wide, start, end))
+        narrow[start:end].copy_(_source_of(wide, start, end))
     return narrow
 
 
@@ -55,7 +55,7 @@ def widen(narrow: torch.Tensor, wide: torch.Tensor) -> None:
     """
     if narrow.dtype != wide.dtype:
         for start, end in reversed(list(_spans(wide.numel()))):
-            wide[start:end].copy_(_apart(narrow, start, end))
+            wide[start:end].copy_(_source_of(narrow, start, end))
 
 
 def _spans(elements: int) -> Iterator[tuple[int, int]]:
@@ -66,8 +66,8 @@ def _spans(elements: int) -> Iterator[tuple[int, int]]:
         start, end = end, 2 * end
 
 
-def _apart(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
-    """Return the elements of a span. The first element is copied, because it is written where it is read."""
+def _source_of(tensor: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    """Return a slice of `tensor`. The one at 0 is copied, because it shares its first bytes with the target."""
     return tensor[start:end].clone() if start == 0 else tensor[start:end]
 
 
@@ -245,7 +245,7 @@ class BucketGradients(ABC):
             assert mean is not None
             if parameter.grad is None:
                 parameter.grad = ShardTensor(mean, parameter.shard_spec)
-                self._lend(mean)
+                self._hand_out(mean)
             elif isinstance(parameter.grad, ShardTensor):
                 parameter.grad.local.add_(mean)
             else:
@@ -253,8 +253,8 @@ class BucketGradients(ABC):
         self.restart()
 
     @abstractmethod
-    def _lend(self, mean: torch.Tensor) -> None:
-        """Note that `mean` is `.grad` of a parameter from now on."""
+    def _hand_out(self, mean: torch.Tensor) -> None:
+        """Note that the user may read `mean`, as `.grad`, until they set it to None. It must not be overwritten."""
 
     def restart(self) -> None:
         """Drop the accumulated gradients."""
@@ -347,8 +347,8 @@ class OwnGradients(BucketGradients):
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums
 
-    def _lend(self, mean: torch.Tensor) -> None:
-        """Do nothing: the next micro-step uses other tensors."""
+    def _hand_out(self, mean: torch.Tensor) -> None:
+        """Do nothing. Autograd makes new tensors in the next micro-step, so `mean` is not overwritten."""
 
     def restart(self) -> None:
         """Drop the sums. Those that are `.grad` of a parameter stay there."""
@@ -369,9 +369,9 @@ def _is_alone_in_its_memory(gradient: torch.Tensor) -> bool:
 
 @final
 class FlatGradients(BucketGradients):
-    """Gradients in flat memory, from which they are reduced and synchronized.
+    """The gradients of a bucket in flat memory: `reduce` adds them to `sums`, and `grad_sync` makes means of the sums.
 
-    `sums` is this rank's G shard. It is allocated in the first micro-step.
+    `sums` is this rank's slice of the summed gradients (the G shard). It is allocated in the first micro-step.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class FlatGradients(BucketGradients):
         self._holds_sums = False
         self._mean: torch.Tensor | None = None
         self._arriving: list[torch.Tensor] = []
-        self._lent: list[weakref.ref[torch.Tensor]] = []
+        self._handed_out: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. A new gradient sync starts with fresh low-rank state."""
@@ -418,14 +418,14 @@ class FlatGradients(BucketGradients):
 
         `set_grads` has lent such views as `.grad`.
         """
-        for reference in self._lent:
+        for reference in self._handed_out:
             tensor = reference()
             if tensor is not None:
                 tensor.data = tensor.clone()
-        self._lent.clear()
+        self._handed_out.clear()
 
-    def _lend(self, mean: torch.Tensor) -> None:
-        self._lent.append(weakref.ref(mean))
+    def _hand_out(self, mean: torch.Tensor) -> None:
+        self._handed_out.append(weakref.ref(mean))
 
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Start a micro-step. Gradients are copied to `buffer`, or with None added to the G shard itself."""

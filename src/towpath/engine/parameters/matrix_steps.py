@@ -185,7 +185,7 @@ class MatrixSteps:
     def _weight(self, matrix: Matrix) -> torch.Tensor:
         return self.parameters[matrix.name].to_local().detach()
 
-    def _brought(self, each: Round, buffer_index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _gathered(self, each: Round, buffer_index: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """Return the memory in which this rank gathers gradient and weight of each matrix that it owns."""
         found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         start = 0
@@ -198,10 +198,10 @@ class MatrixSteps:
         return found
 
     def _wholes(self, each: Round, buffer_index: int, gradients: bool) -> list[Whole]:
-        brought = self._brought(each, buffer_index)
+        gathered = self._gathered(each, buffer_index)
         found: list[Whole] = []
         for matrix in each.owned(self._slot):
-            there = brought.get(matrix.name)
+            there = gathered.get(matrix.name)
             gradient = None
             if gradients:
                 gradient = (self._gradient(matrix) if there is None else there[0]).view(matrix.shape)
@@ -218,7 +218,7 @@ class MatrixSteps:
 
     def _submit(self, task: Task, each: Round) -> Handle:
         bound = [self._bind(transfer) for transfer in task.transfers]
-        brought = self._brought(each, task.unit % ROUNDS_IN_FLIGHT)
+        gathered = self._gathered(each, task.unit % ROUNDS_IN_FLIGHT)
         pieces: Mapping[TransferKind, list[torch.Tensor]] = {
             kind: [piece(matrix) for matrix in each.matrices]
             for kind, piece in (
@@ -229,7 +229,7 @@ class MatrixSteps:
             if any(transfer.kind is kind for transfer in task.transfers)
         }
         after = [cast(Handle, before.handle) for before in task.after]
-        work = partial(_exchange, bound, pieces, each, brought)
+        work = partial(_exchange, bound, pieces, each, gathered)
         return self._comm.queues.submit(task.kind, bound, [work], after)
 
 
@@ -264,11 +264,11 @@ def _exchange(
     bound: Sequence[RankMatrices],
     pieces: Mapping[TransferKind, Sequence[torch.Tensor]],
     each: Round,
-    brought: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    gathered: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     workspace: Workspace,
 ) -> None:
     for transfer in bound:
         kind = transfer.transfer.kind
         place = 0 if kind is TransferKind.MATRIX_GRADIENTS else 1
-        wholes = {n: brought[m.name][place] for n, m in enumerate(each.matrices) if m.name in brought}
+        wholes = {n: gathered[m.name][place] for n, m in enumerate(each.matrices) if m.name in gathered}
         transfer.run(pieces[kind], wholes, workspace)

@@ -270,9 +270,8 @@ class _FullTensor(torch.autograd.Function):
 # Elementwise operations and optimizers run on the slices. Norms and sums are combined over the ranks that share the
 # tensor (`partial_sums.py`). Any other operation raises `ShardTensorError`.
 #
-# The handlers also count writes. Each dispatched operation that writes to a parameter raises its `version`,
-# which the parameter shares with its aliases. PyTorch's `_version` would not do, because foreach, fused and `.data`
-# writes do not change it.
+# The handlers also count writes: an operation that writes to a parameter raises its `version`, which its aliases share.
+# PyTorch's `_version` would not do, because foreach, fused and `.data` writes do not change it.
 
 # Elementwise operations that PyTorch does not tag as pointwise.
 _ELEMENTWISE = {
@@ -337,7 +336,7 @@ def _check_writable(target: Any) -> None:
     """Raise `ShardTensorError` if `target` is stored encoded, because such a parameter can only be written entirely."""
     if isinstance(target, ShardTensor) and type(target.held) is EncodedSlice:
         raise ShardTensorError(
-            f"{target.shard_spec.name!r} rests in {target.rests_in}: it cannot be changed in place. Write all of it: "
+            f"{target.shard_spec.name!r} is stored in {target.rests_in}: it cannot be changed in place. Write it: "
             "p.copy_(full_tensor), load_state_dict(), or inside `with towpath.full_parameters(model):`."
         )
 

@@ -333,7 +333,7 @@ class _ThreadHandle(Handle):
             began = self._waiting.mark()
             try:
                 while not self._ended():
-                    self._waiting.still_waits()
+                    self._waiting.raise_if_stuck()
             finally:
                 self._waiting.waited(began, self._waiting.mark())
 

@@ -89,7 +89,7 @@ class Interval:
 class Trace:
     """The intervals of the traced steps of one rank. `intervals` is complete, and sorted by start, after `end()`.
 
-    `Record` and the training loop report to it while it is recorded.
+    Until then, `Record` and the training loop report intervals to it.
     """
 
     def __init__(self, timer: Timer) -> None:
@@ -298,7 +298,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """An interval in which these transfers ran or, if `exposed`, were waited for. A GPU may not be at its end yet."""
+    """An interval in which `transfers` ran or, if `exposed`, were waited for. On a GPU it may not have ended yet."""
 
     transfers: Sequence[Transfer]
     began: Mark
@@ -503,6 +503,6 @@ class TransferWait:
         if self._transfers:
             self._record.peers.activity.enqueued(end, self._transfers)
 
-    def still_waits(self) -> None:
+    def raise_if_stuck(self) -> None:
         """Raise StepError if the wait can never end."""
         self._record.peers.raise_if_diverged()

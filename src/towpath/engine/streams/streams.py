@@ -202,7 +202,7 @@ class Waiting(Protocol):
         """Note that the job was enqueued on a device. The event `end` follows it."""
         ...
 
-    def still_waits(self) -> None:
+    def raise_if_stuck(self) -> None:
         """Raise if the wait can never end. The handle calls it again and again while it waits."""
 
 
