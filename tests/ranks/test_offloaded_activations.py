@@ -117,7 +117,7 @@ def _sealed() -> None:
     with towpath.offload_activations(run.model, smallest_bytes=1):
         loss = entry.loss(run.model, *entry.micro_batch(0, 0, 0, torch.float32))
     for unit in engine_of(run.model).units:
-        unit.seal(True)  # raised once more than the engine will put back
+        unit.invalidate_views(True)  # raised once more than the engine will put back
     with pytest.raises(StepError, match="was modified since its forward pass"):
         loss.backward()
 
