@@ -192,28 +192,28 @@ class PointToPoint(Collective):
             self.begin(region, shard, workspace)
         under_way, self._begun = self._begun or [], None
         begun = len(under_way)
-        transport = workspace.take(self._cells * self._cell, region.dtype) if self._cells else region
+        wire = workspace.take(self._cells * self._cell, region.dtype) if self._cells else region
         for number, batch in enumerate(self._batches):
             if number >= begun:
-                under_way = self._complete(region, transport, under_way, before=batch.step)
-                under_way.append((batch, self._post(region, transport, batch, workspace)))
+                under_way = self._complete(region, wire, under_way, before=batch.step)
+                under_way.append((batch, self._post(region, wire, batch, workspace)))
             # All later messages stay inside nodes. The next transfer may start to use the links between nodes.
             if number == self._last_crossing:
                 workspace.links_free()
-        self._complete(region, transport, under_way)
+        self._complete(region, wire, under_way)
         mine = region[self._own]
         if self._op is Op.REDUCE_SCATTER and mine.data_ptr() != shard.data_ptr():
             shard.copy_(mine)
 
-    def _post(self, region: torch.Tensor, transport: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
-        messages = [Message(p.leaves, p.peer, self._content(region, transport, p)) for p in batch.messages]
+    def _post(self, region: torch.Tensor, wire: torch.Tensor, batch: _Batch, workspace: Workspace) -> Posted:
+        messages = [Message(p.leaves, p.peer, self._content(region, wire, p)) for p in batch.messages]
         where = f"{self._what}, step {batch.step}"
         return post(messages, self._members, where, batch.crossing, workspace.tag(self._tag))
 
     def _complete(
         self,
         region: torch.Tensor,
-        transport: torch.Tensor,
+        wire: torch.Tensor,
         under_way: Iterable[tuple[_Batch, Posted]],
         before: int | None = None,
     ) -> list[tuple[_Batch, Posted]]:
@@ -229,11 +229,11 @@ class PointToPoint(Collective):
             posted.wait()
             for message in batch.messages:
                 if message.cell is not None:
-                    region[message.start : message.end].add_(self._content(region, transport, message))
+                    region[message.start : message.end].add_(self._content(region, wire, message))
         return remaining
 
-    def _content(self, region: torch.Tensor, transport: torch.Tensor, message: _RangeMessage) -> torch.Tensor:
+    def _content(self, region: torch.Tensor, wire: torch.Tensor, message: _RangeMessage) -> torch.Tensor:
         if message.cell is None:
             return region[message.start : message.end]
         start = message.cell * self._cell
-        return transport[start : start + message.end - message.start]
+        return wire[start : start + message.end - message.start]

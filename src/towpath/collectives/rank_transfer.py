@@ -62,7 +62,8 @@ def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.d
     backend_fits = backend != "gloo" and transfer.elements % transfer.move.members == 0
     if transfer.route == "flat" and (op is Op.ALL_REDUCE or backend_fits):
         return _FLAT[op](members)
-    if not hops_of(transfer.route, members.grid) or op is Op.ALL_GATHER:
+    if op is Op.ALL_GATHER or not hops_of(transfer.route, members.grid):
+        assert codec is None, f"'{transfer.route}' is in ALL_TO_ALL, and hops_of() has no hops for it"
         return PointToPoint(transfer, members)
     reduce = AllToAllReduceScatter(transfer, members, device)
     if op is Op.REDUCE_SCATTER:

@@ -528,7 +528,7 @@ class StepMachine:
                 passes.pop(self._walk, None)
 
     def backward_pass_failed(self) -> list[Action]:
-        """Deliver nothing of a failed pass. Forget the order of units, in case ranks differ in what they ran."""
+        """Set no `.grad` after a failed pass. Forget the order of units, in case ranks differ in what they ran."""
         self.failed = True
         self._gathers.successors = Successors()
         self._end_passes()

@@ -150,7 +150,7 @@ Transfers = Mapping[TransferKind, Sequence[RankTransfer]]
 class BucketGradients(ABC):
     """The gradients of one bucket during a step. `Unit` and `Bucket` drive them, in this order:
 
-    begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → grad_sync → deliver (boundary)
+    begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → grad_sync → set_grads (boundary)
 
     `used` says for each parameter whether this rank computed a gradient for it since the last boundary.
     `expected` is the number of gradients per micro-step before the unit no longer needs its weights.

@@ -179,8 +179,8 @@ class Unit:
         for bucket, (dtype, numel), start in zip(buckets, sizes, _starts(sizes), strict=True):
             bucket.assign_slot(memory[dtype][start : start + numel])
         self._turns = [(b.full.data_ptr(), b.full.data_ptr() + b.full.nbytes, b) for b in buckets]
-        # A graph that was kept (retain_graph) still reads the former memory. Raising the version by 2, which sealing
-        # never does, makes autograd refuse that graph permanently.
+        # A graph that was kept (retain_graph) still reads the former memory. Raising the version by 2, which
+        # `invalidate_views` never does, makes autograd refuse that graph permanently.
         self._raise_versions(2)
 
     def check_returned(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -201,9 +201,9 @@ class Unit:
     def invalidate_views(self, invalid: bool) -> None:
         """Make autograd refuse the views while their memory may hold another unit's weights, or allow them again.
 
-        Autograd compares the version of each tensor with the version that it saved. Sealing raises the version, and
-        unsealing restores it when the weights are unsharded again. Only a tensor that left the unit unseen by Towpath,
-        for example through an attribute, meets the raised version.
+        Autograd compares the version of each tensor with the version that it saved. Invalid views have a raised
+        version, which is restored when the weights are unsharded again. Only a tensor that left the unit unseen by
+        Towpath, for example through an attribute, meets the raised version.
         """
         self._raise_versions(1 if invalid else -1)
 
@@ -330,7 +330,7 @@ _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @final
 class UnusedParams:
-    """The check at each boundary, over the units that train in the order in which gradients are delivered.
+    """The check at each boundary, over the units that train in the order in which gradients are reduced.
 
     `Engine` holds one. `check_every` is the number of boundaries between two comparisons of values, or 0 for never.
     """
