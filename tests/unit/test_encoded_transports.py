@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 
 import towpath
+from towpath.collectives import rank_transfer
 from towpath.core.formats import Codec
-from towpath.core.routes import Op
+from towpath.core.routes import Grid, Op
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Extent, Topology
@@ -176,3 +181,12 @@ def test_codecs_have_a_text() -> None:
         str(towpath.Transport("two-hop", "int4:64+hadamard", "both")) == "two-hop, int4:64+hadamard, feedback at both"
     )
     assert "(two-hop, int4:256)" in str(towpath.strategy("zero++", TWO))
+
+
+def test_an_encoded_reduction_on_a_route_without_hops_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = towpath.schedule(towpath.strategy("zero2", TWO, gradients="int8"), [1 << 18], 1)
+    transfer = next(t for t in made.transfers if t.kind is TransferKind.REDUCE)
+    members: Any = SimpleNamespace(grid=Grid(2, 2))
+    monkeypatch.setattr(rank_transfer, "hops_of", lambda route, grid: ())
+    with pytest.raises(StrategyError, match="hops_of"):
+        rank_transfer.select(transfer, members, "gloo", torch.device("cpu"))

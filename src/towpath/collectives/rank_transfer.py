@@ -31,7 +31,7 @@ from towpath.collectives.point_to_point import PointToPoint
 from towpath.core.routes import Op, hops_of
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.errors import StepError
+from towpath.errors import StepError, StrategyError
 
 # --- select -----------------------------------------------------------------------------------------------------------
 #
@@ -63,7 +63,8 @@ def select(transfer: Transfer, members: GroupRank, backend: str, device: torch.d
     if transfer.route == "flat" and (op is Op.ALL_REDUCE or backend_fits):
         return _FLAT[op](members)
     if op is Op.ALL_GATHER or not hops_of(transfer.route, members.grid):
-        assert codec is None, f"'{transfer.route}' is in ALL_TO_ALL, and hops_of() has no hops for it"
+        if codec is not None:  # a route that was added without its hops would send unencoded values
+            raise StrategyError(f"{transfer}: {codec} needs hops, and hops_of() has none for {transfer.route!r}.")
         return PointToPoint(transfer, members)
     reduce = AllToAllReduceScatter(transfer, members, device)
     if op is Op.REDUCE_SCATTER:

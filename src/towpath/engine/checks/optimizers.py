@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -424,9 +424,9 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
                 engine.optimizers.add(optimizer)
                 if check:
                     _check_states(optimizer, parameter, state.get(parameter, {}), engine)
-    if optimizer not in _adopted:
-        with suppress(AttributeError):  # wrappers of other libraries, such as Accelerate's, have no hooks
-            optimizer.register_load_state_dict_post_hook(_loaded)
+    # Wrappers of other libraries, such as Accelerate's, have no hooks.
+    if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
+        optimizer.register_load_state_dict_post_hook(_loaded)
     _adopted[optimizer] = seen if check else (0, 0)
 
 
@@ -446,10 +446,9 @@ def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str
             assert isinstance(parameter, ShardTensor)
             raise ShardError(
                 f"rank {engine.comm.rank}: {type(optimizer).__name__} has already stepped "
-                f"{parameter.shard_spec.name}: its "
-                "states are of unsharded parameters. Call shard() before the first step, or make a new optimizer "
-                "afterwards. If load_state_dict() loaded them: call towpath.checkpoint.set_optimizer_state_dict "
-                "instead."
+                f"{parameter.shard_spec.name}: its states are of unsharded parameters. Call shard() before the first "
+                "step, or make a new optimizer afterwards. If load_state_dict() loaded them: call "
+                "towpath.checkpoint.set_optimizer_state_dict instead."
             )
 
 
