@@ -216,7 +216,7 @@ def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interv
 
 def _memory_bytes(engine: Engine) -> dict[str, int]:
     total = {"weight slots": engine.weights.nbytes, "gradient slots": engine.gradients.nbytes}
-    total["wire"] = engine.comm.queues.wire_bytes
+    total["wire"] = engine.comm.queues.wire_buffer_bytes
     if engine.matrix_steps:
         total["whole matrices"] = sum(steps.nbytes for steps in engine.matrix_steps)
     for unit in engine.units:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, labels, seldom, strategy_of
-from towpath.core.journal import Call, scopes
+from towpath.core.collective_log import Call, scopes
 from towpath.errors import MismatchError, ShardError, StepError
 
 Worlds = Callable[[int], World]

@@ -23,7 +23,7 @@ import towpath
 from tests.ranks.models import MODELS, TiedGPT
 from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import seldom, strategy_of
-from towpath.core.journal import FOLD
+from towpath.core.collective_log import FOLD
 
 Worlds = Callable[[int], World]
 
@@ -170,7 +170,7 @@ def _infer(training: bool) -> None:
             for _ in range(count):
                 model(x)
         held.append(_held_by(model.towpath_engine))
-    # The journal folds its oldest entries now and then: what it keeps goes up and down below a bound.
+    # The collective log folds its oldest entries now and then: what it keeps goes up and down below a bound.
     kept = [each.pop("_Kept") for each in held]
     assert max(kept) < 2 * FOLD + 10, kept
     assert held[0] == held[1], {k: (held[0].get(k), v) for k, v in held[1].items() if held[0].get(k) != v}

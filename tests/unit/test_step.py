@@ -157,7 +157,7 @@ class Watched:
                 copies = task.kind is TransferKind.BACKWARD_GATHER and self.plans[task.unit].copies
                 version = self.copies[task.unit] if copies else self.published[task.unit]
                 self.content[task.slot] = (task.unit, version)
-                if task.keep_copy and self.plans[task.unit].copies:
+                if task.save_copy and self.plans[task.unit].copies:
                     self.copies[task.unit] = version
             case TransferKind.REDUCE:
                 self.reduced.append(task.unit)

@@ -154,7 +154,9 @@ class AllToAllReduceScatter(Collective):
 
     def _wires(self, workspace: Workspace) -> list[list[_Wire]]:
         buffers = self._buffers
-        sizes = [n for h in range(len(self._hops)) for n in (buffers.sent(h), buffers.received(h))] * buffers.sets
+        sizes = [
+            n for h in range(len(self._hops)) for n in (buffers.sent_elements(h), buffers.received_elements(h))
+        ] * buffers.sets
         pieces = list(workspace.take(buffers.wire_elements, self._packing.dtype).split(sizes))
         wires = [_Wire(sent, received) for sent, received in zip(pieces[::2], pieces[1::2], strict=True)]
         return [wires[i : i + len(self._hops)] for i in range(0, len(wires), len(self._hops))]

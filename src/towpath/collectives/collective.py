@@ -134,7 +134,7 @@ def message_tag(transfer: Transfer) -> int:
     """Return the tag of a collective's messages, so that messages of collectives that do not fit each other never meet.
 
     gloo ends a process that receives more than it expects. Collectives that do fit share a tag. If ranks mix them up,
-    the journals reveal it, without a wait.
+    the collective logs reveal it, without a wait.
     """
     op, codec = transfer.move.op, transfer.transport.encoding
     codec = "none" if codec is None else str(codec)

@@ -215,7 +215,7 @@ _SHORT = {
 
 
 class TorchDtype(Protocol):
-    """A `torch.dtype`."""
+    """What this package reads of a `torch.dtype`."""
 
     is_floating_point: bool
     itemsize: int

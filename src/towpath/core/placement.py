@@ -251,12 +251,13 @@ def transitions(placement: Placement, topology: Topology) -> PlacementCollective
         grads,
         optimizer,
         backward,
-        gather=_between(Op.ALL_GATHER, whole, params, topology),
-        backward_gather=_between(Op.ALL_GATHER, whole, backward, topology),
-        reduce=_between(Op.REDUCE_SCATTER, whole, grads, topology),
-        grad_sync=_between(Op.REDUCE_SCATTER, grads, optimizer, topology) + _over_replicas(optimizer, topology),
-        param_sync=_between(Op.ALL_GATHER, params, optimizer, topology),
-        assemble=_between(Op.ALL_GATHER, whole, optimizer, topology),
+        gather=_collectives_between(Op.ALL_GATHER, whole, params, topology),
+        backward_gather=_collectives_between(Op.ALL_GATHER, whole, backward, topology),
+        reduce=_collectives_between(Op.REDUCE_SCATTER, whole, grads, topology),
+        grad_sync=_collectives_between(Op.REDUCE_SCATTER, grads, optimizer, topology)
+        + _over_replicas(optimizer, topology),
+        param_sync=_collectives_between(Op.ALL_GATHER, params, optimizer, topology),
+        assemble=_collectives_between(Op.ALL_GATHER, whole, optimizer, topology),
     )
 
 
@@ -298,7 +299,7 @@ def replicas(extent: Extent, topology: Topology) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _between(op: Op, coarse: Partition, fine: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
+def _collectives_between(op: Op, coarse: Partition, fine: Partition, topology: Topology) -> tuple[GroupCollective, ...]:
     """Return the collective among the ranks of one fine copy that share a coarse slice.
 
     Return an empty tuple if both partitions are equal.

@@ -337,11 +337,11 @@ def wire_elements(
     if hops := hops_of(route, grid):
         layout = AllToAll(hops, parts, elements, codec)
         return max(layout.wire_elements, gathered if op is Op.ALL_REDUCE else 0), layout.sum_elements
-    return _cells(route, grid, parts) * cell_elements(elements, members, parts), 0
+    return _concurrent_receives(route, grid, parts) * cell_elements(elements, members, parts), 0
 
 
 @lru_cache(maxsize=1024)
-def _cells(route: str, grid: Grid, parts: int) -> int:
+def _concurrent_receives(route: str, grid: Grid, parts: int) -> int:
     """Return how many messages the first member, like every other, receives at the same time in a reduction."""
     sent = _gather(route, range(grid.nodes * grid.width), grid, parts, [(0, 0)])
     steps = max((s.until for s in sent), default=0)
@@ -383,18 +383,18 @@ class AllToAll:
         """Length of the largest piece, in elements."""
         return cell_elements(self.elements, prod(self.hops), self.stages, self.codec.grain if self.codec else 1)
 
-    def sent(self, hop: int) -> int:
+    def sent_elements(self, hop: int) -> int:
         """Return the largest size of a stage's buffer for `hop`: a segment for each member, this one included."""
         return prod(self.hops[hop:]) * (self.codec.encoded_bytes(self.cell) if self.codec else self.cell)
 
-    def received(self, hop: int) -> int:
+    def received_elements(self, hop: int) -> int:
         """Return the size of the segments that arrive in `hop`, one from each other member."""
-        return self.sent(hop) // self.hops[hop] * (self.hops[hop] - 1)
+        return self.sent_elements(hop) // self.hops[hop] * (self.hops[hop] - 1)
 
     @property
     def wire_elements(self) -> int:
         """Size of the wire buffer: the sent and received segments of all hops, for each set of buffers."""
-        return self.sets * sum(self.sent(h) + self.received(h) for h in range(len(self.hops)))
+        return self.sets * sum(self.sent_elements(h) + self.received_elements(h) for h in range(len(self.hops)))
 
     @property
     def sum_elements(self) -> int:
@@ -403,7 +403,7 @@ class AllToAll:
         With a codec it holds one piece before encoding, and the same piece decoded again. Without a codec it holds the
         sums of a dtype that is too narrow to sum in.
         """
-        return 2 * self.cell if self.codec else self.sent(0) // self.hops[0]
+        return 2 * self.cell if self.codec else self.sent_elements(0) // self.hops[0]
 
     @property
     def kept_elements(self) -> tuple[int, ...]:
@@ -424,14 +424,14 @@ class AllToAll:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class Traffic:
     """Bytes sent inside nodes, all nodes together, and bytes sent out of each node."""
 
     inside: int
     leaving: tuple[int, ...]
 
 
-def sent_bytes(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced: Sequence[int]) -> Sent:
+def traffic_of_group(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced: Sequence[int]) -> Traffic:
     """Return how many bytes one collective of a group sends.
 
     Args:
@@ -448,7 +448,7 @@ def sent_bytes(op: Op, route: str, grid: Grid, gathered: Sequence[int], reduced:
     if op is not Op.REDUCE_SCATTER:
         inside += _inside(route, grid, gathered)
         leaving = [a + b for a, b in zip(leaving, _leaving_in_a_gather(route, grid, gathered), strict=True)]
-    return Sent(inside, tuple(leaving))
+    return Traffic(inside, tuple(leaving))
 
 
 def _inside(route: str, grid: Grid, slices: Sequence[int]) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from towpath.core.collective_log import log_bytes
 from towpath.core.formats import ENCODED, FLOATING, Precision, item_bytes
-from towpath.core.journal import journal_bytes
 from towpath.core.owner_stepped import MatrixPlan, OwnedParameter, plan_matrices
 from towpath.core.pipeline import Compression, Message, Order, PassKind, StagePass, messages
 from towpath.core.placement import everyone, send
@@ -120,7 +120,7 @@ def staged_tasks(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> I
         for action in stage.walk(each):
             if isinstance(action, Submit):
                 yield stage.micro_step, action.task
-    for action in stage.boundary_ends():
+    for action in stage.end_boundary():
         if isinstance(action, Submit):
             yield stage.micro_step, action.task
 
@@ -132,7 +132,7 @@ def settled_stage(plans: Sequence[PlannedUnit], passes: Sequence[StagePass]) -> 
         for each in passes:
             for _ in stage.walk(each):
                 pass
-        for _ in stage.boundary_ends():
+        for _ in stage.end_boundary():
             pass
         write_all(stage.machine, plans)
     return stage
@@ -170,9 +170,9 @@ class SteadyStage:
             self.machine.micro_step_ended()
             self.micro_step += 1
 
-    def boundary_ends(self) -> Iterator[Action]:
+    def end_boundary(self) -> Iterator[Action]:
         """Yield the actions that end the step, after the last pass."""
-        yield from self.machine.boundary_ends()
+        yield from self.machine.end_boundary()
         self.machine.micro_step_ended()
         self.micro_step = 0
 
@@ -261,14 +261,14 @@ def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transf
     """Return the all-reduce with which the ranks compare their step at the boundary.
 
     It has one byte for each parameter, which says whether any rank used it: an unused parameter keeps `.grad` None.
-    Then follow digests of what each rank has submitted (`core/journal.py`).
+    Then follow digests of what each rank has submitted (`core/collective_log.py`).
 
     Args:
         strategy: The strategy, whose topology names the ranks.
         parameters: The number of trainable parameters. Without any, nothing is compared.
     """
     moves = everyone(strategy.topology) if parameters else ()
-    count = parameters + journal_bytes(strategy)
+    count = parameters + log_bytes(strategy)
     payload = Range("", "", count, "uint8")
     return tuple(Transfer(TransferKind.UNUSED_PARAMS, payload, m, Transport(), strategy.topology) for m in moves)
 

@@ -73,11 +73,11 @@ class Gathers:
                 unit.param_sync_task = self._submit(Task(TransferKind.PARAM_SYNC, unit.index))
             unit.synced_version = unit.version
 
-    def use(self, unit: UnitState, kind: TransferKind, keep_copy: bool = False) -> None:
+    def use(self, unit: UnitState, kind: TransferKind, save_copy: bool = False) -> None:
         """Unshard the unit for the next computation, and prefetch the unit that followed it the last time."""
         if not unit.kept_unsharded:
             unit.weights_become(Weights.IN_USE)
-        self.gather(unit, kind, keep_copy)
+        self.gather(unit, kind, save_copy)
         if unit.plan.root and kind is TransferKind.BACKWARD_GATHER:
             # The root always counts as the first unit of a backward pass. If it computes nothing after its last unit,
             # the gradient of that unit may arrive before the root's.
@@ -85,9 +85,9 @@ class Gathers:
         else:
             following = self.successors.runs(kind, unit.index)
         if following is not None:
-            self.prefetch(self._units[following], kind, keep_copy)
+            self.prefetch(self._units[following], kind, save_copy)
         self.wait(unit)
-        if keep_copy and unit.slot is not None and unit.plan.copies and unit.copied != unit.version:
+        if save_copy and unit.slot is not None and unit.plan.copies and unit.copied != unit.version:
             unit.copied = unit.version  # a unit that runs without a backward pass prefetched it, without a copy
             self._actions.append(SaveBackwardCopy(unit.index))
 
@@ -97,7 +97,7 @@ class Gathers:
             self._actions.append(Wait(unit.ready))
         self._invalidate_views(unit, invalid=False)
 
-    def gather(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
+    def gather(self, unit: UnitState, kind: TransferKind, save_copy: bool) -> None:
         """Submit a gather of the unit's weights into its slot, unless the slot holds their current version."""
         if unit.holds == unit.version:
             return
@@ -108,21 +108,21 @@ class Gathers:
             return
         if kind is TransferKind.BACKWARD_GATHER and unit.plan.copies and unit.copied != unit.version:
             kind = TransferKind.GATHER  # the backward copy is older than the weights: this forward pass kept none
-        if keep_copy:
+        if save_copy:
             unit.copied = unit.version
         # An earlier gather that nothing used may still write to this slot, or to the copy that this gather reads.
         after = [t for t in (unit.param_sync_task, unit.ready, unit.slot.task) if t is not None]
-        unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), keep_copy))
+        unit.ready = self._submit(Task(kind, unit.index, unit.slot, tuple(dict.fromkeys(after)), save_copy))
         unit.slot.task = unit.ready
 
-    def prefetch(self, unit: UnitState, kind: TransferKind, keep_copy: bool) -> None:
+    def prefetch(self, unit: UnitState, kind: TransferKind, save_copy: bool) -> None:
         """Gather the unit's weights ahead of their use, if its slot is free or holds evictable weights."""
         if unit.slot is None or unit.kept_unsharded or unit.holds == unit.version:
             return
         if (user := self._user(unit.slot)) is not None and user.weights is Weights.EVICTABLE:
             self.release(user)
         if unit.slot.user is None:
-            self.gather(unit, kind, keep_copy)
+            self.gather(unit, kind, save_copy)
             unit.weights_become(Weights.PREFETCHED)
 
     def _take_slot(self, unit: UnitState) -> None:
@@ -215,7 +215,7 @@ class Gathers:
             unit.home, unit.slot = unit.slot, Slot((unit.index,))
             self._actions.append(AssignSlot(unit.index, unit.slot))
         unit.weights_become(Weights.KEPT_UNSHARDED)
-        self.gather(unit, TransferKind.GATHER, keep_copy=False)
+        self.gather(unit, TransferKind.GATHER, save_copy=False)
         self.wait(unit)
         self.swap_parameters(unit, True)
 
@@ -330,7 +330,7 @@ class StepMachine:
         # More backward passes follow before anything is reduced, such as those that compute the weights' gradients.
         self.more_passes = False
         # The model is a pipeline stage. A backward pass walks the graph of one forward pass, while others wait for
-        # theirs. The caller calls `boundary_ends` itself, after the other stages have received their messages.
+        # theirs. The caller calls `end_boundary` itself, after the other stages have received their messages.
         self.staged = False
         self._forward_walk = self._walk = 0  # `ForwardPass.walk` of the running forward, and of the running backward
 
@@ -454,7 +454,7 @@ class StepMachine:
         return self._answer()
 
     def input_gradients_done(self, passed: ForwardPass) -> list[Action]:
-        """Make the unit evictable: the gradients of its inputs are computed, and nothing reads the weights now."""
+        """Allow other units to take this unit's memory: its backward has computed the gradients of its inputs."""
         unit = self._units[passed.unit]
         unit.running_passes -= passed.running
         passed.running, passed.done = False, True
@@ -510,9 +510,9 @@ class StepMachine:
         for unit in self._units:
             self._finish(unit)
         self._gathers.end_prefetches()
-        return self._answer() if self.staged or not self.boundary else self.boundary_ends()
+        return self._answer() if self.staged or not self.boundary else self.end_boundary()
 
-    def boundary_ends(self) -> list[Action]:
+    def end_boundary(self) -> list[Action]:
         """Compare ranks, wait for the gradient syncs and set `.grad`, after the backward pass or the pipeline step."""
         syncs = (Wait(sync, self._units[sync.unit].plan.steps_on_host) for sync in self._reductions.syncs)
         self._actions += [CheckRanks(), *syncs, SetGrads()]
@@ -572,7 +572,7 @@ class StepMachine:
             unit = self._units[first]
             if unit.idle:
                 self._gathers.release(unit)
-            self._gathers.prefetch(unit, TransferKind.BACKWARD_GATHER, keep_copy=False)
+            self._gathers.prefetch(unit, TransferKind.BACKWARD_GATHER, save_copy=False)
 
     def _pass_of_the_model_begins(self, first: int | None = None) -> None:
         """Release the units that the previous pass of the model used, or prefetched without a use."""

@@ -42,7 +42,7 @@ class Task:
     unit: int  # the unit's index; for an optimizer's step, the number of the round
     slot: Slot | None = None  # the memory that it fills or reads
     after: tuple[Task, ...] = ()
-    keep_copy: bool = False  # a gather only: keep this rank's part of the result as the backward copy
+    save_copy: bool = False  # a gather only: keep this rank's part of the result as the backward copy
     transfers: tuple[Transfer, ...] = ()  # an optimizer's step only: a unit's transfers are in its plan
     handle: object = None  # the engine's or simulator's handle of the submitted task
 

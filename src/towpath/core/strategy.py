@@ -366,16 +366,19 @@ def move_shapes(placement: Placement, topology: Topology) -> dict[TransferKind, 
     params, grads, optimizer = placement.params, placement.grads, placement.optimizer
     backward = placement.backward_params or params
     return {
-        TransferKind.GATHER: tuple(_between(Op.ALL_GATHER, _ONE, params)),
-        TransferKind.BACKWARD_GATHER: tuple(_between(Op.ALL_GATHER, _ONE, backward)),
-        TransferKind.REDUCE: tuple(_between(Op.REDUCE_SCATTER, _ONE, grads)),
-        TransferKind.GRAD_SYNC: (*_between(Op.REDUCE_SCATTER, grads, optimizer), *_over_replicas(optimizer, topology)),
-        TransferKind.PARAM_SYNC: tuple(_between(Op.ALL_GATHER, params, optimizer)),
+        TransferKind.GATHER: tuple(_collectives_between(Op.ALL_GATHER, _ONE, params)),
+        TransferKind.BACKWARD_GATHER: tuple(_collectives_between(Op.ALL_GATHER, _ONE, backward)),
+        TransferKind.REDUCE: tuple(_collectives_between(Op.REDUCE_SCATTER, _ONE, grads)),
+        TransferKind.GRAD_SYNC: (
+            *_collectives_between(Op.REDUCE_SCATTER, grads, optimizer),
+            *_over_replicas(optimizer, topology),
+        ),
+        TransferKind.PARAM_SYNC: tuple(_collectives_between(Op.ALL_GATHER, params, optimizer)),
         TransferKind.UNUSED_PARAMS: tuple(_over_replicas(_ONE, topology)),
     }
 
 
-def _between(op: Op, coarse: Extent, fine: Extent) -> Iterator[MoveShape]:
+def _collectives_between(op: Op, coarse: Extent, fine: Extent) -> Iterator[MoveShape]:
     grid = Grid(fine.nodes // coarse.nodes, fine.local // coarse.local)
     if coarse != fine:
         yield _shape(op, coarse, grid)

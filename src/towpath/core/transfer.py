@@ -22,13 +22,13 @@ from towpath.core.routes import (
     Grid,
     Group,
     Op,
-    Sent,
+    Traffic,
     bounds,
     encoded_slice,
     hops_of,
     parts_of,
-    sent_bytes,
     slice_bytes,
+    traffic_of_group,
     wire_elements,
 )
 from towpath.core.strategy import TransferKind
@@ -207,9 +207,9 @@ def encoded_by_a_rank(matrices: Sequence[Matrix], codec: Codec | None) -> int:
     return max(through)
 
 
-def sent_with_owners(
+def traffic_of_owners(
     op: Op, matrices: Sequence[Matrix], node_of_slot: Sequence[int], nodes: int, item: int, codec: Codec | None
-) -> Sent:
+) -> Traffic:
     """Return how many bytes one group sends when matrices move to their owners, or back.
 
     On the way to the owners, each node sends all that it holds of a matrix to the owner's node. Inside the owner's
@@ -235,7 +235,7 @@ def sent_with_owners(
             leaving = [a + b for a, b in zip(leaving, held, strict=True)]
         else:
             leaving[home] += sum(held)
-    return Sent(inside, tuple(leaving))
+    return Traffic(inside, tuple(leaving))
 
 
 # How many elements of memory something needs, by dtype.
@@ -321,16 +321,16 @@ class Transfer:
     @property
     def inter_bytes(self) -> int:
         """Bytes sent between nodes, summed over all ranks."""
-        return sum(self._sent.leaving)
+        return sum(self._traffic.leaving)
 
     @property
     def intra_bytes(self) -> int:
         """Bytes sent inside nodes, summed over all ranks."""
-        return self._sent.inside
+        return self._traffic.inside
 
     def cable_bytes(self, node: int) -> int:
         """Return how many bytes `node` sends to other nodes."""
-        return self._sent.leaving[node]
+        return self._traffic.leaving[node]
 
     @property
     def message_bytes(self) -> int:
@@ -342,12 +342,12 @@ class Transfer:
         return codec.encoded_bytes(self.elements) if codec else self.elements * item
 
     @property
-    def _sent(self) -> Sent:
+    def _traffic(self) -> Traffic:
         if self.move.op is Op.SEND:
-            return _sent_by_pairs(self.move, self.topology, self.message_bytes)
+            return _pair_traffic(self.move, self.topology, self.message_bytes)
         item = item_bytes(self.dtype)
         if isinstance(self.payload, Matrices):
-            return _sent_with_owners(self.move, self.topology, self.payload.matrices, item, self.transport.encoding)
+            return _owner_traffic(self.move, self.topology, self.payload.matrices, item, self.transport.encoding)
         return _sent_by_all(
             self.move, self.route, self.topology, self.parts, self.elements, item, self.transport.encoding
         )
@@ -446,7 +446,7 @@ def _grid(move: GroupCollective, topology: Topology) -> Grid:
 @lru_cache(maxsize=4096)
 def _sent_by_all(
     move: GroupCollective, route: str, topology: Topology, parts: int, elements: int, item: int, codec: Codec | None
-) -> Sent:
+) -> Traffic:
     """Return the bytes that all groups send inside nodes, and out of each node of the topology."""
     members = move.members
     plain = [_length(elements, members, slot, 1) * item for slot in range(members)]
@@ -457,36 +457,36 @@ def _sent_by_all(
     inside, leaving = 0, [0] * topology.nodes
     # Most groups have members on nodes in the same pattern, with slices in the same order. Each pattern is counted
     # once.
-    alike: dict[tuple[object, ...], tuple[int, Sent]] = {}
+    alike: dict[tuple[object, ...], tuple[int, Traffic]] = {}
     for group in move.groups:
         nodes = tuple(map(topology.node_of, group.ranks))
         key = (group.slots, tuple(node - nodes[0] for node in nodes))
         if key not in alike:
             grid = Grid.of(nodes)
             sizes = ([nbytes[slot] for slot in group.slots] for nbytes in (gathered, reduced))
-            alike[key] = grid.width, sent_bytes(move.op, route, grid, *sizes)
+            alike[key] = grid.width, traffic_of_group(move.op, route, grid, *sizes)
         width, sent = alike[key]
         inside += sent.inside
         for node, nbytes in zip(nodes[::width], sent.leaving, strict=True):
             leaving[node] += nbytes
-    return Sent(inside, tuple(leaving))
+    return Traffic(inside, tuple(leaving))
 
 
 @lru_cache(maxsize=4096)
-def _sent_with_owners(
+def _owner_traffic(
     move: GroupCollective, topology: Topology, matrices: tuple[Matrix, ...], item: int, codec: Codec | None
-) -> Sent:
+) -> Traffic:
     inside, leaving = 0, [0] * topology.nodes
     for group in move.groups:
         homes = {slot: topology.node_of(rank) for rank, slot in zip(group.ranks, group.slots, strict=True)}
         by_slot = [homes[slot] for slot in range(len(homes))]
-        sent = sent_with_owners(move.op, matrices, by_slot, topology.nodes, item, codec)
+        sent = traffic_of_owners(move.op, matrices, by_slot, topology.nodes, item, codec)
         inside += sent.inside
         leaving = [a + b for a, b in zip(leaving, sent.leaving, strict=True)]
-    return Sent(inside, tuple(leaving))
+    return Traffic(inside, tuple(leaving))
 
 
-def _sent_by_pairs(move: GroupCollective, topology: Topology, message_bytes: int) -> Sent:
+def _pair_traffic(move: GroupCollective, topology: Topology, message_bytes: int) -> Traffic:
     inside, leaving = 0, [0] * topology.nodes
     for group in move.groups:
         source, target = map(topology.node_of, group.ranks)
@@ -494,7 +494,7 @@ def _sent_by_pairs(move: GroupCollective, topology: Topology, message_bytes: int
             inside += message_bytes
         else:
             leaving[source] += message_bytes
-    return Sent(inside, tuple(leaving))
+    return Traffic(inside, tuple(leaving))
 
 
 def _length(elements: int, pieces: int, index: int, grain: int) -> int:

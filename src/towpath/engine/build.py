@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.weight_norm import WeightNorm
 
+from towpath.core.collective_log import Call, CollectiveLog
 from towpath.core.formats import Precision
-from towpath.core.journal import Call, CollectiveLog
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transport import LowRank

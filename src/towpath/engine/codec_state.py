@@ -31,7 +31,7 @@ def codec_state(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def load_codec_state(engine: Engine, values: Mapping[str, torch.Tensor]) -> None:
-    """Continue with codec state that `codec_state` returned earlier. The engine must be at the same step."""
+    """Restore codec state, such as error feedback, that `codec_state` returned at the step where the engine is now."""
     mine = codec_state(engine)
     assert mine.keys() == values.keys(), (mine.keys(), values.keys())
     for name, value in values.items():

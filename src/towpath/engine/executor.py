@@ -23,8 +23,8 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
+from towpath.core.collective_log import Call
 from towpath.core.formats import Precision
-from towpath.core.journal import Call
 from towpath.core.step import StepMachine
 from towpath.core.step_state import (
     Action,
@@ -130,7 +130,7 @@ class Engine:
         self._used: list[bool] = []  # for each parameter of `_trained`: whether any rank has a gradient
         self._unused_params = UnusedParams(strategy, self._trained, comm)
         comm.queues.plan(u.plan for u in units)
-        self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.journal)
+        self._failures = FailedPasses(comm.groups, comm.record.peers, strategy, comm.log)
         # Methods to call before the parameters are overwritten. A save that still reads them finishes its copy there.
         self.before_rewrite: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step the parameters
@@ -145,7 +145,7 @@ class Engine:
 
     def check_values_every(self, boundaries: int) -> None:
         """Compare the parameters that several ranks hold once in so many boundaries; with 0 never."""
-        self._unused_params.check_every = boundaries if self.comm.journal.compares(Call.VALUES) else 0
+        self._unused_params.check_every = boundaries if self.comm.log.compares(Call.VALUES) else 0
 
     @property
     def writes(self) -> int:
@@ -187,7 +187,7 @@ class Engine:
             case AssignSlot(index, slot):
                 self.units[index].assign_slot(self.weights.of(slot))
             case SaveBackwardCopy(index):
-                self.units[index].keep_copy()
+                self.units[index].save_backward_copy()
             case OpenGradients(index, slot):
                 self.units[index].open_gradients(None if slot is None else self.gradients.of(slot))
             case CheckRanks():
@@ -207,7 +207,7 @@ class Engine:
             case TransferKind.GRAD_SYNC:
                 return unit.grad_sync(self._terms, after)
             case _:
-                return unit.gather(task.kind, task.keep_copy, after)
+                return unit.gather(task.kind, task.save_copy, after)
 
     # Forward --------------------------------------------------------------------------------------------------------
 
@@ -428,7 +428,7 @@ class Engine:
         """Wait for the gradient syncs and set every `.grad`, once a pipeline has sent what other stages wait for."""
         with torch.no_grad():
             try:
-                self.execute(self.machine.boundary_ends())
+                self.execute(self.machine.end_boundary())
             except BaseException:
                 self._backward_failed()
                 raise

@@ -425,7 +425,7 @@ class _Forward:
         try:
             passed, entries, args, kwargs = self._before(args, kwargs)
             output = call(*args, **kwargs)
-            graph_follows = self._through(passed, entries, output)
+            graph_follows = self._hook_outputs(passed, entries, output)
             return output
         except BaseException as error:
             self._engine.forward_failed(self.unit, error)
@@ -448,7 +448,7 @@ class _Forward:
             return passed, *self._enter(passed, args, kwargs)
 
     @eager
-    def _through(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
+    def _hook_outputs(self, passed: ForwardPass | None, entries: Sequence[Node], output: Any) -> bool:
         with self._engine.host:
             self._engine.check_forward(self.unit, _tensors(output))
             return passed is not None and self._watch(passed, entries, output)

@@ -151,7 +151,7 @@ class PipelineReplay:
                     if not sends:
                         yield from self._code(message, encodes=False)
         for i in own:
-            for action in stages[i].boundary_ends():
+            for action in stages[i].end_boundary():
                 yield from self._engines[i].execute(action, stages[i].micro_step)
         if {0, len(self._stages) - 1} & set(own):
             for each in self._tied:

@@ -25,7 +25,15 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Protocol, final
 
-from towpath.core.journal import Call, CollectiveLog, Scope, StepLog, difference, divergence_message, has_not_made
+from towpath.core.collective_log import (
+    Call,
+    CollectiveLog,
+    Scope,
+    StepLog,
+    difference,
+    divergence_message,
+    has_not_made,
+)
 from towpath.core.strategy import Strategy
 from towpath.core.transfer import Transfer
 from towpath.errors import StepError
@@ -249,7 +257,7 @@ class StallMonitor:
     def __init__(self, groups: Groups) -> None:
         self.rank, self.world, self._groups = groups.rank, groups.world, groups
         self.activity = RankStatus()
-        self.journal: CollectiveLog | None = None  # of the model that made the last transfer or call
+        self.log: CollectiveLog | None = None  # of the model that made the last transfer or call
         self.diverged = ""  # the reason why transfers can never end, once it is known
         self._neighbour: Neighbour | None = None  # made by `watch_processes`
         self.patience_seconds = groups.timeout_seconds
@@ -303,13 +311,13 @@ class StallMonitor:
 
     def post(self, silent: bool) -> None:
         """Post this rank's status if it is `silent`, which means without progress. Else clear the posted status."""
-        page = self._page()
-        page_said = None if page is None else page.to_json()
-        note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_peer()]
+        step_log = self._step_log()
+        step_log_json = None if step_log is None else step_log.to_json()
+        note = [self.activity.describe(), step_log_json, self.activity.meeting, self._ended_peer()]
         self.noticeboard.post(json.dumps(note) if silent else "")
 
-    def _page(self) -> StepLog | None:
-        return None if self.journal is None else replace(self.journal.page(), inside=self.activity.inside)
+    def _step_log(self) -> StepLog | None:
+        return None if self.log is None else replace(self.log.step_log(), inside=self.activity.inside)
 
     def describe_all(self) -> str:
         """Return this rank's status, and the last status that its peers have posted."""
@@ -345,27 +353,27 @@ class StallMonitor:
 
     def look_for_divergence(self) -> None:
         """Set `diverged` if a peer without progress has noted other transfers or calls than this rank."""
-        journal, mine, meeting = self.journal, self._page(), self.activity.meeting
-        if journal is None or mine is None:
+        log, mine, meeting = self.log, self._step_log(), self.activity.meeting
+        if log is None or mine is None:
             return
-        calls = [scope for scope in journal.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED}]
-        for scope in journal.scopes:
+        calls = [scope for scope in log.scopes if scope.kinds & {Call.PROGRAM, Call.SHARED}]
+        for scope in log.scopes:
             members = scope.members(scope.group_of[self.rank])
             place = members.index(self.rank)
             for rank, note in self._read([*members[place + 1 :], *members[:place]][:_FEW]).items():
-                if note is None or note.page is None:
+                if note is None or note.step_log is None:
                     continue
                 both = [each for each in calls if each.group_of[self.rank] == each.group_of[rank]]
                 # A rank that waits for all ranks in a call submits nothing before they come. Its log counts as ended.
                 their = note.meeting if note.meeting is not None and note.meeting[0] >= self.activity.meetings else None
-                here = meeting[1] if meeting is not None else _alone_in(mine, note.page, both)
-                there = their[1] if their is not None else _alone_in(note.page, mine, both)
-                pages = [(self.rank, _ended(mine, here)), (rank, _ended(note.page, there))]
-                first, second = sorted(pages, key=itemgetter(0))
+                here = meeting[1] if meeting is not None else _alone_in(mine, note.step_log, both)
+                there = their[1] if their is not None else _alone_in(note.step_log, mine, both)
+                step_logs = [(self.rank, _ended(mine, here)), (rank, _ended(note.step_log, there))]
+                first, second = sorted(step_logs, key=itemgetter(0))
                 found = difference(scope, first, second)
-                if found is not None and (self._page(), self.activity.meeting) == (mine, meeting):
+                if found is not None and (self._step_log(), self.activity.meeting) == (mine, meeting):
                     # If only one rank has stepped an optimizer, that explains why their transfers differ.
-                    cause = difference(journal.scopes[0], first, second, ended=True)
+                    cause = difference(log.scopes[0], first, second, ended=True)
                     is_a_step = cause is not None and Call.STEP in cause.kinds and Call.SHARED not in found.kinds
                     self.diverged = divergence_message(self.rank, cause if cause is not None and is_a_step else found)
                     for who, other, call in ((self.rank, rank, here), (rank, self.rank, there)):
@@ -410,24 +418,24 @@ class _Note:
     """The status that a rank has posted: its activity, its log, the call it waits in, and a rank that it found dead."""
 
     doing: str
-    page: StepLog | None
+    step_log: StepLog | None
     meeting: tuple[int, str] | None
     lost: int | None
 
     @staticmethod
     def parsed(text: str) -> _Note:
-        doing, page, meeting, lost = json.loads(text)
+        doing, step_log, meeting, lost = json.loads(text)
         met = None if meeting is None else tuple(meeting)
-        return _Note(doing, None if page is None else StepLog.from_json(page), met, lost)
+        return _Note(doing, None if step_log is None else StepLog.from_json(step_log), met, lost)
 
 
-def _alone_in(page: StepLog, other: StepLog, scopes: Sequence[Scope]) -> str:
-    """Return the call that the page's rank is in, if the other rank has not made it yet."""
-    return page.inside if any(has_not_made(page, other, scope) for scope in scopes) else ""
+def _alone_in(step_log: StepLog, other: StepLog, scopes: Sequence[Scope]) -> str:
+    """Return the call that the step log's rank is in, if the other rank has not made it yet."""
+    return step_log.inside if any(has_not_made(step_log, other, scope) for scope in scopes) else ""
 
 
-def _ended(page: StepLog, call: str) -> StepLog:
-    return replace(page, ended=True) if call else page
+def _ended(step_log: StepLog, call: str) -> StepLog:
+    return replace(step_log, ended=True) if call else step_log
 
 
 def _end(reporter: threading.Thread, stop: threading.Event) -> None:
@@ -508,8 +516,8 @@ class FailedPasses:
     The engine notes failures here, and calls `agree` before the next pass.
     """
 
-    def __init__(self, groups: Groups, peers: StallMonitor, strategy: Strategy, journal: CollectiveLog) -> None:
-        self._groups, self._peers, self._journal = groups, peers, journal
+    def __init__(self, groups: Groups, peers: StallMonitor, strategy: Strategy, log: CollectiveLog) -> None:
+        self._groups, self._peers, self._log = groups, peers, log
         self._forward_is_shared = strategy.gathered_over.size > 1
         self._agreements = 0
         self._failure = ""
@@ -534,9 +542,9 @@ class FailedPasses:
         if not self._failure:
             return
         failure, self._failure = self._failure, ""
-        event = f"failed pass {self._agreements} of model {self._journal.model}"
+        event = f"failed pass {self._agreements} of model {self._log.model}"
         self._agreements += 1
-        mine = self._journal.encoded().hex()
+        mine = self._log.encoded().hex()
         came = self._peers.noticeboard.meet(event, mine, self._peers.patience_seconds)
         self._peers.activity.failed("")
         missing = [rank for rank in range(self._groups.world) if rank not in came]
@@ -549,4 +557,4 @@ class FailedPasses:
                 f"{self._peers.describe(missing)}"
             )
         everyones = [bytes.fromhex(came[rank]) for rank in range(self._groups.world)]
-        self._journal.check(bytes(map(max, zip(*everyones, strict=True))), self._groups.gather_objects)
+        self._log.check(bytes(map(max, zip(*everyones, strict=True))), self._groups.gather_objects)

@@ -321,7 +321,10 @@ def _seldom_alike(things: Sequence[Any], kind: Callable[[Any], Hashable]) -> Ite
 
 
 def _gradient(parameter: torch.Tensor, number: int, step: int) -> torch.Tensor:
-    """Return a gradient that changes little from step to step, so that estimates of a step size grow."""
+    """Return a test gradient that changes little from step to step.
+
+    With steady gradients, optimizers that estimate their step size (Prodigy, D-Adaptation) take visible steps.
+    """
     steady, noise = (
         torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         for seed in (number, 1000 * (step + 1) + number)

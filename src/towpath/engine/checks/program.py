@@ -2,8 +2,8 @@
 
 A rank that steps another optimizer, or the same one with another learning rate, drifts away from its peers without any
 error. `checks/optimizers.py` notes every optimizer step in the model's log, and the ranks compare their logs at the
-boundary (`core/journal.py`). Norms and full tensors are noted, too. They are collectives that the program starts, and a
-rank that starts one alone gets an error while it waits.
+boundary (`core/collective_log.py`). Norms and full tensors are noted, too. They are collectives that the program
+starts, and a rank that starts one alone gets an error while it waits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zlib import crc32
 
 import torch.distributed as dist
 
-from towpath.core.journal import Call, CollectiveLog
+from towpath.core.collective_log import Call, CollectiveLog
 from towpath.engine.checks.activity import StallMonitor
 from towpath.errors import StepError
 
@@ -33,13 +33,13 @@ class Program:
     counts the gradients that were set to zero in place since the last boundary.
     """
 
-    def __init__(self, journal: CollectiveLog, peers: StallMonitor) -> None:
-        self._journal, self._peers = journal, peers
+    def __init__(self, log: CollectiveLog, peers: StallMonitor) -> None:
+        self._log, self._peers = log, peers
         self.zeroed = 0
 
     def stepped(self, optimizer: str, details: tuple[tuple[tuple[str, Any], ...], ...]) -> None:
         """Note a step of an optimizer. `details`: the options of each of its groups."""
-        self._journal.note(Call.STEP, f"{optimizer}.step()", details)
+        self._log.note(Call.STEP, f"{optimizer}.step()", details)
 
     def ends_backward(self, micro_steps: int, kept: int, frozen: tuple[str, ...]) -> None:
         """Note the end of the last backward pass of a step.
@@ -51,13 +51,13 @@ class Program:
         """
         counted = (("micro_steps", micro_steps), ("gradients_kept", kept), ("gradients_zeroed", self.zeroed))
         counted += (("frozen", frozen),) if frozen else ()
-        self._journal.note(Call.PROGRAM, _END_OF_BACKWARD, (counted,))
+        self._log.note(Call.PROGRAM, _END_OF_BACKWARD, (counted,))
         self.zeroed = 0
 
     def ends_at(self, names: Sequence[str]) -> None:
         """Note a backward pass with `inputs=`, in which only the parameters `names` get gradients."""
         said = (("parameters", len(names)), ("first", names[0]), ("checksum", crc32("\n".join(names).encode())))
-        self._journal.note(Call.PROGRAM, "backward(inputs=…)", (said,))
+        self._log.note(Call.PROGRAM, "backward(inputs=…)", (said,))
 
     @contextmanager
     def shared(self, what: str, kind: Call | None) -> Generator[None]:
@@ -71,14 +71,14 @@ class Program:
             StepError: The collective failed, or the ranks have noticed that it can never end.
         """
         if kind is not None:
-            self._journal.note(kind, what)
-        self._peers.journal = self._journal
+            self._log.note(kind, what)
+        self._peers.log = self._log
         try:
             with self._peers.activity.shared(what):
                 yield
         except RuntimeError as error:
             raise StepError(
-                f"rank {self._journal.rank}: {what} failed: {error}\nEvery rank that shares the parameters must make "
+                f"rank {self._log.rank}: {what} failed: {error}\nEvery rank that shares the parameters must make "
                 f"this call, at the same place. {self._peers.describe_all()}"
             ) from error
 

@@ -259,8 +259,8 @@ class Bucket:
         for transfer in self.transfers[kind][:1]:
             transfer.begin(self.full, self.source(kind), workspace)
 
-    def gather(self, kind: TransferKind, keep_copy: bool, workspace: Workspace) -> None:
-        """All-gather the unsharded weights into `full`, and save the backward copy if `keep_copy`."""
+    def gather(self, kind: TransferKind, save_copy: bool, workspace: Workspace) -> None:
+        """All-gather the unsharded weights into `full`, and save the backward copy if `save_copy`."""
         source = self.source(kind)
         if self.resting is not None and not self.transfers[kind]:
             self.resting.decode(self.full)
@@ -268,11 +268,11 @@ class Bucket:
             self.full.copy_(source)  # an unsharded backward copy
         for transfer in self.transfers[kind]:
             transfer.run(self.full, source, workspace)
-        self.save_backward_copy(keep_copy)
+        self.save_backward_copy(save_copy)
 
-    def save_backward_copy(self, keep_copy: bool) -> None:
-        """Save the backward copy from the unsharded weights, if `keep_copy` and the strategy has one."""
-        if keep_copy and self.copy is not None and self.plan.backward_copy is not None:
+    def save_backward_copy(self, save_copy: bool) -> None:
+        """Save the backward copy from the unsharded weights, if `save_copy` and the strategy has one."""
+        if save_copy and self.copy is not None and self.plan.backward_copy is not None:
             self.copy.copy_(self._slice(self.full, self.plan.backward_copy))
 
     def remember(self) -> None:
@@ -353,9 +353,9 @@ class Bucket:
 
 
 def gather_together(
-    buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: TransferKind, keep_copy: bool, workspace: Workspace
+    buckets: Sequence[Bucket], transfers: CoalescedTransfers, kind: TransferKind, save_copy: bool, workspace: Workspace
 ) -> None:
-    """All-gather the weights of several buckets in one message, and save their backward copies if `keep_copy`."""
+    """All-gather the weights of several buckets in one message, and save their backward copies if `save_copy`."""
     transfers.run([b.full for b in buckets], [b.source(kind) for b in buckets], workspace)
     for bucket in buckets:
-        bucket.save_backward_copy(keep_copy)
+        bucket.save_backward_copy(save_copy)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from towpath.core.journal import Call
+from towpath.core.collective_log import Call
 from towpath.engine.build import agree
 from towpath.engine.executor import Engine
 from towpath.engine.parameters.unit import Unit

@@ -245,7 +245,7 @@ class BucketGradients(ABC):
             assert mean is not None
             if parameter.grad is None:
                 parameter.grad = ShardTensor(mean, parameter.shard_spec)
-                self._hand_out(mean)
+                self._note_user_can_read(mean)
             elif isinstance(parameter.grad, ShardTensor):
                 parameter.grad.local.add_(mean)
             else:
@@ -253,7 +253,7 @@ class BucketGradients(ABC):
         self.restart()
 
     @abstractmethod
-    def _hand_out(self, mean: torch.Tensor) -> None:
+    def _note_user_can_read(self, mean: torch.Tensor) -> None:
         """Note that the user may read `mean`, as `.grad`, until they set it to None. It must not be overwritten."""
 
     def restart(self) -> None:
@@ -347,7 +347,7 @@ class OwnGradients(BucketGradients):
     def _means(self) -> Sequence[torch.Tensor | None]:
         return self._sums
 
-    def _hand_out(self, mean: torch.Tensor) -> None:
+    def _note_user_can_read(self, mean: torch.Tensor) -> None:
         """Do nothing. Autograd makes new tensors in the next micro-step, so `mean` is not overwritten."""
 
     def restart(self) -> None:
@@ -389,7 +389,7 @@ class FlatGradients(BucketGradients):
         self._holds_sums = False
         self._mean: torch.Tensor | None = None
         self._arriving: list[torch.Tensor] = []
-        self._handed_out: list[weakref.ref[torch.Tensor]] = []
+        self._user_can_read: list[weakref.ref[torch.Tensor]] = []
 
     def use_transfers(self, plan: BucketPlan, transfers: Transfers, new_grad_sync: bool) -> None:
         """Use the transfers of `plan` from now on. A new gradient sync starts with fresh low-rank state."""
@@ -418,14 +418,14 @@ class FlatGradients(BucketGradients):
 
         `set_grads` has lent such views as `.grad`.
         """
-        for reference in self._handed_out:
+        for reference in self._user_can_read:
             tensor = reference()
             if tensor is not None:
                 tensor.data = tensor.clone()
-        self._handed_out.clear()
+        self._user_can_read.clear()
 
-    def _hand_out(self, mean: torch.Tensor) -> None:
-        self._handed_out.append(weakref.ref(mean))
+    def _note_user_can_read(self, mean: torch.Tensor) -> None:
+        self._user_can_read.append(weakref.ref(mean))
 
     def begin(self, buffer: torch.Tensor | None) -> None:
         """Start a micro-step. Gradients are copied to `buffer`, or with None added to the G shard itself."""

@@ -99,7 +99,7 @@ def ranges_of(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
-    """Return DCP's metadata of `boxes`."""
+    """Return `boxes` as torch.distributed.checkpoint describes them: the offsets and sizes of each chunk."""
     return [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in boxes]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from towpath.core.journal import Call
+from towpath.core.collective_log import Call
 from towpath.errors import ShardError
 
 if TYPE_CHECKING:

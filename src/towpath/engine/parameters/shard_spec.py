@@ -210,10 +210,12 @@ class Sliced(Protocol):
 def whole_tensors(
     batches: Sequence[Sequence[Sliced]], device: torch.device | None = None, wanted: bool = True
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the full tensors of each batch, with one all-gather per batch. All ranks must pass the same batches.
+    """Yield the full tensors of each batch, with one all-gather for each batch.
+
+    All ranks must pass the same batches, in the same order.
 
     Args:
-        batches: ShardTensors, each batch of one dtype and one replica.
+        batches: ShardTensors. Those of one batch have one dtype and are sharded over the same ranks.
         device: Where the full tensors are made. By default, on the device of each ShardTensor. Use the CPU to save
             device memory.
         wanted: Whether this rank needs the results. If False, it takes part in the all-gather and yields empty lists.

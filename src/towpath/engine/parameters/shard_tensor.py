@@ -41,7 +41,7 @@ class RunningStep:
     remedy: Callable[[], str] = str
 
     def take(self) -> tuple[str, Callable[[], str]]:
-        """Return both, and forget them. PyTorch calls no hook after a step that raised."""
+        """Return both fields for an error message, and clear them: no hook runs after a step that raised."""
         taken, self.optimizer, self.remedy = (self.optimizer, self.remedy), "", str
         return taken
 
@@ -399,7 +399,7 @@ def _new_empty(func: Any, args: Arguments, kwargs: dict[str, Any]) -> ShardTenso
     return ShardTensor(func(tensor.local, [end - start], **kwargs), tensor.shard_spec)
 
 
-def _sent(tensor: ShardTensor) -> tuple[Any, ...]:
+def _for_other_process(tensor: ShardTensor) -> tuple[Any, ...]:
     """Return how multiprocessing sends a ShardTensor. `ShardTensor.__reduce_ex__` refuses pickle itself."""
     from towpath.engine.parameters.parallel import SentShard  # loads what only checkpoints need
 
@@ -597,4 +597,4 @@ _SPECIAL: dict[Any, Handler] = {
 for _known in (known_to_clipping, known_to_optimizers):
     if ShardTensor not in _known:
         cast(list[type], _known).append(ShardTensor)
-ForkingPickler.register(ShardTensor, _sent)
+ForkingPickler.register(ShardTensor, _for_other_process)

@@ -15,7 +15,7 @@ from torch import nn
 
 from towpath.collectives.collective import Workspace
 from towpath.collectives.rank_transfer import CoalescedTransfers, RankTransfer
-from towpath.core.journal import Call
+from towpath.core.collective_log import Call
 from towpath.core.schedule import unused_params_transfers
 from towpath.core.step_state import ParamVersion
 from towpath.core.strategy import Strategy, TransferKind
@@ -225,20 +225,20 @@ class Unit:
             TransferKind.PARAM_SYNC, _bound(sending, TransferKind.PARAM_SYNC), [b.param_sync for b in sending]
         )
 
-    def gather(self, kind: TransferKind, keep_copy: bool, after: Sequence[Handle]) -> Handle:
+    def gather(self, kind: TransferKind, save_copy: bool, after: Sequence[Handle]) -> Handle:
         """Submit the all-gathers of the unit's weights, after the transfers in `after`.
 
-        `kind` is GATHER or BACKWARD_GATHER. With `keep_copy` the backward copy is saved from the result.
+        `kind` is GATHER or BACKWARD_GATHER. With `save_copy` the backward copy is saved from the result.
         """
         sharded, together = [b for b in self.buckets if not b.always_whole], self._together[kind]
-        works: list[Work] = [partial(b.gather, kind, keep_copy) for b in sharded if b not in together]
+        works: list[Work] = [partial(b.gather, kind, save_copy) for b in sharded if b not in together]
         begin: Work | None = partial(sharded[0].begin_gather, kind)
         if together:
-            works.insert(0, partial(gather_together, together, self._coalesced[kind], kind, keep_copy))
+            works.insert(0, partial(gather_together, together, self._coalesced[kind], kind, save_copy))
             begin = None
         return self._queues.submit(kind, _bound(sharded, kind), works, after, begin)
 
-    def keep_copy(self) -> None:
+    def save_backward_copy(self) -> None:
         """Save the backward copy of each bucket from its unsharded weights."""
         for bucket in self.buckets:
             if not bucket.always_whole:
@@ -340,7 +340,7 @@ class UnusedParams:
         self._places = [place for unit in trained for bucket in unit.trainable for place in bucket.layout.places]
         self._transfers = comm.bind(unused_params_transfers(strategy, len(self._places)))
         self._values = Values(trained, comm.device)
-        self.check_every = CHECK_EVERY if comm.journal.compares(Call.VALUES) else 0
+        self.check_every = CHECK_EVERY if comm.log.compares(Call.VALUES) else 0
 
     def compare(self, boundary: int) -> list[bool]:
         """Return for each parameter whether any rank has a gradient for it.
@@ -355,15 +355,15 @@ class UnusedParams:
         mine = [used for unit in self._trained for bucket in unit.trainable for used in bucket.gradients.used]
         if not self._transfers:
             return mine
-        journal = self._comm.journal
+        log = self._comm.log
         kept = sum(place.parameter.grad is not None for place in self._places)
         frozen = tuple(place.names[0] for place in self._places if not place.parameter.requires_grad)
         self._comm.program.ends_backward(self._comm.queues.micro_step + 1, kept, frozen)
         for unit, checksum in self._values.taken():
-            journal.note(Call.VALUES, f"parameters of unit {unit or 'root'!r}", ((("checksum", checksum),),))
+            log.note(Call.VALUES, f"parameters of unit {unit or 'root'!r}", ((("checksum", checksum),),))
         if self.check_every and boundary % self.check_every == 0:
             self._values.take()
-        compared = torch.tensor([*mine, *journal.encoded()], dtype=torch.uint8)
+        compared = torch.tensor([*mine, *log.encoded()], dtype=torch.uint8)
 
         def combine(workspace: Workspace) -> None:
             for transfer in self._transfers:
@@ -371,7 +371,7 @@ class UnusedParams:
 
         self._comm.queues.submit(TransferKind.UNUSED_PARAMS, self._transfers, [combine]).wait()
         combined = compared.tolist()
-        journal.check(bytes(combined[len(mine) :]), self._comm.groups.gather_objects)
+        log.check(bytes(combined[len(mine) :]), self._comm.groups.gather_objects)
         return [bool(used) for used in combined[: len(mine)]]
 
 

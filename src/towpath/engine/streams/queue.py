@@ -33,7 +33,7 @@ from towpath.collectives.rank_transfer import (
     has_group_between_nodes,
     select,
 )
-from towpath.core.journal import CollectiveLog
+from towpath.core.collective_log import CollectiveLog
 from towpath.core.schedule import MAX_IN_FLIGHT, QUEUES
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Needs, Transfer
@@ -54,8 +54,8 @@ class Queues:
     It holds the wire buffers of each queue. Units submit their transfers here, and get a handle to wait for them.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, record: Record, journal: CollectiveLog) -> None:
-        self._streams, self._device, self._record, self._journal = streams, device, record, journal
+    def __init__(self, streams: Streams, device: torch.device, record: Record, log: CollectiveLog) -> None:
+        self._streams, self._device, self._record, self._log = streams, device, record, log
         self.micro_step = 0
         self._buffers: dict[str, list[WireBuffers]] = {}  # by queue and buffer index
         self._sizes: dict[str, Needs] = {}  # the sizes of these buffers, by queue
@@ -94,8 +94,8 @@ class Queues:
         submitted = [bound.transfer for bound in transfers]
         self._record.submitted(submitted, self.micro_step)
         if submitted:
-            self._journal.note(kind, submitted[0].unit)
-            self._record.peers.journal = self._journal
+            self._log.note(kind, submitted[0].unit)
+            self._record.peers.log = self._log
         stream = self._streams[QUEUES[kind]]
         index, trace = stream.next_buffer_index(), self._record.trace
         watch = None if trace is None else trace.watch_codecs(self.micro_step)
@@ -127,7 +127,7 @@ class Queues:
         self._streams.finish()
 
     @property
-    def wire_bytes(self) -> int:
+    def wire_buffer_bytes(self) -> int:
         """Bytes of all wire buffers."""
         return sum(b.nbytes for each in self._buffers.values() for b in each)
 
@@ -359,16 +359,16 @@ class CommContext:
     same transfers in the same order, because binding creates process groups.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, journal: CollectiveLog) -> None:
+    def __init__(self, groups: Groups, device: torch.device, log: CollectiveLog) -> None:
         self.rank = groups.rank
         self.device = device
         self.groups = groups
-        self.journal = journal
+        self.log = log
         self.record = Record(StallMonitor.of(groups), timer_for(device))
         if device.type == "cuda":
             self.record.peers.watch_processes()
-        self.program = Program(journal, self.record.peers)
-        self.queues = Queues(Streams.of(groups, device), device, self.record, journal)
+        self.program = Program(log, self.record.peers)
+        self.queues = Queues(Streams.of(groups, device), device, self.record, log)
         self._backend = groups.backend(device)
 
     def bind(self, transfers: Iterable[Transfer]) -> list[RankTransfer]:

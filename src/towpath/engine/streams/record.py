@@ -38,7 +38,7 @@ _NOTHING = nullcontext()
 
 
 def profiled(what: str, transfers: Sequence[Transfer]) -> AbstractContextManager[object]:
-    """Return a profiler range that is named for `what` and the first of `transfers`; no range without transfers."""
+    """Return a range in PyTorch's profiler, named `what` and the first transfer. It does nothing without transfers."""
     # `_is_profiler_enabled` is one flag for all threads. A stream's thread has no profiler of its own, and appears in
     # traces of all threads.
     if not transfers or not profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]

@@ -1,8 +1,8 @@
-"""The journal in which a rank notes what its peers must do identically, and the comparison at each boundary.
+"""The log in which a rank notes what its peers must do identically, and the comparison at each boundary.
 
 Collectives match by their order alone. If two ranks gather different experts of the same size, each computes with a
 mixture of both, and nothing fails. A rank that steps its optimizer with another learning rate drifts away as silently.
-At every boundary, the ranks of each group that must agree therefore compare digests of their journals. The digests are
+At every boundary, the ranks of each group that must agree therefore compare digests of their logs. The digests are
 sent with the bits of unused parameters, which all ranks combine by maximum. Each group has a slot there, with its
 digest and the complement of the digest. If all members agree, each byte and its complement add up to 255. If two
 differ, some add up to more.
@@ -15,7 +15,7 @@ differ, some add up to more.
 * Ranks of one replica of the optimizer states compare gradient syncs, parameter syncs, and the transfers of optimizers
   that need full matrices. They also compare shared calls: norms and full tensors, which are collectives of these ranks.
 
-A rank may run any number of forward passes between two boundaries. The journal keeps only the last entries, and folds
+A rank may run any number of forward passes between two boundaries. The log keeps only the last entries, and folds
 earlier ones into a digest.
 """
 
@@ -54,7 +54,7 @@ class Call(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The kinds of entry that the ranks of one group must make identically, and the groups that compare them."""
+    """Kinds of log entries that the ranks of one group must make identically, and the groups that compare them."""
 
     kinds: frozenset[TransferKind | Call]
     group_of: tuple[int, ...]  # the number of each rank's group
@@ -73,7 +73,7 @@ class Scope:
 
 @lru_cache(maxsize=256)
 def scopes(strategy: Strategy) -> tuple[Scope, ...]:
-    """Return what the ranks of `strategy` compare. Scopes whose groups would be single ranks are left out.
+    """Return what the ranks of `strategy` compare, and in which groups. Groups of one rank compare nothing.
 
     The program comes first, because other differences follow from ranks that ran different programs.
     """
@@ -105,14 +105,14 @@ def scopes(strategy: Strategy) -> tuple[Scope, ...]:
     return tuple(found)
 
 
-def journal_bytes(strategy: Strategy) -> int:
+def log_bytes(strategy: Strategy) -> int:
     """Return the bytes that the comparison adds to the transfer of unused parameters."""
     return _SLOT_BYTES * sum(scope.groups for scope in scopes(strategy))
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of a journal: a transfer of one unit (all its buckets together), or a call.
+    """One entry of a log: a transfer of one unit (all its buckets together), or a call.
 
     `what` is the name of the unit, or the call in words. `details` has named values that must be equal as well, in
     groups such as an optimizer's parameter groups.
@@ -176,7 +176,7 @@ class Difference:
 
     @property
     def kinds(self) -> set[TransferKind | Call]:
-        """The kinds of the two entries."""
+        """The kinds of the entries that differ: one or two, since a rank may lack its entry."""
         return {entry.kind for entry in self.entries if entry is not None}
 
     def __str__(self) -> str:
@@ -221,22 +221,22 @@ class StepLog:
         return tuple(entry for lines in self.lines for entry in lines.entries)
 
     def to_json(self) -> list[Any]:
-        """Return the page as values that JSON can hold."""
+        """Return the step log as values that JSON can hold."""
         lines = [[each.folded, each.digest, [e.to_json() for e in each.entries]] for each in self.lines]
         return [self.model, self.step, self.ended, lines, self.inside]
 
     @staticmethod
     def from_json(fields: Sequence[Any]) -> StepLog:
-        """Return the page that `to_json` has written."""
+        """Return the step log that `to_json` has written."""
         model, step, ended, lines, inside = fields
         parsed = (Lines(folded, digest, tuple(map(Entry.from_json, entries))) for folded, digest, entries in lines)
         return StepLog(model, step, ended, tuple(parsed), inside)
 
 
-def has_not_made(page: StepLog, other: StepLog, scope: Scope) -> bool:
-    """Return whether the rank of `page` is in a shared call of this scope that the rank of `other` has yet to make."""
-    here, there = page.lines[scope.number], other.lines[scope.number]
-    is_in_it = bool(page.inside and here.entries) and here.entries[-1].what == page.inside
+def has_not_made(step_log: StepLog, other: StepLog, scope: Scope) -> bool:
+    """Return whether the rank of `step_log` is in a shared call of this scope that the rank of `other` has not made."""
+    here, there = step_log.lines[scope.number], other.lines[scope.number]
+    is_in_it = bool(step_log.inside and here.entries) and here.entries[-1].what == step_log.inside
     return is_in_it and there.folded + len(there.entries) < here.folded + len(here.entries)
 
 
@@ -265,7 +265,7 @@ def _digest(before: str, entries: Iterable[Entry], nbytes: int = 16) -> bytes:
 
 
 class CollectiveLog:
-    """The journal of one model on one rank. The engine notes transfers and calls, and compares pages at boundaries.
+    """The log of one model on one rank. The engine notes transfers and calls, and compares step logs at boundaries.
 
     Args:
         strategy: The strategy of the model, which says which ranks compare what.
@@ -276,7 +276,7 @@ class CollectiveLog:
     def __init__(self, strategy: Strategy, rank: int, model: int = 0) -> None:
         self.rank, self.model = rank, model
         self.scopes = scopes(strategy)
-        self._bytes = journal_bytes(strategy)
+        self._bytes = log_bytes(strategy)
         self._scope_of = {kind: scope.number for scope in self.scopes for kind in scope.kinds}
         self._step, self._ended = 0, False
         self._kept = [_Kept() for _ in self.scopes]  # what was noted since the last boundary
@@ -293,11 +293,11 @@ class CollectiveLog:
             self._kept[self._scope_of[kind]].note(Entry(kind, what, details))
 
     def turn(self) -> None:
-        """Begin the page of the next step."""
+        """Begin the step log of the next step."""
         self._step, self._ended, self._kept = self._step + 1, False, [_Kept() for _ in self.scopes]
 
-    def page(self) -> StepLog:
-        """Return the page of the running step so far. Any thread may call this, at any time."""
+    def step_log(self) -> StepLog:
+        """Return the step log of the running step so far. Any thread may call this, at any time."""
         return StepLog(self.model, self._step, self._ended, tuple(kept.lines() for kept in self._kept))
 
     def encoded(self) -> bytes:
@@ -310,11 +310,11 @@ class CollectiveLog:
         return bytes(slots)
 
     def check(self, combined: bytes, of_all_ranks: Callable[[StepLog], list[StepLog]]) -> None:
-        """Begin the page of the next step, and raise if ranks differ in this one.
+        """Begin the step log of the next step, and raise if ranks differ in this one.
 
         Args:
             combined: The maximum of what all ranks have encoded. It is the same on all ranks, so that all raise.
-            of_all_ranks: A collective that takes this rank's page, and returns the pages of all ranks.
+            of_all_ranks: A collective that takes this rank's step log, and returns the step logs of all ranks.
 
         Raises:
             StepError: If the digests of any group differ.
@@ -326,14 +326,16 @@ class CollectiveLog:
                 digest = combined[start : start + _DIGEST_BYTES]
                 if digest.translate(_COMPLEMENT) != combined[start + _DIGEST_BYTES : start + _SLOT_BYTES]:
                     found.append((scope, group))
-        page = self.page()
+        step_log = self.step_log()
         self.turn()
         if not found:
             return
-        pages, texts = of_all_ranks(page), list[str]()
+        step_logs, texts = of_all_ranks(step_log), list[str]()
         for scope, group in found[:2]:
             first, *others = scope.members(group)
-            differences = (difference(scope, (first, pages[first]), (rank, pages[rank]), ended=True) for rank in others)
+            differences = (
+                difference(scope, (first, step_logs[first]), (rank, step_logs[rank]), ended=True) for rank in others
+            )
             texts.append(divergence_message(self.rank, next(d for d in differences if d is not None)))
         # The first difference may cause a second one, which may show better where the ranks differ.
         raise StepError(" In addition, on ".join(texts))
@@ -342,18 +344,18 @@ class CollectiveLog:
 def difference(
     scope: Scope, one: tuple[int, StepLog], other: tuple[int, StepLog], ended: bool = False
 ) -> Difference | None:
-    """Return the first difference between the pages of two ranks, or None if there is none yet.
+    """Return the first difference between the step logs of two ranks, or None if there is none yet.
 
     Args:
         scope: The kinds of entry to compare.
-        one: A rank and its page.
-        other: Another rank and its page.
-        ended: Treat both pages as complete. Otherwise a missing entry is a difference only if its page has ended.
+        one: A rank and its step log.
+        other: Another rank and its step log.
+        ended: Treat both step logs as complete. Otherwise a missing entry is a difference only if its log has ended.
     """
-    (rank, page), (peer, theirs) = one, other
-    if (page.model, page.step) != (theirs.model, theirs.step):
+    (rank, step_log), (peer, theirs) = one, other
+    if (step_log.model, step_log.step) != (theirs.model, theirs.step):
         return None
-    here, there = page.lines[scope.number], theirs.lines[scope.number]
+    here, there = step_log.lines[scope.number], theirs.lines[scope.number]
     folded = max(here.folded, there.folded)
     first, second = here.folded_to(folded), there.folded_to(folded)
     if first is None or second is None:
@@ -361,7 +363,7 @@ def difference(
     if first.digest != second.digest:
         return Difference(folded, (rank, peer), (None, None), folded=True)
     for number, pair in enumerate(zip_longest(first.entries, second.entries), folded):
-        missing = [p for p, entry in zip((page, theirs), pair, strict=True) if entry is None]
+        missing = [p for p, entry in zip((step_log, theirs), pair, strict=True) if entry is None]
         if pair[0] != pair[1] and (ended or all(p.ended for p in missing)):
             return Difference(number, (rank, peer), pair)
     return None
