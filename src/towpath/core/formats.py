@@ -215,7 +215,7 @@ _SHORT = {
 
 
 class TorchDtype(Protocol):
-    """What this package reads of a `torch.dtype`."""
+    """The part of a `torch.dtype` that this package reads."""
 
     is_floating_point: bool
     itemsize: int
