@@ -158,13 +158,13 @@ class Stages:
         return self.model.clip_grad_norm_(most if most > 0 else float("inf"))
 
     def stats(self) -> Stats:
-        return self.model.observed.stats_of_rank()
+        return self.model.stats()
 
     def sums(self) -> Sums:
-        return self.model.observed.sums()
+        return self.model.sums()
 
     def summed_up(self, done: Stats) -> Stats:
-        return self.model.observed.summed_up(done)
+        return done
 
     def running_trace(self) -> Trace | None:
         return self.model.running_trace
