@@ -30,7 +30,7 @@ from towpath.bench.harness.figures import Check
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.core.transport import LowRank, Transport
-from towpath.pipeline.stage_link import Encoding, Sender
+from towpath.pipeline.stage import Encoding, Sender
 
 BASELINE, UNSHAPED, PEER = "uncompressed", "uncompressed, unshaped", "torch, DDP stages"
 PARTS = ("cb", "cb+fe", "cb+fe+sc", "cb+fe+sc-all")

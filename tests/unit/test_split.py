@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from towpath.errors import ShardError
-from towpath.pipeline.split import split
+from towpath.pipeline import split
 from towpath.train.models.gpt import GPT, Shape
 
 IDS = torch.randint(24, (2, 6), generator=torch.Generator().manual_seed(1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from towpath.core.transport import Transport
-from towpath.pipeline.stage_link import Encoding, Sender
+from towpath.pipeline.stage import Encoding, Sender
 
 CPU = torch.device("cpu")
 SHAPE = (3, 8, 16)

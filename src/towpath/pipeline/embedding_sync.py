@@ -1,9 +1,8 @@
-"""Tied embeddings: what the first and the last stage of a pipeline share is sharded by itself, and kept alike at both.
+"""Tied embeddings: a module that the first and the last stage of a pipeline share is sharded by itself.
 
-Fused, one engine spans the ranks of both ends: one sum brings the gradients together. Else each end has an engine over
-its own data-parallel ranks, and what those have summed is summed once more between the two ends, as Megatron does.
-Where a schedule puts both ends on one rank, their modules have one parameter and one engine, over the data-parallel
-ranks: there is nothing to sum between the ends.
+If the synchronization is fused, one engine spans the ranks of both ends, and sums the gradients once. Otherwise each end
+has an engine over its own data-parallel ranks, and its sums are summed once more between the ends, as Megatron does. If
+a schedule puts both ends on one rank, their modules have one parameter and one engine over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +33,11 @@ from towpath.topology.groups import Groups, even_out, new_group
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """Where the two ends are. `first`, `last`: the ranks of each, in the order of their data-parallel group, as the job
-    counts them. `names`: of the module in each. `stages`: those that this rank has of the two, if any."""
+    """The ranks and the modules of the two ends.
+
+    `first` and `last` are the ranks of each end in the job, in the order of their data-parallel group. `names` has the
+    name of the shared module in each end. `stages` has the ends that are stages of this rank.
+    """
 
     first: tuple[int, ...]
     last: tuple[int, ...]
@@ -43,67 +45,82 @@ class Ends:
     stages: tuple[int, ...]
 
     @property
-    def meet(self) -> bool:
-        """Both ends are on the same ranks."""
+    def coincide(self) -> bool:
+        """Whether both ends are on the same ranks."""
         return self.first == self.last
 
     def modules_in(self, stages: Mapping[int, nn.Module]) -> list[nn.Module]:
-        """Those of this rank."""
+        """Return the shared modules of this rank."""
         return [stages[index].get_submodule(self.names[index > 0]) for index in self.stages]
 
     @property
     def both(self) -> tuple[int, ...]:
+        """The ranks of both ends."""
         return tuple(sorted({*self.first, *self.last}))
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
+        """The two ranks that hold the same shard if the ends have an engine each."""
         return list(zip(self.first, self.last, strict=True))
 
 
 def find_ends(
     tied: tuple[str, str], modules: Mapping[int, nn.Module], owners: Sequence[int], mesh: DeviceMesh
 ) -> Ends | None:
-    """`tied`: names of the module in the first and in the last stage; else each stage's `tied` tells. The same on every
-    rank, but for its own module; or on every rank an error."""
+    """Return the ends of tied embeddings, or None. Every rank must call it, and gets the same ends or an error.
+
+    Args:
+        tied: The names of the shared module in the first and the last stage. For "", the attribute `tied` of the stage
+            counts, which `split` sets.
+        modules: The stages of this rank.
+        owners: The rank of the pipeline that has each stage.
+        mesh: The mesh of the pipeline.
+
+    Raises:
+        ShardError: Only one end has a shared module, or a stage has no module of that name.
+    """
     last = len(owners) - 1
     names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
     everyones: list[Any] = [None] * mesh["pp"].size()
-    found = {index: (name, _has_module(modules[index], name)) for index, name in names.items()}
+    found = {index: (name, name in dict(modules[index].named_modules())) for index, name in names.items()}
     dist.all_gather_object(everyones, found, group=mesh["pp"].get_group())
-    told = {index: name for each in everyones for index, (name, _) in each.items()}
-    if not (told[0] or told[last]):
+    name_in = {index: name for each in everyones for index, (name, _) in each.items()}
+    if not (name_in[0] or name_in[last]):
         return None
-    if not (told[0] and told[last]):
+    if not (name_in[0] and name_in[last]):
         raise ShardError(
-            f"Pipeline: tied embeddings need a module of the first and of the last stage; got {told[0]!r} and "
-            f"{told[last]!r}. Name both in tied=, or untie them."
+            f"Pipeline: tied embeddings need a module of the first and of the last stage; got {name_in[0]!r} and "
+            f"{name_in[last]!r}. Name both in tied=, or untie them."
         )
     for index, (name, is_there) in sorted(item for each in everyones for item in each.items()):
         if not is_there:
             raise ShardError(
                 f"Pipeline: tied embeddings: stage {index} has no module {name!r}. Name it as it is there."
             )
-    ranks = _like_this_rank(mesh)
-    mine = tuple(sorted(names))
-    return Ends(tuple(ranks[owners[0]]), tuple(ranks[owners[last]]), (told[0], told[last]), mine)
-
-
-def _has_module(stage: nn.Module, name: str) -> bool:
-    return any(name == known for known, _ in stage.named_modules())
-
-
-def _like_this_rank(mesh: DeviceMesh) -> list[list[int]]:
-    """The job's ranks by stage rank and data-parallel rank, at this rank's place of the mesh's other dimensions."""
-    names = list(mesh.mesh_dim_names or ())
-    others = [name for name in names if name not in ("pp", "dp")]
-    ranks = mesh.mesh.permute([names.index(name) for name in ("pp", "dp", *others)])
+    # The job's ranks by 'pp' and 'dp', at this rank's place in the other dimensions of the mesh.
+    dimensions = list(mesh.mesh_dim_names or ())
+    others = [name for name in dimensions if name not in ("pp", "dp")]
+    ranks = mesh.mesh.permute([dimensions.index(name) for name in ("pp", "dp", *others)])
     for name in others:
         ranks = ranks[:, :, mesh.get_local_rank(name)]
-    return ranks.tolist()
+    ends = tuple(ranks[owners[0]].tolist()), tuple(ranks[owners[last]].tolist())
+    return Ends(*ends, (name_in[0], name_in[last]), tuple(sorted(names)))
 
 
 class TiedEmbeddings:
-    """What the ends share. Every rank of the pipeline makes it; those between the ends have no part in it."""
+    """The module that both ends share, sharded by itself. Every rank of the pipeline must construct it.
+
+    Args:
+        ends: The ranks and modules of the ends.
+        modules: The stages of this rank.
+        mesh: The mesh of the pipeline.
+        precision: The dtypes in which the stages compute.
+        fused: Whether one engine spans both ends.
+        values: The values of the parameters, as for `towpath.shard`.
+
+    Attributes:
+        module: The sharded module. None on ranks that have neither end.
+    """
 
     def __init__(
         self,
@@ -119,10 +136,10 @@ class TiedEmbeddings:
         self._between: dist.ProcessGroup | None = None
         even_out(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
         within = mesh["dp"].get_group()
-        if not ends.meet:
+        if not ends.coincide:
             parts = [ends.both] if fused else ends.pairs
-            # A rank between the ends makes a group, too, of itself: where PyTorch splits the communicator of all ranks
-            # for each new group, a rank that makes none would keep the others waiting.
+            # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each
+            # new group, and then the others would wait for a rank that makes none.
             mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
             timeout = timedelta(seconds=Groups(self._pipeline).timeout_seconds)
             joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
@@ -133,10 +150,10 @@ class TiedEmbeddings:
         if not ends.stages:
             return
         found = ends.modules_in(modules)
-        module = _BothEnds(*found) if ends.meet else found[0]
-        given = None if values is None else _inside(values, ends.names[0], module)
+        module = _BothEnds(*found) if ends.coincide else found[0]
+        given = None if values is None else _values_of(values, ends.names[0], module)
         self.module = shard(module, "zero1" if fused else "ddp", group=within, precision=precision, values=given)
-        for each in found:  # it is sharded by itself, wherever it lies
+        for each in found:
             object.__setattr__(each, "towpath_engine", engine_of(self.module))
             object.__setattr__(each, "towpath_apart", True)
         if self._between is not None:
@@ -148,28 +165,28 @@ class TiedEmbeddings:
 
     @property
     def _first_in_pair(self) -> int:
-        """The place of the first stage's rank among the two."""
+        """The rank of the first end in the group of the two ends."""
         pair = next(pair for pair in self.ends.pairs if dist.get_rank() in pair)
         return sorted(pair).index(pair[0])
 
     @property
     def parameters(self) -> Set[nn.Parameter]:
-        """In the order of the module, which is the same at both ends."""
+        """The shared parameters, in the order of the module. It is the same at both ends."""
         return dict.fromkeys(self.module.parameters() if self.module is not None else ()).keys()
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters, in the module of either end."""
+        """The names of the shared parameters in the module of either end."""
         end = self.module.first if isinstance(self.module, _BothEnds) else self.module
         return [name for name, _ in end.named_parameters()] if end is not None else []
 
     @property
     def counted_here(self) -> bool:
-        """Of the two ends, in a sum over all stages."""
+        """Whether this rank's end counts in sums over all stages. One of the two does."""
         return 0 in self.ends.stages
 
     def end_step(self) -> None:
-        """After the engines have delivered what each end has summed."""
+        """Sum the gradients between the ends, after the engines have delivered the sums of each end."""
         if self._between is None:
             return
         for parameter in self.parameters:
@@ -178,7 +195,12 @@ class TiedEmbeddings:
                 dist.all_reduce(gradient.to_local(), group=self._between)
 
     def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[Stage]:
-        """What is summed at the ends, and between them. `passes`: of one stage. Every rank must call it."""
+        """Return the schedules of the sums at the ends and between them. Every rank must call it.
+
+        Args:
+            micro_batches: The number of micro-batches of a step.
+            passes: The passes of one stage.
+        """
         units: list[Any] = [None] * dist.get_world_size(self._pipeline)
         mine = None
         if self.module is not None:
@@ -187,9 +209,9 @@ class TiedEmbeddings:
         dist.all_gather_object(units, mine, group=self._pipeline)
         strategy, specs, precision = next(each for each in units if each is not None)
         found = derive_schedule(strategy, specs, micro_batches, precision, passes)
-        if self.fused or self.ends.meet:
+        if self.fused or self.ends.coincide:
             return [Stage(self.ends.both, found, ())]
-        # Between the ends goes what the engines have delivered, in the parameters' own dtype.
+        # The ends exchange the gradients that the engines have delivered, in the parameters' own dtype.
         two = derive_schedule(presets.strategy("ddp", Topology(2, 1)), specs, micro_batches, Precision(), passes)
         between = replace(two, transfers=tuple(t for t in two.transfers if t.kind is TransferKind.GRAD_SYNC))
         ends = [Stage(ranks, found, ()) for ranks in (self.ends.first, self.ends.last)]
@@ -197,7 +219,7 @@ class TiedEmbeddings:
 
 
 class _BothEnds(nn.Module):
-    """The modules of both ends on one rank. The last one gets the parameters of the first."""
+    """The modules of both ends on one rank. The last one gets the parameters of the first one."""
 
     def __init__(self, first: nn.Module, last: nn.Module) -> None:
         super().__init__()
@@ -205,15 +227,15 @@ class _BothEnds(nn.Module):
         for name, parameter in first.named_parameters():
             other = theirs.pop(name, None)
             if other is None or other.shape != parameter.shape:
-                raise _unlike(name, parameter, other)
+                raise _mismatch(name, parameter, other)
             path, _, attribute = name.rpartition(".")
             setattr(last.get_submodule(path), attribute, parameter)
         if theirs:
-            raise _unlike(*next(iter(theirs.items())), None)
+            raise _mismatch(*next(iter(theirs.items())), None)
         self.first, self.last = first, last
 
 
-def _unlike(name: str, one: nn.Parameter, other: nn.Parameter | None) -> ShardError:
+def _mismatch(name: str, one: nn.Parameter, other: nn.Parameter | None) -> ShardError:
     described = "none" if other is None else "×".join(map(str, other.shape))
     return ShardError(
         f"Pipeline: tied embeddings have the same parameters at both ends; {name!r} is "
@@ -221,12 +243,12 @@ def _unlike(name: str, one: nn.Parameter, other: nn.Parameter | None) -> ShardEr
     )
 
 
-def _inside(values: Values, name: str, module: nn.Module) -> Values:
-    """For a module that is sharded by itself, those of its parameters in the model, by the first end's `name`."""
+def _values_of(values: Values, name: str, module: nn.Module) -> Values:
+    """Return the values of the shared module's parameters. The model has them under the first end's `name`."""
     ends = ("first.", "last.") if isinstance(module, _BothEnds) else ("",)
 
     def found(inner: str, start: int, end: int) -> torch.Tensor:
-        of_module = next(inner.removeprefix(each) for each in ends if inner.startswith(each))
-        return values(f"{name}.{of_module}", start, end)
+        name_in_end = next(inner.removeprefix(each) for each in ends if inner.startswith(each))
+        return values(f"{name}.{name_in_end}", start, end)
 
     return found

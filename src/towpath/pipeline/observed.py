@@ -1,13 +1,14 @@
-"""What a pipeline has done: the transfers of its stages, the messages between them, and how long each rank waited.
+"""The stats and the traces of a pipeline: the transfers of its stages, the messages between them, and waiting times.
 
-A rank counts the transfers of its own stages; messages, and the bytes of all stages together, follow from the number of
-steps that were made and the job's schedule. How long a message is in flight nobody measures: it counts as nothing.
+A rank measures the transfers of its own stages. The number of messages, and the bytes of all stages, follow from the
+number of steps and the job's schedule. The time that a message is in flight is not measured, and counts as zero.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +18,26 @@ from torch import nn
 from towpath.core.schedule import JobSchedule
 from towpath.core.strategy import TransferKind
 from towpath.core.transfer import Transfer
-from towpath.observing import Stats, Sums, TransferStats, stats, sums
+from towpath.engine.executor import Engine
+from towpath.observing import BETWEEN, INSIDE, Stats, Sums, Trace, TransferStats, stats, sums, traced
+from towpath.topology.groups import Groups
 
 _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
 
 
-class Observed:
-    """`modules`: those of this rank that have an engine. `plan`: makes the job's schedule of an optimizer step, which
-    all ranks must ask for at the same time. `changes`: the steps from which on it is another. `groups`: through which
-    all ranks that have other modules meet, one after the other. `seconds_waited`: for neighbours, in the bubble as for
-    what links take."""
+# --- stats ------------------------------------------------------------------------------------------------------------
+
+
+class StepCounter:
+    """The steps of a pipeline so far, as stats.
+
+    Args:
+        modules: Returns the modules of this rank that have an engine.
+        plan: Returns the job's schedule of an optimizer step with a number of steps inside `no_sync`. All ranks call it
+            together.
+        changes: The optimizer steps from which on the schedule is a different one.
+        groups: The groups through which all ranks with other modules meet, one after the other.
+    """
 
     def __init__(
         self,
@@ -40,24 +51,29 @@ class Observed:
         # How many optimizer steps were made, by the first step of their schedule and their steps inside no_sync.
         self._steps = Counter[tuple[int, int]]()
         self._jobs: dict[tuple[int, int], tuple[JobSchedule, Sums]] = {}
-        self.seconds_waited = 0.0
+        self.seconds_waited = 0.0  # for neighbors: in the bubble, and for what links take
 
     @property
     def steps(self) -> int:
+        """How many optimizer steps were made."""
         return self._steps.total()
 
     def count_step(self, step: int, accumulated: int) -> None:
-        """Count an optimizer step that is through; `step`: how many there were before it, other runs' among them."""
+        """Count a complete optimizer step.
+
+        Args:
+            step: How many optimizer steps there were before it, those of earlier runs included.
+            accumulated: How many steps inside `no_sync` it began with.
+        """
         self._steps[max(first for first in self._changes if first <= step), accumulated] += 1
 
     def job(self, first: int = 0, accumulated: int = 0) -> tuple[JobSchedule, Sums]:
-        """Return the job's schedule of a step, with its messages and the bytes of all stages. Every rank must call
-        it."""
+        """Return the job's schedule of a step, and the messages and bytes in it. Every rank must call it."""
         if (first, accumulated) not in self._jobs:
             job = self._plan(first, accumulated)
             messages = sum(t.kind in _MESSAGES for t in job.transfers)
-            sums = Sums(calls=messages, intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
-            self._jobs[first, accumulated] = job, sums
+            total = Sums(calls=messages, intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
+            self._jobs[first, accumulated] = job, total
         return self._jobs[first, accumulated]
 
     def stats(self) -> Stats:
@@ -70,14 +86,14 @@ class Observed:
             host_memory.update(one.host_memory_bytes)
         transfers = [transfer for one in each for transfer in one.transfers]
         for group in self._groups:
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, transfers, group=group)
-            del told[dist.get_rank(group)]
-            transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for each in told for t in each]
+            gathered: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(gathered, transfers, group=group)
+            del gathered[dist.get_rank(group)]
+            transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
         # Transfers of different stages may be equal. Differences between two stats find them by their transfer.
         total: dict[Transfer, TransferStats] = {}
         for one in (*transfers, *self._messages()):
-            total[one.transfer] = one.plus(total[one.transfer]) if one.transfer in total else one
+            total[one.transfer] = total[one.transfer].plus(one) if one.transfer in total else one
         return Stats(
             tuple(total.values()),
             tuple(transfer for one in each for transfer in one.last_step),
@@ -88,26 +104,20 @@ class Observed:
         )
 
     def _messages(self) -> list[TransferStats]:
-        """By kind and wire; the seconds are those of waiting for any of them."""
+        """Return the messages by kind and transport. The first one has the seconds of waiting for any of them."""
         found: dict[Transfer, TransferStats] = {}
-        for (first, accumulated), steps in self._steps.items():
-            for transfer in self.job(first, accumulated)[0].transfers:
+        for key, steps in self._steps.items():
+            for transfer in self.job(*key)[0].transfers:
                 if transfer.kind in _MESSAGES:
-                    alike = replace(transfer, micro_step=0)
-                    before = found.get(alike, TransferStats(alike, 0, 0, 0, 0.0, 0.0))
-                    found[alike] = replace(
-                        before,
-                        calls=before.calls + steps,
-                        intra_bytes=before.intra_bytes + steps * transfer.intra_bytes,
-                        inter_bytes=before.inter_bytes + steps * transfer.inter_bytes,
-                    )
-        if found:
-            first = next(iter(found))
-            found[first] = replace(found[first], seconds_exposed=self.seconds_waited)
+                    message = replace(transfer, micro_step=0)
+                    waited = 0.0 if found else self.seconds_waited
+                    nbytes = steps * transfer.intra_bytes, steps * transfer.inter_bytes
+                    one = TransferStats(message, steps, *nbytes, 0.0, waited)
+                    found[message] = found[message].plus(one) if message in found else one
         return list(found.values())
 
     def sums(self) -> Sums:
-        """Quick: for a look after every step. Every rank must call it."""
+        """Return the totals over all transfers. Every rank must call it."""
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
@@ -119,3 +129,101 @@ class Observed:
             inter_bytes=sum(count * each.inter_bytes for count, each in steps),
             exposed_seconds={**own.exposed_seconds, TransferKind.ACTIVATION: self.seconds_waited},
         )
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+#
+# A traced pipeline shows its passes and the messages between stages, next to what its engines show. A message begins
+# when this rank posts it. A received message ends when it is needed, a sent one when the schedule waits for it. Outside
+# its passes a rank waits for its neighbors. Backends that batch messages, such as NCCL, do not show them.
+
+
+class StageTrace:
+    """The trace of one rank's stages, while there is one."""
+
+    def __init__(self) -> None:
+        self.trace: Trace | None = None
+        self._leaves_node: Callable[[int], bool] = lambda stage: True
+
+    @contextmanager
+    def recording(
+        self, engines: Sequence[Engine], meshes: Sequence[Groups], leaves_node: Callable[[int], bool]
+    ) -> Generator[Trace]:
+        """Record a trace. Every rank must trace the same steps.
+
+        Args:
+            engines: The engines of this rank.
+            meshes: The groups through which all ranks of the pipeline meet.
+            leaves_node: Returns whether messages between a stage and the next one go to another node.
+        """
+        with traced(engines, meshes) as trace:
+            self.trace, self._leaves_node = trace, leaves_node
+            try:
+                yield trace
+            finally:
+                self.trace = None
+
+    @contextmanager
+    def walking(self) -> Generator[None]:
+        """Show the rest of a context, which runs the whole schedule, as waiting."""
+        if self.trace is None:
+            yield
+            return
+        with self.trace.phase("for neighbours", waiting=True):
+            yield
+
+    @contextmanager
+    def computing(self, work: str, stage: int, micro_batch: int) -> Generator[None]:
+        """Show a context as a pass of a stage."""
+        if self.trace is None:
+            yield
+            return
+        with self.trace.phase(f"{work} of stage {stage}, micro-batch {micro_batch}"):
+            yield
+
+    def messages(self, operations: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
+        """Return `operations`, changed so that the trace shows them. Their link is between `stage` and the next one."""
+        if self.trace is not None:
+            track = BETWEEN if self._leaves_node(stage) else INSIDE
+            for each in operations:
+                word = "sent" if each.op is dist.isend else "received"
+                name = f"{kind}, micro-batch {micro_batch}, {word}"
+                each.op = _TracedPost(each.op, self.trace, track, name, each.tensor.nbytes, micro_batch)
+        return operations
+
+
+class _TracedPost:
+    """A function that posts a message, as `post` does, and shows it in a trace."""
+
+    def __init__(
+        self, post: Callable[..., Any], trace: Trace, track: str, name: str, nbytes: int, micro_batch: int
+    ) -> None:
+        self._post, self._trace, self._track, self._name = post, trace, track, name
+        self._args: dict[str, str | int] = {"bytes": nbytes, "micro_step": micro_batch}
+
+    def __call__(self, *args: Any, group_src: int | None = None, group_dst: int | None = None, **others: Any) -> Any:
+        # PyTorch recognizes a send by its function, and so takes this one for a receive.
+        peer = group_dst if group_dst is not None else group_src
+        end = {"group_dst" if self._post is dist.isend else "group_src": peer}
+        began = self._trace.mark()
+        work = self._post(*args, **end, **others)
+
+        def ended() -> None:
+            self._trace.add(self._track, self._name, began, self._trace.mark(), self._args)
+
+        return None if work is None else _TracedWork(work, ended)
+
+
+class _TracedWork:
+    """The work of a posted message. `ended` is called once it was waited for."""
+
+    def __init__(self, work: Any, ended: Callable[[], None]) -> None:
+        self._work, self._ended = work, ended
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._work.wait(*args, **kwargs)
+        self._ended()
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

@@ -1,15 +1,15 @@
-"""A model as stages on a mesh: each sharded over its data-parallel ranks, run by a schedule of PyTorch's.
+"""A model in pipeline stages on a device mesh, each sharded over its data-parallel ranks.
 
-mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
-pipeline = Pipeline(stages, "zero1", mesh=mesh, schedule="1F1B", micro_batches=8, loss=cross_entropy, example=tokens)
-optimizer = torch.optim.AdamW(pipeline.parameters())
-for tokens, targets in batches:
-    loss = pipeline.step(tokens, target=targets)
-    pipeline.clip_grad_norm_(1.0)
-    optimizer.step()
-    optimizer.zero_grad()
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
+    pipeline = Pipeline(stages, "zero1", mesh=mesh, schedule="1F1B", micro_batches=8, loss=cross_entropy, example=tokens)
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    for tokens, targets in batches:
+        loss = pipeline.step(tokens, target=targets)
+        pipeline.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
-Each stage has an engine of its own; what the first and the last one share (tied embeddings) has another.
+Each stage has an engine of its own. Tied embeddings, which the first and the last stage share, have another one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from towpath.checkpoint.memory.parts import Parts
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_gradients
-from towpath.core.pipeline import compression as named
+from towpath.core.pipeline import compression as compression_preset
 from towpath.core.schedule import JobSchedule, Schedule, Stage, job_schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
@@ -43,45 +43,69 @@ from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ShardError, StepError, TowpathError
 from towpath.observing import Interval, Observable, Stats, Sums, Trace
-from towpath.pipeline.calls import Calls, MeshRanks
+from towpath.pipeline.agreement import (
+    ACCUMULATE,
+    EVALUATE,
+    STEP,
+    CallCheck,
+    MeshRanks,
+    Tensors,
+    check_batch,
+    check_exchanged,
+    check_target,
+    exchanged_tensors,
+    shapes_of,
+)
+from towpath.pipeline.checkpoint_parts import parts_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
-from towpath.pipeline.observed import Observed
-from towpath.pipeline.parts import parts_of, prefixes_of
+from towpath.pipeline.observed import StageTrace, StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
-from towpath.pipeline.shapes import Tensors, check_batch, check_exchanged, check_target, described, handed_on
-from towpath.pipeline.split import cut_of
-from towpath.pipeline.split_backward import can_be_halved
-from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
-from towpath.pipeline.traced import TracedStages
+from towpath.pipeline.splitting import blocks_of_stage
+from towpath.pipeline.stage import BackwardPasses, StageSpec, TowpathStage, can_be_halved, engines_in
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.noticeboard import StatusStore
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
-# How long a rank whose step has failed waits for what the others say of theirs.
-_LAST_WORDS_SECONDS = 2.0
+# How long a rank whose step has failed waits for the other ranks' reports of theirs.
+_REPORT_SECONDS = 2.0
 
 
 class Pipeline(Observable):
-    """`stages`: all of the model, in order, each a module or what makes one; a rank builds its own only. What a stage
-    returns, a tensor or a tuple of them, is what the next one is called with.
+    """A model in stages, sharded and trained by a schedule of `torch.distributed.pipelining`.
 
-    `mesh`: of dimensions 'pp' and 'dp': ranks that differ in 'dp' alone hold the same stages, sharded by `strategy`,
-    one for all or one for each stage. A third, 'tp', may be there for stages that are tensor-parallel on it.
-    `schedule`: one of `SCHEDULES`. `micro_batches`: into so many a batch is cut, along its first dimension.
-    `loss(output, target)`: the mean over a micro-batch. `example`: what the first stage is called with for one
-    micro-batch; only shapes and dtypes count.
+    Gradients are means over all micro-batches and data-parallel ranks. `towpath.stats`, `towpath.tracing` and
+    `towpath.checkpoint.State` take a pipeline in place of a model.
 
-    `compression`: what travels in fewer bytes, a `Compression` or a preset's name, such as 'optimus-cb+fe+sc'.
+    Args:
+        stages: All stages of the model in order, each a module or a function that returns one. A rank calls only the
+            functions of its own stages. Each stage is called with what the previous one returns, a tensor or a tuple of
+            tensors. `split` cuts a model into stages.
+        strategy: The strategy of the stages, as for `towpath.shard`: one for all, or one for each.
+        mesh: A mesh with the dimensions 'pp' and 'dp'. Ranks that differ only in 'dp' hold the same stages. A mesh with
+            tensor-parallel stages also has 'tp'.
+        schedule: One of `SCHEDULES`. Default: 1F1B.
+        micro_batches: The number of micro-batches of a step. Each batch is split along its first dimension.
+        loss: Called with the output of the last stage and the target of a micro-batch. It returns the mean loss.
+        example: The input of the first stage for one micro-batch. Only shapes and dtypes matter.
+        precision: The dtypes, as for `towpath.shard`.
+        units: The units of each stage, as for `towpath.shard`.
+        compression: A `Compression` or the name of a preset, such as 'optimus-cb+fe+sc'. Use it if links between stages
+            are slow. Default: none.
+        tied: The names of the modules of the first and the last stage that share their parameter. By default, what
+            `split` has found. The shared module is sharded by itself over the ranks of both stages.
+        values: The values of the parameters, as for `towpath.shard`. Names are those in the stage's module.
 
-    `tied`: the module of the first stage, and of the last one, that share their parameter; `split` tells. It is sharded
-    by itself over the ranks of both stages: one sum brings its gradients together, not two (fused embedding
-    synchronisation).
+    Attributes:
+        micro_batches: The number of micro-batches of a step.
+        owners: The rank in 'pp' that has each stage.
+        order: The passes of each rank in 'pp', in order.
 
-    `values`: as of `towpath.shard`; names are those in the stage's module.
-
-    Gradients are means over all micro-batches and data-parallel ranks.
+    Raises:
+        ShardError: The arguments do not fit together, or differ between ranks. All ranks raise it.
+        StrategyError: The strategy or the compression is unknown or invalid.
+        TopologyError: The strategy is for another number of ranks.
     """
 
     def __init__(
@@ -103,82 +127,104 @@ class Pipeline(Observable):
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self.micro_batches = mesh, group, micro_batches
-        Groups(group).connect()  # the first messages go between two stages only
+        Groups(group).connect()  # the first messages are between two stages only
         self._everyone = MeshRanks(mesh)
         ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
-        with _alike(self._everyone) as given:
+        with _fail_together(self._everyone) as given:
             precision = Precision.of(precision)
-            self._compression = compression if isinstance(compression, Compression) else named(compression)
+            self._compression = compression if isinstance(compression, Compression) else compression_preset(compression)
             kind = schedule_class(schedule)
             self.owners = owners_of(kind, count, ranks, schedule)
             self.order = order_of(kind, count, ranks, micro_batches)
-            strategies = _strategies(strategy, count)
+            strategies = [strategy] * count if isinstance(strategy, (str, Strategy)) else strategy
+            if len(strategies) != count:
+                raise ShardError(
+                    f"Pipeline: {len(strategies)} strategies for {count} stages: pass one for all, or one for each."
+                )
             given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
-            given += [f"stage {i}: {cut_of(stage) or 'given'}, {strategies[i]}" for i, stage in enumerate(stages)]
-            given += [f"example={described(self._example)}", f"precision={precision}", f"tied={tied}"]
+            given += [f"stage {i}: {blocks_of_stage(s) or 'given'}, {strategies[i]}" for i, s in enumerate(stages)]
+            given += [f"example={shapes_of(self._example)}", f"precision={precision}", f"tied={tied}"]
             given += [f"compression.{f.name}={getattr(self._compression, f.name)}" for f in fields(Compression)]
             given += [f"mesh={mesh.mesh.tolist()}"]
-        with _alike(self._everyone):
-            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
-        with _alike(self._everyone):
-            shapes = handed_on(modules, self.owners, self._example, precision, group)
-            check_exchanged(shapes[1:-1], self._compression)
-            self._target_rows = {t.shape[0] for t in (*self._example, *shapes[-1]) if t.dim()}
+        with _fail_together(self._everyone):
+            own = [(i, stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)]
+            modules = {i: stage if isinstance(stage, nn.Module) else stage() for i, stage in own}
+        with _fail_together(self._everyone):
+            exchanged = exchanged_tensors(modules, self.owners, self._example, precision, group)
+            check_exchanged(exchanged[1:-1], self._compression)
+            self._target_rows = {t.shape[0] for t in (*self._example, *exchanged[-1]) if t.dim()}
             self._prefixes = prefixes_of(modules, count, group)
             ends = find_ends(tied, modules, self.owners, mesh)
-        self._stages, self._traced, self._passes_back = list[TowpathStage](), TracedStages(), BackwardPasses()
-        fused, copies = self._compression.fused_embeddings, mesh["dp"].get_group()
-        with _alike(self._everyone):
+        self._stages, self._trace, self._passes_back = list[TowpathStage](), StageTrace(), BackwardPasses()
+        copies = mesh["dp"].get_group()
+        with _fail_together(self._everyone):
+            fused = self._compression.fused_embeddings
             self._tied = None if ends is None else TiedEmbeddings(ends, modules, mesh, precision, fused, values)
             for index, module in modules.items():
                 of_stage = self._strategy_of(strategies[index], index)
                 shard(module, of_stage, group=copies, precision=precision, units=units, values=values)
-                made = self._stage(index, module, shapes[index], shapes[index + 1], splits_backward(kind))
-                self._stages.append(made)
-        self.order = as_computed(self.order, self._halved())
+                halved = splits_backward(kind) and can_be_halved(engines_in(module))
+                self._stages.append(self._make_stage(index, module, exchanged, halved))
+        # All stages whose backward pass is halved.
+        halves: list[Any] = [None] * ranks
+        dist.all_gather_object(halves, [s.stage_index for s in self._stages if s.halved], group=group)
+        self.order = as_computed(self.order, {index for of_rank in halves for index in of_rank})
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
-        self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
+        # The engines divide the gradients.
+        self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
         groups: list[dist.ProcessGroup] = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "dp"]
-        changes = self._compression.changes.union(*(_changes(each) for each in strategies))
-        self._observed = Observed(
-            self._sharded_modules, lambda step, accumulated: self.schedule(None, step, accumulated), changes, groups
+        # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
+        transports = [s.transport(t) for s in strategies if isinstance(s, Strategy) for t in TransferKind]
+        changes = {step for transport in transports for step in transport.changes}
+        self._counter = StepCounter(
+            self._sharded_modules,
+            lambda step, accumulated: self.schedule(None, step, accumulated),
+            self._compression.changes | changes,
+            groups,
         )
         self._accumulated = 0  # steps inside no_sync since the last boundary
-        self._noticeboard = _noticeboard(Groups(group))
-        self._calls, self._walks = Calls(self._everyone), 0  # walks of the whole schedule, evaluations too
-
-    def _stage(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> TowpathStage:
-        encoded = encoded_gradients(self.order, self._compression)
-        count, copies = len(self.owners), self._mesh["dp"].size()
-        halved = splits and can_be_halved(engines_in(module))
-        device = torch.device(self._mesh.device_type)
-        place = Place(index, count, inputs, outputs, self._group, device, self.micro_batches, copies, encoded, halved)
-        return TowpathStage(module, place, self._compression, self._passes_back, self._traced)
-
-    def _halved(self) -> set[int]:
-        """Of all stages, those that compute the weights' gradients by themselves."""
-        everyones: list[Any] = [None] * dist.get_world_size(self._group)
-        mine = [stage.stage_index for stage in self._stages if stage.halved]
-        dist.all_gather_object(everyones, mine, group=self._group)
-        return {index for each in everyones for index in each}
+        pipelines = Groups(group)
+        number: int = next(pipelines.shared("pipelines made", count_up))
+        self._reports = StatusStore(f"{pipelines.name}/pipeline {number}", pipelines.rank, pipelines.world)
+        self._calls, self._walks = CallCheck(self._everyone), 0  # runs of the whole schedule, in evaluations too
 
     def _strategy_of(self, strategy: str | Strategy, stage: int) -> str | Strategy:
-        """With the codec of the gradients of the first stages, if they have one."""
+        """Return the strategy of a stage, with the codec of gradients if the compression has one for the stage."""
         if self._compression.gradients.codec == "none":
             return strategy
         if isinstance(strategy, str):
             strategy = presets.strategy(strategy, Topology(*detect_shape(Groups(self._mesh["dp"].get_group()))))
         return self._compression.strategy_of(strategy, stage, len(self.owners))
 
+    def _make_stage(self, index: int, module: nn.Module, exchanged: Sequence[Tensors], halved: bool) -> TowpathStage:
+        spec = StageSpec(
+            index=index,
+            stages=len(self.owners),
+            inputs=exchanged[index],
+            outputs=exchanged[index + 1],
+            group=self._group,
+            device=torch.device(self._mesh.device_type),
+            micro_batches=self.micro_batches,
+            copies=self._mesh["dp"].size(),
+            encoded=encoded_gradients(self.order, self._compression),
+            halved=halved,
+        )
+        return TowpathStage(module, spec, self._compression, self._passes_back, self._trace)
+
+    # Modules and parameters -----------------------------------------------------------------------------------------
+
     @property
     def modules(self) -> dict[int, nn.Module]:
-        """This rank's stages, by their number."""
+        """The stages of this rank, by their number."""
         return {stage.stage_index: stage.submod for stage in self._stages}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of this rank's stages. Where two stages have a name in common, all begin with the number of their stage. What
-        two of them share comes once, as of nn.Module."""
+        """Yield the name and the parameter for each parameter of this rank's stages.
+
+        If two stages have a name in common, all names begin with the number of their stage. A parameter that two stages
+        share is yielded once.
+        """
         seen = set[nn.Parameter]()
         for index, module in self.modules.items():
             for name, parameter in module.named_parameters():
@@ -187,58 +233,13 @@ class Pipeline(Observable):
                     yield f"{self._prefixes[index]}{name}", parameter
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of this rank's stages, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
-    def step(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Compute the gradients of a batch, and return the mean loss of this data-parallel rank's batch.
-
-        Every rank must call it. If the batch of any rank is refused, all ranks raise, and nothing was computed or sent.
-
-        Args:
-            args: What the first stage is called with, for all micro-batches. Other ranks may leave it out.
-            target: What the loss is called with beside the output, for all micro-batches. Only the last stage reads it.
-
-        Raises:
-            StepError: A batch or target does not have the rows of all micro-batches, or ranks are in different calls.
-        """
-        with self._failures_told():
-            before, began = self._seconds_computed, time.perf_counter()
-            accumulating = self._passes_back.accumulating
-            call = "step() inside no_sync()" if accumulating else "step()"
-            losses = self._walk(call, self._schedule.step, args, target)
-            self._observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
-            loss = self._mean_loss(losses)  # on its way while the gradients are
-            if accumulating:
-                self._accumulated += 1
-                return loss()
-            for engine in self._passes_back.engines:
-                engine.end_boundary()
-            if self._tied is not None:
-                self._tied.end_step()
-            self._observed.count_step(self._stages[0].engine.step - 1, self._accumulated)
-            self._accumulated = 0
-            return loss()
-
-    @torch.no_grad()
-    def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss that `step` would return, without gradients. Every rank must call it."""
-        with self._failures_told(), ExitStack() as stack:
-            for stage in self._stages:
-                stack.enter_context(stage.keeping_senders())
-            return self._mean_loss(self._walk("evaluate()", self._schedule.eval, args, target))()
-
-    @contextmanager
-    def no_sync(self) -> Generator[None]:
-        """Return a context for the steps before the last one of an optimizer step.
-
-        Inside, `step` accumulates gradients without a gradient sync. The first `step` outside delivers the sum over all
-        these steps as `.grad`. Divide the loss by their number to get the mean. Every rank must enter it.
-        """
-        before, self._passes_back.accumulating = self._passes_back.accumulating, True
-        try:
-            yield
-        finally:
-            self._passes_back.accumulating = before
+    def _sharded_modules(self) -> Iterator[nn.Module]:
+        yield from self.modules.values()
+        if self._tied is not None and self._tied.module is not None:
+            yield self._tied.module
 
     def train(self, mode: bool = True) -> Pipeline:
         """Set the training mode of this rank's stages, as `nn.Module.train` does, and return the pipeline.
@@ -254,70 +255,142 @@ class Pipeline(Observable):
         """Set the evaluation mode of this rank's stages, as `nn.Module.eval` does, and return the pipeline."""
         return self.train(False)
 
+    # Steps ----------------------------------------------------------------------------------------------------------
+
+    def step(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the gradients of a batch, and return the mean loss of this data-parallel rank's batch.
+
+        Every rank must call it. If one rank refuses its batch, all ranks raise, and nothing was computed or sent.
+
+        Args:
+            args: The inputs of the first stage, for all micro-batches. Other ranks may leave them out.
+            target: The target of the loss, for all micro-batches. Only the rank of the last stage reads it.
+
+        Raises:
+            StepError: A batch or target does not have the rows of all micro-batches, or ranks are in different calls.
+        """
+        with self._report_failures():
+            before, began = self._seconds_computed, time.perf_counter()
+            accumulating = self._passes_back.accumulating
+            losses = self._walk(ACCUMULATE if accumulating else STEP, self._schedule.step, args, target)
+            self._counter.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
+            loss = self._mean_loss(losses)  # sent while the gradients are
+            if accumulating:
+                self._accumulated += 1
+                return loss()
+            for engine in self._passes_back.engines:
+                engine.end_boundary()
+            if self._tied is not None:
+                self._tied.end_step()
+            self._counter.count_step(self._stages[0].engine.step - 1, self._accumulated)
+            self._accumulated = 0
+            return loss()
+
+    @torch.no_grad()
+    def evaluate(self, *args: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the loss that `step` would return, without gradients. Every rank must call it.
+
+        Args:
+            args: The inputs of the first stage, as for `step`.
+            target: The target of the loss, as for `step`.
+
+        Raises:
+            StepError: As for `step`.
+        """
+        with self._report_failures(), ExitStack() as stack:
+            for stage in self._stages:
+                stack.enter_context(stage.keeping_senders())
+            return self._mean_loss(self._walk(EVALUATE, self._schedule.eval, args, target))()
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Return a context for the steps before the last one of an optimizer step.
+
+        Inside, `step` accumulates gradients without a gradient sync. The first `step` outside delivers the sum over all
+        these steps as `.grad`. Divide the loss by their number to get the mean. Every rank must enter it.
+        """
+        before, self._passes_back.accumulating = self._passes_back.accumulating, True
+        try:
+            yield
+        finally:
+            self._passes_back.accumulating = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and also drop those accumulated inside `no_sync` since the last boundary.
+
+        Args:
+            set_to_none: Whether `.grad` becomes None instead of zero. Default: True.
+        """
+        self._accumulated = 0
+        for module in self._sharded_modules():
+            module.zero_grad(set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all stages by their total norm, and return the norm. Every rank must call it.
+
+        It replaces `torch.nn.utils.clip_grad_norm_`, which knows this rank's stages only.
+
+        Args:
+            max_norm: The largest norm. Use `inf` to compute the norm alone.
+            norm_type: The order of the norm, above 0 or `inf`. Default: 2.
+
+        Raises:
+            ShardError: `norm_type` is not above 0.
+        """
+        if not norm_type > 0:
+            raise ShardError(f"Pipeline.clip_grad_norm_: norm_type = {norm_type}: expected a number above 0, or inf.")
+        own = [p for p in self.parameters() if p.grad is not None]
+        tied: Set[nn.Parameter] = self._tied.parameters if self._tied is not None else set()
+        # The norm of no gradients, or of gradients on the host, is on the host. NCCL needs it on the device.
+        device = self._stages[0].device
+        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type).to(device)
+        if self._tied is not None and tied:  # both ends compute it, and one of them counts it
+            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type).to(device)
+            if self._tied.counted_here:
+                norm = torch.linalg.vector_norm(torch.stack([norm, shared]), norm_type)
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
+        else:
+            norm = norm.pow(norm_type)
+            dist.all_reduce(norm, group=self._group)
+            norm = norm.pow(1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
+        return norm
+
     def _walk(
         self, call: str, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """The losses of all micro-batches, on the rank of the last stage."""
-        refusal = self._refusal(args, target)
+        """Run the whole schedule. Return the losses of all micro-batches on the rank of the last stage, and otherwise
+        an empty list."""
+        first, last = 0 in self.modules, len(self.owners) - 1 in self.modules
+        refusal: StepError | None = None
+        try:
+            # A rank also checks what it does not read, because most ranks get the whole batch.
+            if args or first:
+                check_batch(args, self._example, self.micro_batches)
+            if target is not None or last:
+                check_target(target, self._target_rows, self.micro_batches)
+        except StepError as error:
+            refusal = error
         self._walks += 1
         self._passes_back.begin_step()
         for stage in self._stages:
             stage.begin_walk()
-        # Also where the batch is refused: the next step would publish the same, and no copy of a stage waits for it.
+        # Also for a refused batch: the next step would send the same, and no rank with the same stage waits for it.
         for engine in self._passes_back.engines:
             engine.param_sync()
         self._calls.agree(call, self._stages[0].engine.step, refusal)
         losses: list[torch.Tensor] = []
-        own = [stage.stage_index for stage in self._stages]
-        first, last = 0 in own, len(self.owners) - 1 in own
-        with self._traced.walking():
+        with self._trace.walking():
             walk(*(args if first else ()), target=target if last else None, losses=losses, return_outputs=False)
         return losses
-
-    def _refusal(self, args: tuple[torch.Tensor, ...], target: torch.Tensor | None) -> StepError | None:
-        """Why this rank cannot take the batch. A rank also checks what it does not read: most are given all of it."""
-        try:
-            if args or 0 in self.modules:
-                check_batch(args, self._example, self.micro_batches)
-            if target is not None or len(self.owners) - 1 in self.modules:
-                check_target(target, self._target_rows, self.micro_batches)
-        except StepError as error:
-            return error
-        return None
 
     @property
     def _seconds_computed(self) -> float:
         return sum(stage.seconds_computed for stage in self._stages)
 
-    @contextmanager
-    def _failures_told(self) -> Generator[None]:
-        try:
-            yield
-        except (TowpathError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever a stage or the loss raises: the others wait for this rank
-            raise StepError(self._failure(error)) from error
-
-    def _failure(self, error: Exception) -> str:
-        """With what the other stages say by now: a rank that is gone says nothing."""
-        ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
-        kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-        said = self._noticeboard.meet(f"walk {self._walks}", f"{kind}{_first_line(error)}", _LAST_WORDS_SECONDS)
-        lines: list[str] = []
-        for place, rank in enumerate(ranks):
-            stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
-            if rank != dist.get_rank():
-                word = said.get(place, "has said nothing: it waits or works, or it is gone")
-                lines.append(f"\n  rank {rank}, stage {stages}: {word}")
-        return (
-            f"rank {dist.get_rank()}: step {self._observed.steps + 1} failed in stage {', '.join(map(str, own))} of "
-            f"{count}: {kind}{error}\n"
-            "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its link. "
-            f"The others:{''.join(lines)}"
-        )
-
     def _mean_loss(self, losses: Sequence[torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Sent by the last stage to all others. To be called where it is wanted."""
+        """Begin to send the mean loss from the last stage to all others. Return a function that waits for it."""
         mean = torch.stack([loss.detach() for loss in losses]).mean().double() if losses else torch.zeros(()).double()
         mean = mean.to(self._stages[0].device)
         sent = dist.broadcast(mean, group=self._group, group_src=self.owners[-1], async_op=True)
@@ -329,10 +402,32 @@ class Pipeline(Observable):
 
         return arrived
 
-    def checkpoint_parts(self) -> Parts:
-        """For `towpath.checkpoint.State(pipeline, optimizer)`."""
-        how = f"{self._compression} {list(self.owners)}"
-        return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+    @contextmanager
+    def _report_failures(self) -> Generator[None]:
+        """Raise other errors as `StepError`, with the reports of the other ranks. A rank that is gone reports nothing."""
+        try:
+            yield
+        except (TowpathError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a stage or the loss raises, because the others wait for this rank
+            ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
+            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
+            first_line = str(error).partition("\n")[0]
+            reports = self._reports.meet(f"walk {self._walks}", f"{kind}{first_line}", _REPORT_SECONDS)
+            lines: list[str] = []
+            for place, rank in enumerate(ranks):
+                stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
+                if rank != dist.get_rank():
+                    word = reports.get(place, "has said nothing: it waits or works, or it is gone")
+                    lines.append(f"\n  rank {rank}, stage {stages}: {word}")
+            raise StepError(
+                f"rank {dist.get_rank()}: step {self._counter.steps + 1} failed in stage {', '.join(map(str, own))} of "
+                f"{count}: {kind}{error}\n"
+                "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its "
+                f"link. The others:{''.join(lines)}"
+            ) from error
+
+    # Schedules, stats, traces ---------------------------------------------------------------------------------------
 
     def schedule(self, topology: Topology | None = None, step: int | None = None, accumulated: int = 0) -> JobSchedule:
         """Return every transfer of one step of the whole job. Every rank must call it: each knows its own stages only.
@@ -341,13 +436,14 @@ class Pipeline(Observable):
 
         Args:
             topology: The nodes and their ranks; detected by default.
-            step: The optimizer step, counted from 0, for wires with `after=` or `until=`. By default all codecs serve.
+            step: The optimizer step, counted from 0, for transports with `after=` or `until=`. By default, all codecs
+                are used.
             accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
         mine = {
-            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.handed_on)
+            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes)
             for s in self._stages
         }
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
@@ -364,8 +460,14 @@ class Pipeline(Observable):
         return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
 
     def stage_schedule(self, index: int, step: int | None = None, accumulated: int = 0) -> Schedule:
-        """What one of this rank's stages sends among its own ranks; `step` and `accumulated` as of `schedule`."""
-        engine = next(stage.engine for stage in self._stages if stage.stage_index == index)
+        """Return the transfers of one of this rank's stages among its own ranks.
+
+        Args:
+            index: The number of the stage.
+            step: The optimizer step, as for `schedule`.
+            accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
+        """
+        engine = engine_of(self.modules[index])
         strategy = engine.strategy if step is None else engine.strategy.at(step)
         units = tuple(unit.plan.spec for unit in engine.units)
         passes, count = self._passes(index, accumulated), (accumulated + 1) * self.micro_batches
@@ -380,24 +482,36 @@ class Pipeline(Observable):
         ]
 
     def stats(self) -> Stats:
-        """As `towpath.stats`, of all stages and what goes between them; messages between stages are exposed as long as
-        this rank waited for any, and no seconds in flight are known of them. Every rank must call it."""
-        return self._observed.stats()
+        """Return what `towpath.stats` returns for a model, of all stages and the messages between them.
+
+        The seconds of messages are those in which this rank waited for any of them. The time that they are in flight is
+        not measured. Steps count once their gradients are delivered. Every rank must call it.
+        """
+        return self._counter.stats()
 
     def sums(self) -> Sums:
         """Return the totals over all transfers so far. Every rank must call it.
 
-        Use it in each step, because it takes less time than `stats`. A step counts once its gradients are delivered.
+        Use it in each step, because it takes less time than `stats`.
         """
-        return self._observed.sums()
+        return self._counter.sums()
 
     def tracing(self) -> AbstractContextManager[Trace]:
-        """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
+        """Record this rank's stages for the duration of a context. Every rank must trace the same steps.
+
+        Raises:
+            StepError: A trace of the pipeline is active already.
+        """
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        job, _ = self._observed.job()
-        crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
+        job, _ = self._counter.job()
+        leaves = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
-        return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
+        return self._trace.recording(engines, meshes, lambda stage: leaves.get(f"stage {stage}", True))
+
+    @property
+    def running_trace(self) -> Trace | None:
+        """The trace of the `tracing` context that is active, or None."""
+        return self._trace.trace
 
     def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
         """Return the intervals of all ranks' traces by rank, on rank 0. Every rank must call it.
@@ -408,52 +522,18 @@ class Pipeline(Observable):
         found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
         return {} if dist.get_rank() else found
 
-    @property
-    def running_trace(self) -> Trace | None:
-        return self._traced.trace
-
-    def _sharded_modules(self) -> Iterator[nn.Module]:
-        yield from self.modules.values()
-        if self._tied is not None and self._tied.module is not None:
-            yield self._tied.module
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset the gradients, and also drop those accumulated inside `no_sync` since the last boundary.
-
-        Args:
-            set_to_none: Whether `.grad` becomes None instead of zero. Default: True.
-        """
-        self._accumulated = 0
-        for module in self._sharded_modules():
-            module.zero_grad(set_to_none)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """As torch.nn.utils.clip_grad_norm_, of the gradients of all stages. Every rank must call it."""
-        if not norm_type > 0:
-            raise ShardError(f"Pipeline.clip_grad_norm_: norm_type = {norm_type}: expected a number above 0, or inf.")
-        own = [p for p in self.parameters() if p.grad is not None]
-        tied: Set[nn.Parameter] = self._tied.parameters if self._tied is not None else set()
-        # Without a gradient the norm is a zero on the host, and a gradient may lie there: NCCL sums on the device.
-        device = self._stages[0].device
-        norm = total_norm([p.grad for p in own if p.grad is not None and p not in tied], norm_type).to(device)
-        if tied:  # both ends have to ask, and one of them counts it
-            shared = total_norm([p.grad for p in tied if p.grad is not None], norm_type).to(device)
-            if self._tied is not None and self._tied.counted_here:
-                norm = torch.linalg.vector_norm(torch.stack([norm, shared]), norm_type)
-        if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
-        else:
-            norm = norm.pow(norm_type)
-            dist.all_reduce(norm, group=self._group)
-            norm = norm.pow(1 / norm_type)
-        torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
-        return norm
+    def checkpoint_parts(self) -> Parts:
+        """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
+        how = f"{self._compression} {list(self.owners)}"
+        return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
 
 
 @contextmanager
-def _alike(everyone: MeshRanks) -> Generator[list[str]]:
-    """Let every rank refuse what one of them refuses: else they would wait for it. Yields lines, to be filled with what
-    has to be the same on all of them."""
+def _fail_together(everyone: MeshRanks) -> Generator[list[str]]:
+    """Raise on every rank if the block raises on any. Otherwise ranks would wait for one that refuses.
+
+    Yield a list of lines. The block fills it with what must be equal on all ranks.
+    """
     with agreement(everyone, "Pipeline()", "Pass the same arguments to Pipeline on every rank.") as given:
         try:
             yield given
@@ -461,33 +541,6 @@ def _alike(everyone: MeshRanks) -> Generator[list[str]]:
             raise
         except Exception as error:  # whatever a user's module raises
             raise ShardError(f"a stage cannot be made: {type(error).__name__}: {error}") from error
-
-
-def _noticeboard(groups: Groups) -> StatusStore:
-    number: int = next(groups.shared("pipelines made", count_up))
-    return StatusStore(f"{groups.name}/pipeline {number}", groups.rank, groups.world)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    return stage if isinstance(stage, nn.Module) else stage()
-
-
-def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) -> Sequence[str | Strategy]:
-    found = [given] * count if isinstance(given, (str, Strategy)) else given
-    if len(found) != count:
-        raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
-    return found
-
-
-def _changes(strategy: str | Strategy) -> set[int]:
-    """The steps at which a codec of it begins or ceases to serve; those of a preset always serve."""
-    if isinstance(strategy, str):
-        return set()
-    return {step for kind in TransferKind for step in strategy.transport(kind).changes}
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:
@@ -499,7 +552,7 @@ def _check_mesh(mesh: DeviceMesh) -> None:
             'Make it by init_device_mesh(device, (stages, ranks), mesh_dim_names=("pp", "dp")).'
         )
     for name in names:
-        # PyTorch sorts a group's ranks, and a stage's number is the rank's place among them.
+        # PyTorch sorts the ranks of a group, and the number of a stage is the place of its rank in the group.
         if bool((mesh.mesh.diff(dim=names.index(name)) < 0).any()):
             raise ShardError(
                 f"Pipeline: along {name!r} the ranks of the mesh have to ascend, as those of init_device_mesh() do; "

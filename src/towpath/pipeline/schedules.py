@@ -1,4 +1,4 @@
-"""The schedules of torch.distributed.pipelining: which rank has which stage, and in which order it computes what."""
+"""The schedules of `torch.distributed.pipelining` as data: the rank of each stage, and the order of passes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,12 @@ from towpath.errors import ShardError
 
 
 def splits_backward(kind: Any) -> bool:
-    """Whether it would compute the weights' gradients later than the inputs'."""
+    """Return whether a schedule computes the weights' gradients later than the inputs'."""
     return issubclass(kind, (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble))
 
 
 def schedule_class(name: str) -> Any:
+    """Return PyTorch's class of a schedule; raise `ShardError` if `name` is unknown. Case does not matter."""
     known = {each.lower(): each for each in SCHEDULES}
     if name.lower() not in known:
         raise ShardError(f"Pipeline: unknown schedule {name!r}; known are {', '.join(SCHEDULES)}.")
@@ -50,7 +51,17 @@ def schedule_class(name: str) -> Any:
 
 
 def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
-    """Every rank's passes, as the schedule will run them."""
+    """Return the passes of every rank, in the order of the schedule.
+
+    Args:
+        kind: The class of the schedule.
+        stages: The number of stages.
+        ranks: The number of ranks of the pipeline.
+        micro_batches: The number of micro-batches.
+
+    Raises:
+        ShardError: The schedule does not take these numbers.
+    """
     name = kind.__name__.removeprefix("Schedule")
     if asked := asked_of_micro_batches(name, ranks, micro_batches):
         raise ShardError(f"Pipeline: {name} of {ranks} ranks asks for {asked}; got {micro_batches}.")
@@ -68,8 +79,14 @@ def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
 
 
 def walk_of(kind: Any, order: Order, stages: int, halved: Set[int]) -> Walk:
-    """Every rank's way through the schedule: `order` is what it computes, in `halved` stages the weights' gradients by
-    themselves."""
+    """Return the operations of every rank.
+
+    Args:
+        kind: The class of the schedule.
+        order: The passes that ranks compute.
+        stages: The number of stages.
+        halved: The stages that compute the weights' gradients separately.
+    """
     if kind is ScheduleGPipe:
         return gpipe_walk(order)
     if kind is Schedule1F1B:
@@ -82,7 +99,7 @@ def walk_of(kind: Any, order: Order, stages: int, halved: Set[int]) -> Walk:
     }
 
 
-# Whose message is posted, and whether it is to be sent.
+# The pass whose message PyTorch's action posts, and whether it posts the send.
 _POSTS = {
     "SEND_F": (PassKind.FORWARD, True),
     "RECV_F": (PassKind.FORWARD, False),
@@ -92,8 +109,8 @@ _POSTS = {
 
 
 def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> Iterator[Operation]:
-    """Messages are posted where PyTorch says; what is received is waited for when it is needed, and what is sent in the
-    end."""
+    """Yield the operations of one rank. Messages are posted where PyTorch posts them. A rank waits for a message that it
+    receives when it needs it, and for those that it sends at the end."""
     sent: list[Message] = []
     for action in actions:
         text = action.computation_type.value
@@ -114,7 +131,14 @@ def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> It
 
 
 def walks(schedule: str, ranks: int, micro_batches: int, halved: bool) -> tuple[Order, Walk]:
-    """For the planner (`towpath.planner.pipelines`)."""
+    """Return the passes and the operations of every rank, for the planner (`towpath.planner.pipelines`).
+
+    Args:
+        schedule: The name of the schedule.
+        ranks: The number of ranks of the pipeline.
+        micro_batches: The number of micro-batches.
+        halved: Whether stages can compute the weights' gradients separately.
+    """
     kind, stages = schedule_class(schedule), SCHEDULES[schedule] * ranks
     parts = set(range(stages)) if halved and splits_backward(kind) else set[int]()
     order = as_computed(order_of(kind, stages, ranks, micro_batches), parts)
@@ -129,7 +153,7 @@ def _passes(actions: Iterable[Any]) -> Iterator[StagePass]:
 
 
 class _StandIn:
-    """As much of a stage as a schedule looks at to plan."""
+    """The attributes of a stage that a schedule reads to plan."""
 
     submod = nn.Identity()
 
@@ -140,7 +164,17 @@ class _StandIn:
 
 
 def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
-    """By stage, the rank of the pipeline that has it."""
+    """Return the rank of the pipeline that has each stage.
+
+    Args:
+        kind: The class of the schedule.
+        stages: The number of stages.
+        ranks: The number of ranks of the pipeline.
+        name: The name of the schedule, for errors.
+
+    Raises:
+        ShardError: The schedule does not take so many stages.
+    """
     if stages < ranks:
         raise ShardError(f"Pipeline: {stages} stages for {ranks} ranks of the mesh's 'pp'. Cut the model further.")
     if issubclass(kind, PipelineScheduleSingle):

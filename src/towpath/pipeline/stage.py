@@ -1,51 +1,257 @@
-"""A stage of torch.distributed.pipelining whose module `shard` has sharded."""
+"""A stage of `torch.distributed.pipelining` whose module is sharded, with its halved backward passes and its messages.
+
+A stage tells its engines which backward pass of a step is the last one. It can compute the gradients of the weights
+later than those of the inputs, and it can encode what it sends to its neighbors.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import (  # pyright: ignore[reportMissingTypeStubs]
+    _get_grad_fn_or_grad_acc,  # pyright: ignore[reportPrivateUsage]
+    stage_backward_input,
+    stage_backward_weight,
+)
 from torch.utils._pytree import tree_map_only
 
-from towpath.core.formats import dtype_name
+from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
+from towpath.core.formats import dtype_name, wide
 from towpath.core.pipeline import Compression
 from towpath.core.schedule import Shape, transport_for
-from towpath.core.transport import Transport
+from towpath.core.step_state import ForwardPass, in_backward_order
+from towpath.core.transport import Transport, matrix_of
 from towpath.engine.executor import Engine, engine_of
-from towpath.pipeline.split_backward import input_gradients, weight_gradients
-from towpath.pipeline.stage_link import Encoding, Sender
-from towpath.pipeline.traced import TracedStages
+from towpath.engine.layout import torch_dtype
+from towpath.engine.parameters.bucket import Bucket
+from towpath.engine.parameters.unit import Unit
+from towpath.pipeline.observed import StageTrace
+
+# --- encoded messages -------------------------------------------------------------------------------------------------
+#
+# A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings and
+# know which messages are encoded, so messages need no header.
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Of a stage in its pipeline. `inputs`, `outputs`: what it is given and hands on, on the meta device. `encoded`:
-    the gradients, by the stage that sends them and the micro-batch, that take the wire for gradients. `halved`: the
-    backward pass may be computed in two halves (`split_backward.py`)."""
+class Encoding:
+    """How a link sends tensors of one shape and dtype."""
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    transport: Transport
+
+    @property
+    def used(self) -> bool:
+        """Whether the tensors are encoded. Otherwise they are sent as they are."""
+        if self.transport.low_rank is not None:
+            return self.transport.low_rank.pays(self.shape)
+        return self.transport.encoding is not None
+
+    def message(self, device: torch.device) -> torch.Tensor:
+        """Return an empty buffer for one message."""
+        if self.transport.low_rank is not None:
+            return torch.empty(self.transport.low_rank.encoded_elements(self.shape), dtype=self.dtype, device=device)
+        assert self.transport.encoding is not None
+        return torch.empty(self.transport.encoding.encoded_bytes(prod(self.shape)), dtype=torch.uint8, device=device)
+
+    def factors(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the low-rank factors P and Q as views of a message."""
+        assert self.transport.low_rank is not None
+        rows, columns = matrix_of(self.shape)
+        p, q = message.split([rows * self.transport.low_rank.rank, columns * self.transport.low_rank.rank])
+        return p.view(rows, -1), q.view(columns, -1)
+
+    def decoded(self, message: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that a message carries."""
+        if self.transport.low_rank is not None:
+            p, q = self.factors(message)
+            return (p @ q.T).view(self.shape)
+        assert self.transport.encoding is not None
+        decoded = torch.empty(prod(self.shape), dtype=self.dtype, device=message.device)
+        kernels_for(message.device).decode(self.transport.encoding, message, decoded)
+        return decoded.view(self.shape)
+
+
+class Sender:
+    """The encoder of one tensor of a link, with its error feedback.
+
+    What a message loses is added to the next encoded one, in the next step if it was the last one of its own step (lazy
+    error propagation).
+    """
+
+    def __init__(self, encoding: Encoding, device: torch.device, label: str) -> None:
+        self.encoding = encoding
+        self._dtype = torch_dtype(wide(dtype_name(encoding.dtype)))
+        self._seed = crc32(label.encode())
+        rows, columns = matrix_of(encoding.shape)
+        low_rank = encoding.transport.low_rank
+        factor = (columns, low_rank.rank) if low_rank else (0, 0)
+        self._factor = torch.empty(factor, dtype=self._dtype, device=device)
+        error = (rows, columns) if encoding.transport.feedback != "none" else (0, 0)
+        self._error = torch.empty(error, dtype=self._dtype, device=device)
+        self._drawn = torch.zeros(1, dtype=torch.int64)
+        self.restart()
+
+    @property
+    def state(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that one message leaves for the next."""
+        codec = self.encoding.transport.encoding
+        drawn = (self._drawn,) if codec is not None and codec.stochastic else ()
+        return (*(kept for kept in (self._factor, self._error) if kept.numel()), *drawn)
+
+    def restart(self) -> None:
+        """Reset the error feedback, and the factor that the next factorization starts from."""
+        self._error.zero_()
+        if self._factor.numel():
+            columns, rank = self._factor.shape
+            self._factor.copy_(first_factor(columns, rank, self._seed, self._dtype, self._factor.device))
+
+    def encoded(self, tensor: torch.Tensor | None) -> torch.Tensor:
+        """Return the message for a tensor. None, a gradient that was not computed, counts as zeros."""
+        if tensor is None:
+            tensor = torch.zeros(self.encoding.shape, dtype=self.encoding.dtype, device=self._error.device)
+        message = self.encoding.message(tensor.device)
+        x = tensor.detach().reshape(matrix_of(self.encoding.shape)).to(self._dtype)
+        if self._error.numel():
+            x = x + self._error
+        finite = self._factorize(x, message) if self._factor.numel() else self._encode_blocks(x, message)
+        if self._error.numel():
+            lost = x - self.encoding.decoded(message).view(x.shape).to(self._dtype)
+            # A value that is not finite arrives as it is, but must not reach later messages.
+            self._error.copy_(torch.where(finite, lost, self._error))
+        return message
+
+    def _factorize(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+        """Write the factors of `x` to the message. Return whether they are finite."""
+        p, q = self.encoding.factors(message)
+        basis = orthonormal(columns_of(x, self._factor))
+        factor = columns_of(x.T, basis)
+        p.copy_(basis)
+        q.copy_(factor)
+        finite = message.isfinite().all()
+        self._factor.copy_(torch.where(finite, with_unit_columns(factor, self._factor), self._factor))
+        return finite
+
+    def _encode_blocks(self, x: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+        """Write `x` to the message in the codec of blocks. Return whether it is finite."""
+        codec = self.encoding.transport.encoding
+        assert codec is not None
+        self._drawn += 1
+        values = x.to(self.encoding.dtype).reshape(-1)
+        kernels_for(x.device).encode(codec, values, message, self._seed + int(self._drawn))
+        return values.isfinite().all()
+
+
+# --- halved backward passes -------------------------------------------------------------------------------------------
+#
+# The first half computes the gradients of a stage's inputs, the second half those of its weights. PyTorch walks the
+# graph. The engines get the gradients of weights unit by unit, as in a whole backward pass. The second half reads the
+# weights where the forward pass had them. So they must be unsharded all the time.
+
+
+@dataclass(frozen=True, slots=True)
+class SecondHalf:
+    """What is left of a micro-batch's backward: the passes of each engine, and PyTorch's groups of parameters."""
+
+    passes: tuple[tuple[Engine, list[ForwardPass]], ...]
+    groups: list[dict[str, Any]]
+
+
+def can_be_halved(engines: Sequence[Engine]) -> bool:
+    """Return whether all weights of the engines are unsharded all the time."""
+    return all(bucket.always_whole for engine in engines for unit in engine.units for bucket in unit.buckets)
+
+
+def input_gradients(
+    engines: Sequence[Engine],
+    outputs: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor] | None,
+    inputs: Sequence[Any],
+) -> tuple[tuple[torch.Tensor | None, ...], SecondHalf]:
+    """Compute the gradients of a stage's inputs.
+
+    Args:
+        engines: The engines of the stage.
+        outputs: The outputs of the stage.
+        gradients: The gradients of the outputs. None if the only output is the loss.
+        inputs: The inputs of the stage.
+
+    Returns:
+        The gradients of the inputs, and the second half for `weight_gradients`.
+    """
+    with ExitStack() as stack:
+        passes = tuple((engine, stack.enter_context(engine.input_gradients_only())) for engine in engines)
+        leaves = iter([leaf.view for engine in engines for leaf in _leaves(engine)])
+        of_outputs = None if gradients is None else list(gradients)
+        of_inputs, groups = stage_backward_input(list(outputs), of_outputs, list(inputs), leaves)
+    return of_inputs, SecondHalf(passes, groups)
+
+
+def weight_gradients(second_half: SecondHalf) -> None:
+    """Compute the gradients of a stage's weights, and give them to its engines."""
+    leaves = {_get_grad_fn_or_grad_acc(leaf.view): leaf for engine, _ in second_half.passes for leaf in _leaves(engine)}
+    # A group of several units belongs to the unit that is computed first.
+    order = [id(unit) for engine, _ in second_half.passes for unit in in_backward_order(engine.units)]
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for group in second_half.groups:
+        first = min((id(leaves[node].unit) for node in group["params"]), key=order.index)
+        groups.setdefault(first, []).append(group)
+
+    def compute(unit: Unit) -> None:
+        of_unit = groups.get(id(unit), [])
+        found = [leaves[node] for group in of_unit for node in group["params"]]
+        # The graph is kept for other groups: two uses of one parameter make PyTorch walk what is between them.
+        stage_backward_weight(iter([leaf.view for leaf in found]), of_unit, retain_graph=True)
+        for leaf in found:
+            gradient, leaf.view.grad = leaf.view.grad, None
+            if gradient is not None:
+                leaf.engine.gradient(leaf.unit, leaf.bucket, leaf.index, gradient)
+
+    for engine, passes in second_half.passes:
+        if passes:  # otherwise the micro-batch did not use this engine's model
+            engine.weight_gradients(passes, compute)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """An unsharded parameter, as autograd knows it."""
+
+    engine: Engine
+    unit: Unit
+    bucket: Bucket
     index: int
-    stages: int
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
-    group: dist.ProcessGroup
-    device: torch.device
-    micro_batches: int
-    copies: int  # ranks that hold this stage
-    encoded: frozenset[tuple[int, int]]
-    halved: bool
+    view: nn.Parameter
+
+
+def _leaves(engine: Engine) -> Iterator[_Leaf]:
+    for unit in engine.units:
+        for bucket in unit.trainable:
+            for index, view in enumerate(bucket.views):
+                if view.requires_grad:
+                    yield _Leaf(engine, unit, bucket, index, view)
+
+
+# --- the stage --------------------------------------------------------------------------------------------------------
 
 
 class BackwardPasses:
-    """Of a step, on one rank: which one is an engine's last. Stages that have an engine in common count together, as
-    that of tied embeddings whose ends are on one rank."""
+    """The backward passes of a step on one rank, which tell each engine's last one.
+
+    Stages with an engine in common count together, such as tied embeddings with both ends on one rank.
+    """
 
     def __init__(self) -> None:
         self._expected: Counter[Engine] = Counter()
@@ -54,121 +260,149 @@ class BackwardPasses:
 
     @property
     def engines(self) -> list[Engine]:
+        """All engines of this rank."""
         return list(self._expected)
 
     def expect(self, engines: Iterable[Engine], count: int) -> None:
+        """Add `count` backward passes of each engine to every step."""
         for engine in engines:
             self._expected[engine] += count
 
     def begin_step(self) -> None:
+        """Start counting from zero."""
         self._begun.clear()
 
     def begin(self, engines: Iterable[Engine]) -> list[Engine]:
-        """Another one of all these. Those of which more are to come."""
+        """Count one more pass of all `engines`. Return those that have more passes to come."""
         self._begun.update(engines)
         return [e for e in engines if self.accumulating or self._begun[e] < self._expected[e]]
 
 
-class TowpathStage(PipelineStage):
-    """Its engines are told which backward pass of a step is the last one: there the gradients begin to be synchronised,
-    while the pipeline goes on. `Pipeline.step` delivers them in the end; the engine divides them, nobody else.
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """The position of a stage in its pipeline, and what it exchanges with its neighbors.
 
-    What it sends to its neighbours may be encoded. Both ends of a link count the optimizer steps, and so switch to a
-    codec in the same one.
+    `inputs` and `outputs` are on the meta device. `copies` is the number of ranks that hold the stage. `encoded` has the
+    gradient messages that use a codec, each as its sending stage and its micro-batch. `halved` is set if the backward
+    passes are computed in two halves.
+    """
+
+    index: int
+    stages: int
+    inputs: tuple[torch.Tensor, ...]
+    outputs: tuple[torch.Tensor, ...]
+    group: dist.ProcessGroup
+    device: torch.device
+    micro_batches: int
+    copies: int
+    encoded: frozenset[tuple[int, int]]
+    halved: bool
+
+
+class TowpathStage(PipelineStage):
+    """A pipeline stage with a sharded module.
+
+    Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for them.
+    Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
     """
 
     def __init__(
-        self, module: nn.Module, place: Place, compression: Compression, passes: BackwardPasses, traced: TracedStages
+        self, module: nn.Module, spec: StageSpec, compression: Compression, passes: BackwardPasses, trace: StageTrace
     ) -> None:
-        device = place.device
+        device = spec.device
         super().__init__(
             module,
-            place.index,
-            place.stages,
+            spec.index,
+            spec.stages,
             device,
-            input_args=place.inputs,
-            output_args=place.outputs,
-            group=place.group,
-            # Of a schedule that would compute the weights' gradients later, all are then computed with the inputs'.
-            dw_builder=None if place.halved else _nothing_left,
+            input_args=spec.inputs,
+            output_args=spec.outputs,
+            group=spec.group,
+            # Without halves, a schedule that computes the weights' gradients later has nothing left to do then.
+            dw_builder=None if spec.halved else lambda: lambda: None,
         )
-        self._passes, self._encoded, self._compression = passes, place.encoded, compression
-        self.halved, self._traced = place.halved, traced
-        self.seconds_computed = 0.0  # in its passes
-        self._outputs = [_encoding(t, compression.activations) for t in place.outputs if not self.is_last]
-        self._inputs = [_encoding(t, compression.activations) for t in place.inputs if not self.is_first]
-        self._sent_gradients = [
-            _encoding(t, compression.activation_gradients) for t in place.inputs if not self.is_first
-        ]
-        self._gradients = [_encoding(t, compression.activation_gradients) for t in place.outputs if not self.is_last]
-        self._output_senders = _senders(self._outputs, device, f"outputs of stage {place.index}")
-        self._gradient_senders = _senders(self._sent_gradients, device, f"gradients of stage {place.index}")
+        self._passes, self._encoded, self._compression = passes, spec.encoded, compression
+        self.halved, self._trace = spec.halved, trace
+        self.seconds_computed = 0.0
+
+        def encodings(tensors: Sequence[torch.Tensor], transport: Transport) -> list[Encoding]:
+            return [Encoding(tuple(t.shape), t.dtype, transport_for(dtype_name(t.dtype), transport)) for t in tensors]
+
+        def senders(encodings: Sequence[Encoding], kind: str) -> dict[int, Sender]:
+            label = f"{kind} of stage {spec.index}"
+            return {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
+
+        inputs, outputs = () if self.is_first else spec.inputs, () if self.is_last else spec.outputs
+        self._inputs = encodings(inputs, compression.activations)
+        self._outputs = encodings(outputs, compression.activations)
+        self._output_gradients = encodings(outputs, compression.activation_gradients)
+        self._output_senders = senders(self._outputs, "outputs")
+        self._gradient_senders = senders(encodings(inputs, compression.activation_gradients), "gradients")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
         self.engines = engines_in(module)
         for engine in self.engines:
-            engine.be_a_stage(place.copies * place.micro_batches)
-        passes.expect(self.engines, place.micro_batches)
+            engine.be_a_stage(spec.copies * spec.micro_batches)
+        passes.expect(self.engines, spec.micro_batches)
         self.begin_walk()
 
     @property
     def engine(self) -> Engine:
+        """The engine of the stage's module."""
         return engine_of(self.submod)
 
     @property
-    def handed_on(self) -> tuple[Shape, ...]:
-        """What it sends to the next stage."""
+    def output_shapes(self) -> tuple[Shape, ...]:
+        """The shapes and dtypes of the tensors that the stage sends to the next one."""
         return tuple((each.shape, dtype_name(each.dtype)) for each in self._outputs)
 
     @property
     def senders(self) -> dict[str, Sender]:
-        """Of all that it encodes."""
+        """The encoders of the stage's messages, by kind and number of the tensor."""
         found = {"outputs": self._output_senders, "gradients": self._gradient_senders}
         return {f"{kind}/{index}": sender for kind, senders in found.items() for index, sender in senders.items()}
 
     # Backward passes ------------------------------------------------------------------------------------------------
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward. The outputs of a stage with halved backward passes are no views."""
         output = super().forward_maybe_with_nosync(*args, **kwargs)
-        # PyTorch detaches the outputs of a halved backward pass in place, which a view does not allow.
-        return tree_map_only(torch.Tensor, _no_view, output) if self.halved else output
+        if not self.halved:
+            return output
+        # PyTorch detaches them in place, which a view does not allow.
+        return tree_map_only(torch.Tensor, lambda t: t.clone() if t._is_view() else t, output)
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """Run a backward pass or one half of it. Only the last one of the step syncs gradients."""
         if backward_type == "input":
             outputs, inputs = bwd_kwargs["stage_output"], bwd_kwargs["input_values"]
             return input_gradients(self.engines, outputs, bwd_kwargs["output_grads"], inputs)
-        # Counted: of schedules that split the backward pass, PyTorch does not say which one is the last.
+        # Passes are counted: PyTorch does not tell the last one of schedules that split the backward pass.
         more_to_come = self._passes.begin(self.engines)
-        last = not more_to_come
         with ExitStack() as stack:
             for engine in more_to_come:
                 stack.enter_context(engine.no_sync())
             if backward_type == "weight":
                 return weight_gradients(bwd_kwargs["param_groups"]), None
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last)
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=not more_to_come)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        if not self.halved:  # they are there
+        """Compute the weights' gradients of a micro-batch, unless they were computed with the inputs' gradients."""
+        if not self.halved:
             return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         with self._computing("backward" if self.is_first else "weight gradients", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        """The engine has divided them."""
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """They are on their way. To wait for them here would hold up the stages that wait for this one."""
-
     # Messages -------------------------------------------------------------------------------------------------------
 
     def begin_walk(self) -> None:
-        """Take the wires of the optimizer step that this walk is part of."""
+        """Use the transports of the current optimizer step for one run of the whole schedule."""
         now = self._compression.at(self.engine.step)
         self._encodes_outputs = not now.activations.served
         self._encodes_gradients = not now.activation_gradients.served
 
     @contextmanager
     def keeping_senders(self) -> Generator[None]:
-        """Around an evaluation: what senders of outputs carry is afterwards what it was before."""
+        """Restore the state of the outputs' senders after an evaluation."""
         carried = [kept for sender in self._output_senders.values() for kept in sender.state]
         before = [kept.clone() for kept in carried]
         try:
@@ -181,25 +415,23 @@ class TowpathStage(PipelineStage):
         return self._encodes_gradients and (source, micro_batch) in self._encoded
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return self._traced.messages(self._sent_outputs(fwd_chunk_id), "output", self.stage_index, fwd_chunk_id)
-
-    def _sent_outputs(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if not (self._encodes_outputs and self._output_senders):
-            return super().get_fwd_send_ops(fwd_chunk_id)
+        """Return the operations that send the outputs of a micro-batch, encoded if the step encodes them."""
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        encoded = [_encoded(self._output_senders, i, out) for i, out in enumerate(outputs)]
-        self.fwd_cache[fwd_chunk_id] = (encoded, inputs)
+        if self._encodes_outputs and self._output_senders:
+            self.fwd_cache[fwd_chunk_id] = _encoded(self._output_senders, outputs), inputs
         found = super().get_fwd_send_ops(fwd_chunk_id)
-        self.fwd_cache[fwd_chunk_id] = (outputs, inputs)
-        return found
+        self.fwd_cache[fwd_chunk_id] = outputs, inputs
+        return self._trace.messages(found, "output", self.stage_index, fwd_chunk_id)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive the inputs of a micro-batch."""
         found = super().get_fwd_recv_ops(fwd_chunk_id)
         if self._encodes_outputs:
-            found = self._in_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
-        return self._traced.messages(found, "output", self.stage_index - 1, fwd_chunk_id)
+            self._receive_messages("output", fwd_chunk_id, found, self.args_recv_info[fwd_chunk_id], self._inputs)
+        return self._trace.messages(found, "output", self.stage_index - 1, fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch on its decoded inputs."""
         for index, info in enumerate(self.args_recv_info[fwd_chunk_id]):
             message = self._arriving.pop(("output", fwd_chunk_id, index), None)
             if message is not None:
@@ -208,34 +440,34 @@ class TowpathStage(PipelineStage):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that send the gradients of a micro-batch's inputs."""
         encodes = self._encodes_gradient(self.stage_index, bwd_chunk_id)
         if self.has_backward and self._gradient_senders and encodes:
-            gradients = self.bwd_cache[bwd_chunk_id]
-            self.bwd_cache[bwd_chunk_id] = tuple(
-                _encoded(self._gradient_senders, i, gradient) for i, gradient in enumerate(gradients)
-            )
+            self.bwd_cache[bwd_chunk_id] = _encoded(self._gradient_senders, self.bwd_cache[bwd_chunk_id])
         found = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._traced.messages(found, "gradient", self.stage_index - 1, bwd_chunk_id)
+        return self._trace.messages(found, "gradient", self.stage_index - 1, bwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the operations that receive the gradients of a micro-batch's outputs."""
         found = super().get_bwd_recv_ops(bwd_chunk_id)
         if found and self._encodes_gradient(self.stage_index + 1, bwd_chunk_id):
             infos = self.grad_recv_info[bwd_chunk_id]
-            found = self._in_messages("gradient", bwd_chunk_id, found, infos, self._gradients)
-        return self._traced.messages(found, "gradient", self.stage_index, bwd_chunk_id)
+            self._receive_messages("gradient", bwd_chunk_id, found, infos, self._output_gradients)
+        return self._trace.messages(found, "gradient", self.stage_index, bwd_chunk_id)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        later = self.halved and not kwargs.get("full_backward", True)  # the gradients of the weights
+        """Run the backward of a micro-batch, or its first half, on its decoded gradients."""
+        first_half = self.halved and not kwargs.get("full_backward", True)
         infos = self.grad_recv_info[bwd_chunk_id] if self.has_backward and not self.is_last else ()
         buffers = [info.buffer for info in infos]
         for index, info in enumerate(infos):
             message = self._arriving.pop(("gradient", bwd_chunk_id, index), None)
             if message is not None:
-                info.buffer = self._gradients[index].decoded(message)
+                info.buffer = self._output_gradients[index].decoded(message)
         try:
-            if later and self.is_first:  # its inputs want no gradients
+            if first_half and self.is_first:  # its inputs need no gradients, so there is nothing to compute
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            with self._computing("input gradients" if later else "backward", bwd_chunk_id):
+            with self._computing("input gradients" if first_half else "backward", bwd_chunk_id):
                 return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         finally:
             for info, buffer in zip(infos, buffers, strict=True):
@@ -245,60 +477,40 @@ class TowpathStage(PipelineStage):
     def _computing(self, work: str, micro_batch: int) -> Generator[None]:
         began = time.perf_counter()
         try:
-            with self._traced.computing(work, self.stage_index, micro_batch):
+            with self._trace.computing(work, self.stage_index, micro_batch):
                 yield
         finally:
             self.seconds_computed += time.perf_counter() - began
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        """What the next stage, on the same rank, is given. Without a backward pass PyTorch would ask for it too."""
+        """Return the gradients for the previous stage on the same rank. In an evaluation there are none."""
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """Take the gradients from the next stage on the same rank. In an evaluation there are none."""
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
-    def _in_messages(
+    def _receive_messages(
         self,
         kind: str,
         micro_batch: int,
-        receives: list[dist.P2POp],
+        receives: Sequence[dist.P2POp],
         infos: Sequence[Any],
         encodings: Sequence[Encoding],
-    ) -> list[dist.P2POp]:
-        """The same, but for what is encoded: into the memory of a message."""
+    ) -> None:
+        """Give each operation that receives an encoded tensor the buffer of a message."""
         received = [i for i, info in enumerate(infos) if not info.is_root_arg and info.buffer is not None]
         for index, receive in zip(received, receives, strict=True):
             if encodings[index].used:
                 receive.tensor = self._arriving[kind, micro_batch, index] = encodings[index].message(self.device)
-        return receives
 
 
 def engines_in(module: nn.Module) -> list[Engine]:
-    """A stage's own, and those of parts of it that are sharded by themselves."""
+    """Return the engine of a stage's module, and those of its parts that are sharded by themselves."""
     return [engine_of(m) for m in module.modules() if hasattr(m, "towpath_engine")]
 
 
-def _encoding(tensor: torch.Tensor, transport: Transport) -> Encoding:
-    return Encoding(tuple(tensor.shape), tensor.dtype, transport_for(dtype_name(tensor.dtype), transport))
-
-
-def _senders(encodings: Sequence[Encoding], device: torch.device, label: str) -> dict[int, Sender]:
-    """By the number of the tensor, of those that are encoded."""
-    return {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
-
-
-def _encoded(senders: dict[int, Sender], index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient that nobody computed is zeros, to PyTorch as well."""
-    sender = senders.get(index)
-    if sender is None:
-        return tensor
-    return sender.encoded(sender.zeros() if tensor is None else tensor)
-
-
-def _no_view(output: torch.Tensor) -> torch.Tensor:
-    return output.clone() if output._is_view() else output  # pyright: ignore[reportPrivateUsage]
-
-
-def _nothing_left() -> Any:
-    return lambda: None
+def _encoded(senders: dict[int, Sender], tensors: Iterable[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors, with the message in place of each one that has a sender."""
+    return tuple(senders[i].encoded(tensor) if i in senders else tensor for i, tensor in enumerate(tensors))

@@ -14,7 +14,7 @@ from towpath.core.formats import Precision
 from towpath.core.pipeline import Compression, compression
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import lay_out
-from towpath.pipeline.described import DescribedStages
+from towpath.pipeline.splitting import DescribedStages
 from towpath.pipeline.schedules import walks
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel

@@ -1,5 +1,4 @@
-"""Which rank has which tensors of a pipeline, by names that are unique over all stages; and who writes them to a
-checkpoint."""
+"""What each rank of a pipeline has of a checkpoint: the tensors, by names that are unique over all stages."""
 
 from __future__ import annotations
 
@@ -25,8 +24,15 @@ from towpath.topology.groups import Groups
 
 
 def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
-    """By stage, what goes before the names of its parameters: nothing, unless two stages have a name in common; then
-    the number of the stage, as in nn.Sequential. The same on every rank."""
+    """Return what precedes the names of each stage's parameters. Every rank must call it, and gets the same.
+
+    It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
+
+    Args:
+        modules: The stages of this rank.
+        stages: The number of all stages.
+        group: The ranks of the pipeline.
+    """
     mine = [(index, name) for index, module in modules.items() for name, _ in module.named_parameters()]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, mine, group=group)
@@ -36,43 +42,51 @@ def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.Proce
 
 
 @dataclass(frozen=True, slots=True)
-class _Messages:
-    """What senders of a stage carry from one message to the next."""
+class _SenderState:
+    """The state that a stage's senders carry from one message to the next."""
 
     stage: TowpathStage
 
     def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, by the name of their sender."""
         found = self.stage.senders.items()
         return {f"{name}/{i}": kept for name, sender in found for i, kept in enumerate(sender.state)}
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """All of it is in use, and was filled where it lies."""
+        """Do nothing: the values were written to the tensors of `state`, which are in use."""
 
     def restart(self) -> None:
+        """Reset the state."""
         for sender in self.stage.senders.values():
             sender.restart()
-
-
-@dataclass(frozen=True, slots=True)
-class _Told:
-    """Of one rank: its stages' names; and what its engines carry."""
-
-    names: Mapping[int, Sequence[str]]
-    aliases: Mapping[str, str]
-    fingerprints: Sequence[str]
 
 
 def parts_of(
     mesh: DeviceMesh, stages: Sequence[TowpathStage], tied: TiedEmbeddings | None, prefixes: Sequence[str], how: str
 ) -> Parts:
-    """`how`: what else has to be the same for ranks to carry the same. Every rank must call it."""
+    """Return what this rank has of a checkpoint. Every rank must call it.
+
+    Args:
+        mesh: The mesh of the pipeline.
+        stages: The stages of this rank.
+        tied: The tied embeddings, if any.
+        prefixes: What precedes the names of each stage.
+        how: What else must be equal for the states of codecs to fit, as text.
+
+    Raises:
+        CheckpointError: The mesh is not the whole job.
+    """
     groups = Groups()
     if mesh.size() != groups.world:
         raise CheckpointError(
             f"the pipeline's mesh has {mesh.size()} ranks, and the job {groups.world}: a checkpoint is of a whole job."
         )
 
-    twin = _twin(tied, prefixes)
+    # The names of the tied parameters in the last stage, with their names in the first stage.
+    twin: dict[str, str] = {}
+    if tied is not None and tied.module is not None:
+        first, last = tied.ends.names
+        twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
 
     def found(stages: Sequence[TowpathStage] = stages) -> Named:
         return _joined([(prefixes[s.stage_index], named(s.submod)) for s in stages], twin)
@@ -81,22 +95,24 @@ def parts_of(
     if tied is not None and tied.module is not None:
         engines.append(("tied/", engine_of(tied.module)))
     keepers: dict[str, KeepsState] = {prefix: EngineState(engine) for prefix, engine in engines}
-    keepers |= {f"messages of stage {s.stage_index}/": _Messages(s) for s in stages}
+    keepers |= {f"messages of stage {s.stage_index}/": _SenderState(s) for s in stages}
 
-    def mine() -> _Told:
-        names = {s.stage_index: sorted(_names(found([s]))) for s in stages}
-        return _Told(names, {**found().aliases, **twin}, [fingerprint(engine) for _, engine in engines])
+    def of_this_rank() -> tuple[dict[int, list[str]], dict[str, str], list[str]]:
+        tensors = [(s.stage_index, found([s])) for s in stages]
+        names = {index: sorted({*each.parameters, *each.buffers}) for index, each in tensors}
+        return names, {**found().aliases, **twin}, [fingerprint(engine) for _, engine in engines]
 
-    told: list[_Told] = together(groups, "the pipeline's stages", mine)
-    aliases = {alias: first for each in told for alias, first in each.aliases.items()}
-    lowest: dict[str, int] = {}
-    for each in told:
-        for stage, names in each.names.items():
+    gathered: list[tuple[dict[int, list[str]], dict[str, str], list[str]]]
+    gathered = together(groups, "the pipeline's stages", of_this_rank)
+    aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
+    lowest: dict[str, int] = {}  # the first stage that has each name
+    for of_rank, _, _ in gathered:
+        for stage, names in of_rank.items():
             lowest |= {name: min(stage, lowest.get(name, stage)) for name in names}
-    own = told[groups.rank].names
-    # What two stages of this rank share is no copy.
+    own, _, _ = gathered[groups.rank]
+    # A tensor that two stages of this rank share is no copy.
     copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
-    carried = "\n".join([how, *(line for each in told for line in each.fingerprints)])
+    codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     return Parts(
         groups=groups,
@@ -105,28 +121,16 @@ def parts_of(
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),
         keepers=keepers,
-        fingerprint=hashlib.sha256(carried.encode()).hexdigest(),
+        fingerprint=hashlib.sha256(codec_states.encode()).hexdigest(),
         held=frozenset(lowest),
-        # Where one engine spans both ends, their ranks share out what they all hold.
+        # If one engine spans both ends, each of their ranks writes a share of the tied parameters.
         written_elsewhere=frozenset() if tied is not None and tied.fused else frozenset(copied),
         copied_elsewhere=frozenset(copied),
     )
 
 
-def _twin(tied: TiedEmbeddings | None, prefixes: Sequence[str]) -> dict[str, str]:
-    """Names of the last stage's that are the first one's too, and what they are called there."""
-    if tied is None or tied.module is None:
-        return {}
-    first, last = tied.ends.names
-    return {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
-
-
-def _names(found: Named) -> set[str]:
-    return {*found.parameters, *found.buffers}
-
-
 def _joined(stages: Sequence[tuple[str, Named]], twin: Mapping[str, str]) -> Named:
-    """Of stages with what precedes their names."""
+    """Return the tensors of several stages, given with their prefixes. Tied parameters have their first name."""
 
     def called(name: str) -> str:
         return twin.get(name, name)

@@ -1,0 +1,267 @@
+"""What all ranks of a pipeline agree on: the shapes of messages at the beginning, and every call before it is executed.
+
+Shapes are found by running each stage on tensors without values, so that no step has to send them. A rank with a wrong
+batch would send nothing, and its neighbors would wait for it. So all ranks compare their calls before they send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from math import prod
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.func import functional_call
+
+from towpath.core.formats import Precision, dtype_name
+from towpath.core.pipeline import Compression
+from towpath.core.schedule import transport_for
+from towpath.core.transport import matrix_of
+from towpath.engine.layout import torch_dtype
+from towpath.engine.parameters.parallel import local_part, parallel_of
+from towpath.errors import ShardError, StepError
+from towpath.topology.groups import Groups
+
+Tensors = tuple[torch.Tensor, ...]
+
+# --- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
+    """Return the outputs of a stage on the meta device, without computing them.
+
+    Args:
+        module: The stage.
+        inputs: The inputs of the stage. Only shapes and dtypes count.
+        precision: The dtypes in which the stage computes.
+
+    Raises:
+        ShardError: An output is not a tensor.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = tensor.dtype
+            if not isinstance(tensor, nn.Parameter):
+                return torch.empty(tensor.shape, dtype=dtype)
+            if dtype.is_floating_point:
+                dtype = torch_dtype(precision.compute_dtype(dtype_name(dtype)))
+            made, parallel = torch.empty(local_part(tensor).shape, dtype=dtype), parallel_of(tensor)
+            return made if parallel is None else parallel.wrap(made)
+
+        state = {name: fake(t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        found = functional_call(module, state, tuple(torch.empty(t.shape, dtype=t.dtype) for t in inputs))
+    outputs = found if isinstance(found, (tuple, list)) else (found,)
+    if not all(isinstance(t, torch.Tensor) for t in outputs):
+        raise ShardError(
+            f"a stage hands on {', '.join(type(t).__name__ for t in outputs)}: expected a tensor, or a tuple of them."
+        )
+    return tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in outputs)
+
+
+def exchanged_tensors(
+    modules: Mapping[int, nn.Module],
+    owners: Sequence[int],
+    example: Tensors,
+    precision: Precision,
+    group: dist.ProcessGroup,
+) -> list[Tensors]:
+    """Return the inputs of each stage, and the outputs of the last one, on the meta device.
+
+    Floating-point tensors require gradients, because stages send these back. Every rank must call it, and gets the same
+    tensors or an error.
+
+    Args:
+        modules: The stages of this rank.
+        owners: The rank of the group that has each stage.
+        example: The inputs of the first stage.
+        precision: The dtypes in which the stages compute.
+        group: The ranks of the pipeline.
+
+    Raises:
+        ShardError: A stage failed.
+    """
+    found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
+    for index, owner in enumerate(owners):
+        outputs: Tensors = ()
+        failure: Exception | None = None
+        if index in modules:
+            try:
+                outputs = meta_outputs(modules[index], found[-1], precision)
+            except Exception as error:  # whatever the user's module raises
+                failure = error
+        sent: list[Any] = [([(tuple(t.shape), dtype_name(t.dtype)) for t in outputs], str(failure or ""))]
+        dist.broadcast_object_list(sent, group=group, group_src=owner)
+        shapes, error = sent[0]
+        if error:
+            raise ShardError(f"stage {index}, called with {shapes_of(found[-1])}: {error}") from failure
+        found.append(tuple(torch.empty(shape, dtype=torch_dtype(dtype), device="meta") for shape, dtype in shapes))
+    return [tuple(t.detach().requires_grad_(t.dtype.is_floating_point) for t in tensors) for tensors in found]
+
+
+def shapes_of(tensors: Tensors) -> str:
+    """Return the shapes and dtypes of tensors as text."""
+    return ", ".join(f"{_sizes(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape))
+
+
+def check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
+    """Raise an error if the codecs of messages do not suit the tensors that stages exchange.
+
+    Args:
+        between: The tensors between any two stages. All ranks know them, so all ranks raise.
+        compression: The codecs.
+
+    Raises:
+        ShardError: Low rank would save nothing.
+        StrategyError: A codec does not take a tensor's dtype.
+    """
+    exchanged = [tensor for tensors in between for tensor in tensors]
+    transports = (compression.activations, compression.activation_gradients)
+    for tensor in exchanged:
+        for transport in transports:
+            transport_for(dtype_name(tensor.dtype), transport)
+    floating = [tuple(tensor.shape) for tensor in exchanged if tensor.dtype.is_floating_point]
+    for low_rank in (transport.low_rank for transport in transports):
+        if floating and low_rank is not None and not any(low_rank.pays(shape) for shape in floating):
+            rows, columns = matrix_of(max(floating, key=prod))
+            below = rows * columns / (rows + columns) / low_rank.rate
+            raise ShardError(
+                f"Pipeline: between stages {low_rank} sends no less than the tensor itself, of {rows} × {columns} "
+                f"elements at most. Take a rank below {below:.0f}, or leave it out."
+            )
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def check_batch(batch: Sequence[torch.Tensor], example: Tensors, micro_batches: int) -> None:
+    """Raise `StepError` if the batch does not consist of `micro_batches` micro-batches of the example's shape."""
+    expected = [(micro_batches * t.shape[0], *t.shape[1:]) if t.dim() else () for t in example]
+    _check_tensors(batch, "a batch")
+    got = [tuple(t.shape) for t in batch]
+    for index, (tensor, like) in enumerate(zip(batch, example, strict=False)):
+        if tensor.dtype != like.dtype and (tensor.dtype.is_floating_point or like.dtype.is_floating_point):
+            raise StepError(
+                f"a batch whose tensor {index} is {dtype_name(tensor.dtype)}: expected {dtype_name(like.dtype)}, as of "
+                "the example."
+            )
+    if got != expected:
+        raise StepError(
+            f"a batch of {', '.join(map(_sizes, got)) or 'nothing'}: expected {', '.join(map(_sizes, expected))}, "
+            f"which is {micro_batches} micro-batches of the example's shape. Shapes are the same in every step: pad "
+            "what is shorter, or make another Pipeline."
+        )
+
+
+def check_target(target: torch.Tensor | None, rows: Set[int], micro_batches: int) -> None:
+    """Raise `StepError` unless the target has the rows of all micro-batches.
+
+    Args:
+        target: The target of a batch.
+        rows: The numbers of rows that one micro-batch of the target may have.
+        micro_batches: The number of micro-batches.
+    """
+    expected = " or ".join(str(micro_batches * each) for each in sorted(rows))
+    if target is None:
+        raise StepError(f"no target: expected one of {expected} rows on the rank of the last stage. Pass target=.")
+    _check_tensors([target], "a target")
+    if not target.dim() or target.shape[0] not in {micro_batches * each for each in rows}:
+        raise StepError(
+            f"a target of {_sizes(target.shape) or 'no dimension'}: expected {expected} rows, for {micro_batches} "
+            "micro-batches of the example's shape. Pass a target that is as long as the batch."
+        )
+
+
+def _check_tensors(given: Sequence[object], what: str) -> None:
+    if other := next((type(each).__name__ for each in given if not isinstance(each, torch.Tensor)), ""):
+        raise StepError(f"{what} with a {other}: expected tensors.")
+
+
+@final
+class MeshRanks:
+    """All ranks of a pipeline's mesh. They meet along one dimension of the mesh after the other, 'pp' first."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        names = sorted(mesh.mesh_dim_names or (), key=lambda name: name != "pp")
+        self.groups = [Groups(mesh[name].get_group()) for name in names]
+        self.members: list[int] = sorted(mesh.mesh.flatten().tolist())
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the value of every rank, in the order of `members`."""
+        found = {dist.get_rank(): value}
+        for groups in self.groups:
+            found = {rank: each for told in groups.gather_objects(found) for rank, each in told.items()}
+        return [found[rank] for rank in self.members]
+
+
+# The calls of a Pipeline that ranks compare, as errors name them.
+EVALUATE, STEP, ACCUMULATE = CALLS = "evaluate()", "step()", "step() inside no_sync()"
+
+
+@final
+class CallCheck:
+    """The comparison of the calls of all ranks. Every rank must construct it.
+
+    Each rank tells the first rank of its pipeline what it is about to do. The first ranks of all copies compare that,
+    and each tells its pipeline. The messages are 16 bytes, between hosts. Between stages they cost a step no time: later
+    stages end a step before the first one does, so their messages have arrived when the next step begins. They wait for
+    the first stage's output anyway, which comes after its answer. Only the comparison among the copies of the first
+    stage takes a round trip.
+    """
+
+    def __init__(self, everyone: MeshRanks) -> None:
+        self._everyone = everyone
+        # Separate groups, because other threads may compare something meanwhile.
+        self._pipeline, *others = (
+            groups.of((tuple(range(groups.world)),), "calls of a pipeline", "gloo") for groups in everyone.groups
+        )
+        self._first = self._pipeline.rank() == 0
+        self._others = [group for group in others if group.size() > 1]
+
+    def agree(self, call: str, step: int, refusal: StepError | None) -> None:
+        """Return if all ranks make this call in the same optimizer step and none refuses it. Otherwise raise on all.
+
+        Args:
+            call: One of `CALLS`.
+            step: The number of optimizer steps before it.
+            refusal: The reason why this rank cannot execute it, if any.
+
+        Raises:
+            StepError: Ranks differ, or one of them refuses.
+        """
+        number = len(CALLS) * step + CALLS.index(call)
+        word = torch.tensor([number, -number] if refusal is None else [torch.iinfo(torch.int64).max, 0])
+        words = [torch.empty_like(word) for _ in range(self._pipeline.size())] if self._first else None
+        dist.gather(word, words, group=self._pipeline, group_dst=0)
+        if words is not None:
+            word = torch.stack(words).amax(0)
+            for group in self._others:
+                dist.all_reduce(word, dist.ReduceOp.MAX, group=group)
+        dist.broadcast(word, group=self._pipeline, group_src=0)
+        most, least = word.tolist()
+        if most != -least:
+            self._raise(call, step, refusal)
+
+    def _raise(self, call: str, step: int, refusal: StepError | None) -> None:
+        mine = f"Pipeline.{call} of step {step + 1}"
+        gathered = self._everyone.gather_objects((mine, None if refusal is None else str(refusal)))
+        if refusal is not None:
+            raise refusal
+        by_rank = dict(zip(self._everyone.members, gathered, strict=True))
+        own = dist.get_rank()
+        for rank, (_, error) in by_rank.items():
+            if error is not None:
+                raise StepError(f"rank {own}: Pipeline.{call} was refused on rank {rank}: {error}")
+        rank, other = next((rank, theirs) for rank, (theirs, _) in by_rank.items() if theirs != mine)
+        raise StepError(
+            f"rank {own} is in {mine}, and rank {rank} in {other}. Let every rank make the same calls in the same "
+            "order, and load the same checkpoint."
+        )
