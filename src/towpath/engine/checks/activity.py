@@ -308,6 +308,12 @@ class StallMonitor:
         note = [self.activity.describe(), page_said, self.activity.meeting, self._ended_peer()]
         self.noticeboard.post(json.dumps(note) if silent else "")
 
+    def tell(self, failure: str) -> None:
+        """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
+        self.activity.failed(failure)
+        if self.world > 1:
+            self.post(silent=True)
+
     def _page(self) -> StepLog | None:
         return None if self.journal is None else replace(self.journal.page(), inside=self.activity.inside)
 

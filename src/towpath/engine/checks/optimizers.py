@@ -424,6 +424,7 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
                 engine.optimizers.add(optimizer)
                 if check:
                     _check_states(optimizer, parameter, state.get(parameter, {}), engine)
+                    engine.comm.record.peers.activity.failed("")
     # Wrappers of other libraries, such as Accelerate's, have no hooks.
     if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -435,21 +436,27 @@ def _loaded(optimizer: Optimizer) -> None:
 
 
 def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], engine: Engine) -> None:
-    for value in state.values():
-        # A tensor with one element may be a number of steps.
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.numel() > 1
+    for key, value in state.items():
+        # A 0-D tensor may be a number of steps, or a product of decays. Some optimizers keep "step" as a vector of one.
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.dim() > 0
         if (
             whole
+            and key != "step"
+            and value.numel() > 0
             and value.shape == parameter.shape
             and not any(s.owns_parameter(parameter) for s in engine.matrix_steps)
         ):
             assert isinstance(parameter, ShardTensor)
-            raise ShardError(
-                f"rank {engine.comm.rank}: {type(optimizer).__name__} has already stepped "
-                f"{parameter.shard_spec.name}: its states are of unsharded parameters. Call shard() before the first "
-                "step, or make a new optimizer afterwards. If load_state_dict() loaded them: call "
+            name = type(optimizer).__name__
+            error = ShardError(
+                f"rank {engine.comm.rank}: {name} has already stepped {parameter.shard_spec.name}, or was made with "
+                "states for it: its states are of unsharded parameters. Call shard() before the first step, or make a "
+                "new optimizer afterwards. If load_state_dict() loaded them: call "
                 "towpath.checkpoint.set_optimizer_state_dict instead."
             )
+            # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
+            engine.comm.record.peers.tell(f"{name}.step() failed ({error})")
+            raise error
 
 
 def _steps(optimizer: Optimizer, *_: Any) -> None:
