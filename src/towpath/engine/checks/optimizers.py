@@ -408,17 +408,26 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
         check: Whether to check its states. Default: True. Pass False if they will be replaced.
 
     Raises:
-        ShardError: The optimizer has stepped already.
+        ShardError: The optimizer has stepped already, or has a replaced parameter and its replacement.
     """
     seen = _models, len(optimizer.param_groups)
     if _adopted.get(optimizer) == seen:
         return
     state = cast(dict[Any, Any], optimizer.state)
+    present = {id(p) for p in _parameters(optimizer)}
     for group in optimizer.param_groups:
         for number, before in enumerate(group["params"]):
-            parameter = group["params"][number] = replacement_of(before)
-            if parameter is not before and before in state:
-                state[parameter] = state.pop(before)
+            parameter = replacement_of(before)
+            if parameter is not before:
+                if id(parameter) in present:
+                    name = cast(ShardTensor, parameter).shard_spec.name
+                    raise ShardError(
+                        f"{name} is in two places of {type(optimizer).__name__}, which was made before shard(): as it "
+                        "was then, and as it is now. Each step would update it twice. Add it once."
+                    )
+                group["params"][number] = parameter
+                if before in state:
+                    state[parameter] = state.pop(before)
             engine = engine_with(parameter)
             if engine is not None:
                 engine.optimizers.add(optimizer)
