@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
-from tests.ranks.server import World, run_ranks
+from tests.ranks.server import RankError, World, run_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import Twin
-from towpath.errors import StepError
+from towpath.errors import MismatchError, StepError
 
 Worlds = Callable[[int], World]
 
@@ -94,6 +94,29 @@ def _differ() -> list[str]:
         _loss(model, [1, 2], step=1).backward()  # as if the step before had not been
         assert not any(p.grad is None for p in model.experts.all[1].parameters())
     return texts
+
+
+def test_ranks_that_detect_and_pass_the_topology_are_told_so(world: Worlds) -> None:
+    for text in world(2).run(_detect_on_rank_0):
+        assert "rank 0 has 'the topology is to be detected', rank 1 has 'the topology is passed" in text, text
+
+
+def _detect_on_rank_0() -> str:
+    with pytest.raises(MismatchError) as caught:
+        towpath.shard(Net(), "zero3", topology=None if dist.get_rank() == 0 else towpath.Topology(1, 2))
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_shard_is_an_error_with_advice() -> None:
+    with pytest.raises(RankError, match=r"ShardError: rank 0: shard\(\) failed: .*Connection"):
+        run_ranks(_leave_on_rank_1, 2)
+
+
+def _leave_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return
+    towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
 
 
 def test_models_in_another_order_are_found_at_the_boundary() -> None:
