@@ -19,8 +19,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -488,9 +490,9 @@ def _note_running(optimizer: Optimizer) -> None:
 @eager
 def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     running_step.take()
-    # For each model, the number of its parameters in each group. An optimizer may step several models, and other ranks
-    # may have other ones, as the stages of a pipeline.
-    stepped: dict[Program, dict[int, int]] = {}
+    # For each model, its parameters in each group: how many, and a checksum of their names in any order. An optimizer
+    # may step several models, and other ranks may have other ones, as the stages of a pipeline.
+    stepped: dict[Program, dict[int, tuple[int, int]]] = {}
     beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -498,7 +500,8 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
                 beside.append(parameter)
             elif (program := parameter.shard_spec.replica.program) is not None:
                 counts = stepped.setdefault(program, {})
-                counts[number] = counts.get(number, 0) + 1
+                count, checksum = counts.get(number, (0, 0))
+                counts[number] = count + 1, checksum ^ _checksum(parameter.shard_spec.name)
     if stepped:
         if beside and optimizer not in _mixed:
             _mixed.add(optimizer)
@@ -512,8 +515,16 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
             for group in optimizer.param_groups
         ]
         for program, counts in stepped.items():
-            details = tuple((("parameters", count), *options[number]) for number, count in counts.items())
+            details = tuple(
+                (("parameters", count), ("checksum_of_their_names", checksum), *options[number])
+                for number, (count, checksum) in counts.items()
+            )
             program.stepped(_name(optimizer), details)
+
+
+@lru_cache(maxsize=1 << 16)
+def _checksum(name: str) -> int:
+    return crc32(name.encode())
 
 
 def _name(optimizer: Optimizer) -> str:
