@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
 
 import towpath
+import towpath.optim
 
 
 def test_the_public_names_are_sorted_and_all_there() -> None:
@@ -41,6 +45,22 @@ assert not theirs, theirs
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_only_a_pipeline_imports_pipelining() -> None:
+    program = """
+import sys
+import towpath.train, towpath.train.run
+from towpath.pipeline import COMPRESSIONS, SCHEDULES, Compression, compression, split
+assert "torch.distributed.pipelining" not in sys.modules
+from towpath.pipeline import Pipeline
+assert "torch.distributed.pipelining" in sys.modules and callable(split) and callable(towpath.pipeline.split)
+try:
+    towpath.pipeline.Pipelines
+except AttributeError as error:
+    assert "Pipeline" in str(error)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_an_unknown_name_says_which_there_are() -> None:
     try:
         towpath.shardd  # noqa: B018
@@ -60,3 +80,11 @@ towpath.integrations.accelerate.Accelerator
 towpath.optim.owner_stepped, towpath.optim.chain
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"), [(towpath, "Wire", "towpath.Transport"), (towpath.optim, "together", "chain")]
+)
+def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"is now {new}"):
+        getattr(module, old)

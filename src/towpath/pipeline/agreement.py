@@ -32,16 +32,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def meta_outputs(module: nn.Module, inputs: Sequence[torch.Tensor], precision: Precision) -> Tensors:
-    """Return the outputs of a stage on the meta device, without computing them.
-
-    Args:
-        module: The stage.
-        inputs: The inputs of the stage. Only shapes and dtypes count.
-        precision: The dtypes in which the stage computes.
-
-    Raises:
-        ShardError: An output is not a tensor.
-    """
+    """Return the outputs of a stage on the meta device, without computing them."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,17 +64,7 @@ def exchanged_tensors(
     """Return the inputs of each stage, and the outputs of the last one, on the meta device.
 
     Floating-point tensors require gradients, because stages send these back. Every rank must call it, and gets the same
-    tensors or an error.
-
-    Args:
-        modules: The stages of this rank.
-        owners: The rank of the group that has each stage.
-        example: The inputs of the first stage.
-        precision: The dtypes in which the stages compute.
-        group: The ranks of the pipeline.
-
-    Raises:
-        ShardError: A stage failed.
+    tensors or an error. `owners` has the rank of the group that has each stage.
     """
     found = [tuple(torch.empty(t.shape, dtype=t.dtype, device="meta") for t in example)]
     for index, owner in enumerate(owners):
@@ -113,15 +94,9 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def check_exchanged(between: Sequence[Tensors], compression: Compression) -> None:
-    """Raise an error if the codecs of messages do not suit the tensors that stages exchange.
+    """Raise an error if codecs do not take the tensors between any two stages, or if low rank saves nothing.
 
-    Args:
-        between: The tensors between any two stages. All ranks know them, so all ranks raise.
-        compression: The codecs.
-
-    Raises:
-        ShardError: Low rank would save nothing.
-        StrategyError: A codec does not take a tensor's dtype.
+    All ranks know these tensors, so all ranks raise.
     """
     exchanged = [tensor for tensors in between for tensor in tensors]
     transports = (compression.activations, compression.activation_gradients)
@@ -162,13 +137,7 @@ def check_batch(batch: Sequence[torch.Tensor], example: Tensors, micro_batches: 
 
 
 def check_target(target: torch.Tensor | None, rows: Set[int], micro_batches: int) -> None:
-    """Raise `StepError` unless the target has the rows of all micro-batches.
-
-    Args:
-        target: The target of a batch.
-        rows: The numbers of rows that one micro-batch of the target may have.
-        micro_batches: The number of micro-batches.
-    """
+    """Raise `StepError` unless the target has the rows of all micro-batches. `rows` are possible numbers for one."""
     expected = " or ".join(str(micro_batches * each) for each in sorted(rows))
     if target is None:
         raise StepError(f"no target: expected one of {expected} rows on the rank of the last stage. Pass target=.")
@@ -211,10 +180,9 @@ class CallCheck:
     """The comparison of the calls of all ranks. Every rank must construct it.
 
     Each rank tells the first rank of its pipeline what it is about to do. The first ranks of all copies compare that,
-    and each tells its pipeline. The messages are 16 bytes, between hosts. Between stages they cost a step no time: later
-    stages end a step before the first one does, so their messages have arrived when the next step begins. They wait for
-    the first stage's output anyway, which comes after its answer. Only the comparison among the copies of the first
-    stage takes a round trip.
+    and each tells its pipeline. The messages are 16 bytes, between hosts. Later stages lose no time. They end a step
+    before the first one does, so their messages have arrived when the next step begins. They wait for the first stage's
+    output anyway, which comes after its answer. Only the copies of the first stage wait for a round trip.
     """
 
     def __init__(self, everyone: MeshRanks) -> None:

@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,15 +26,9 @@ def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.Proce
     """Return what precedes the names of each stage's parameters. Every rank must call it, and gets the same.
 
     It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
-
-    Args:
-        modules: The stages of this rank.
-        stages: The number of all stages.
-        group: The ranks of the pipeline.
     """
     mine = [(index, name) for index, module in modules.items() for name, _ in module.named_parameters()]
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
+    gathered = Groups(group).gather_objects(mine)
     counts = Counter(name for each in gathered for _, name in each)
     unique = all(count == 1 for count in counts.values())
     return ["" if unique else f"{index}." for index in range(stages)]
@@ -66,15 +59,7 @@ def parts_of(
 ) -> Parts:
     """Return what this rank has of a checkpoint. Every rank must call it.
 
-    Args:
-        mesh: The mesh of the pipeline.
-        stages: The stages of this rank.
-        tied: The tied embeddings, if any.
-        prefixes: What precedes the names of each stage.
-        how: What else must be equal for the states of codecs to fit, as text.
-
-    Raises:
-        CheckpointError: The mesh is not the whole job.
+    `how` is what must be equal for the states of codecs to fit, next to the strategies of the stages.
     """
     groups = Groups()
     if mesh.size() != groups.world:

@@ -1,8 +1,8 @@
 """Tied embeddings: a module that the first and the last stage of a pipeline share is sharded by itself.
 
-If the synchronization is fused, one engine spans the ranks of both ends, and sums the gradients once. Otherwise each end
-has an engine over its own data-parallel ranks, and its sums are summed once more between the ends, as Megatron does. If
-a schedule puts both ends on one rank, their modules have one parameter and one engine over the data-parallel ranks.
+Fused, one engine spans the ranks of both ends, and sums the gradients once. Otherwise each end has an engine over its
+own data-parallel ranks, and their sums are summed once more between the ends, as Megatron does. If a schedule puts both
+ends on one rank, their modules have one parameter and one engine over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -69,21 +69,13 @@ def find_ends(
 ) -> Ends | None:
     """Return the ends of tied embeddings, or None. Every rank must call it, and gets the same ends or an error.
 
-    Args:
-        tied: The names of the shared module in the first and the last stage. For "", the attribute `tied` of the stage
-            counts, which `split` sets.
-        modules: The stages of this rank.
-        owners: The rank of the pipeline that has each stage.
-        mesh: The mesh of the pipeline.
-
-    Raises:
-        ShardError: Only one end has a shared module, or a stage has no module of that name.
+    `tied` has the names of the shared module in the first and the last stage. For "", the attribute `tied` of the stage
+    counts, which `split` sets.
     """
     last = len(owners) - 1
     names = {index: tied[index > 0] or getattr(modules[index], "tied", "") for index in {0, last} & set(modules)}
-    everyones: list[Any] = [None] * mesh["pp"].size()
     found = {index: (name, name in dict(modules[index].named_modules())) for index, name in names.items()}
-    dist.all_gather_object(everyones, found, group=mesh["pp"].get_group())
+    everyones = Groups(mesh["pp"].get_group()).gather_objects(found)
     name_in = {index: name for each in everyones for index, (name, _) in each.items()}
     if not (name_in[0] or name_in[last]):
         return None
@@ -110,16 +102,7 @@ def find_ends(
 class TiedEmbeddings:
     """The module that both ends share, sharded by itself. Every rank of the pipeline must construct it.
 
-    Args:
-        ends: The ranks and modules of the ends.
-        modules: The stages of this rank.
-        mesh: The mesh of the pipeline.
-        precision: The dtypes in which the stages compute.
-        fused: Whether one engine spans both ends.
-        values: The values of the parameters, as for `towpath.shard`.
-
-    Attributes:
-        module: The sharded module. None on ranks that have neither end.
+    `module` is None on ranks that have neither end.
     """
 
     def __init__(
@@ -131,7 +114,7 @@ class TiedEmbeddings:
         fused: bool,
         values: Values | None = None,
     ) -> None:
-        self.ends, self.fused, self._pipeline = ends, fused, mesh["pp"].get_group()
+        self.ends, self.fused, self._pipeline = ends, fused, Groups(mesh["pp"].get_group())
         self.module: nn.Module | None = None
         self._between: dist.ProcessGroup | None = None
         even_out(*(mesh[name].get_group() for name in mesh.mesh_dim_names or ()))
@@ -141,7 +124,7 @@ class TiedEmbeddings:
             # A rank between the ends makes a group of itself. PyTorch may split the communicator of all ranks for each
             # new group, and then the others would wait for a rank that makes none.
             mine = next((part for part in parts if dist.get_rank() in part), (dist.get_rank(),))
-            timeout = timedelta(seconds=Groups(self._pipeline).timeout_seconds)
+            timeout = timedelta(seconds=self._pipeline.timeout_seconds)
             joined = new_group(sorted(mine), "tied embeddings", timeout=timeout)
             if fused and ends.stages:
                 within = joined
@@ -195,19 +178,13 @@ class TiedEmbeddings:
                 dist.all_reduce(gradient.to_local(), group=self._between)
 
     def schedules(self, micro_batches: int, passes: Sequence[StagePass]) -> list[Stage]:
-        """Return the schedules of the sums at the ends and between them. Every rank must call it.
-
-        Args:
-            micro_batches: The number of micro-batches of a step.
-            passes: The passes of one stage.
-        """
-        units: list[Any] = [None] * dist.get_world_size(self._pipeline)
+        """Return the schedules of the sums at the ends and between them. Every rank must call it."""
         mine = None
         if self.module is not None:
             engine = engine_of(self.module)
             mine = engine.strategy, tuple(unit.plan.spec for unit in engine.units), engine.precision
-        dist.all_gather_object(units, mine, group=self._pipeline)
-        strategy, specs, precision = next(each for each in units if each is not None)
+        of_ranks = self._pipeline.gather_objects(mine)
+        strategy, specs, precision = next(each for each in of_ranks if each is not None)
         found = derive_schedule(strategy, specs, micro_batches, precision, passes)
         if self.fused or self.ends.coincide:
             return [Stage(self.ends.both, found, ())]

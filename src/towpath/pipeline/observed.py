@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +29,11 @@ _MESSAGES = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
 
 
 class StepCounter:
-    """The steps of a pipeline so far, as stats.
+    """The number of steps of a pipeline so far, and the stats that follow from it.
 
-    Args:
-        modules: Returns the modules of this rank that have an engine.
-        plan: Returns the job's schedule of an optimizer step with a number of steps inside `no_sync`. All ranks call it
-            together.
-        changes: The optimizer steps from which on the schedule is a different one.
-        groups: The groups through which all ranks with other modules meet, one after the other.
+    `modules` returns the modules of this rank that have an engine. `plan` returns the job's schedule of an optimizer
+    step with a number of steps inside `no_sync`. `changes` has the steps from which on the schedule is different. All
+    ranks with other modules meet through one of the `groups` after the other.
     """
 
     def __init__(
@@ -44,7 +41,7 @@ class StepCounter:
         modules: Callable[[], Iterable[nn.Module]],
         plan: Callable[[int, int], JobSchedule],
         changes: Set[int],
-        groups: Sequence[dist.ProcessGroup],
+        groups: Sequence[Groups],
     ) -> None:
         self._modules, self._plan, self._groups = modules, plan, groups
         self._changes = sorted({0, *changes})
@@ -59,12 +56,7 @@ class StepCounter:
         return self._steps.total()
 
     def count_step(self, step: int, accumulated: int) -> None:
-        """Count a complete optimizer step.
-
-        Args:
-            step: How many optimizer steps there were before it, those of earlier runs included.
-            accumulated: How many steps inside `no_sync` it began with.
-        """
+        """Count optimizer step number `step`, which began with `accumulated` steps inside `no_sync`."""
         self._steps[max(first for first in self._changes if first <= step), accumulated] += 1
 
     def job(self, first: int = 0, accumulated: int = 0) -> tuple[JobSchedule, Sums]:
@@ -86,9 +78,8 @@ class StepCounter:
             host_memory.update(one.host_memory_bytes)
         transfers = [transfer for one in each for transfer in one.transfers]
         for group in self._groups:
-            gathered: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(gathered, transfers, group=group)
-            del gathered[dist.get_rank(group)]
+            gathered = group.gather_objects(transfers)
+            del gathered[group.rank]
             transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for rank in gathered for t in rank]
         # Transfers of different stages may be equal. Differences between two stats find them by their transfer.
         total: dict[Transfer, TransferStats] = {}
@@ -149,13 +140,7 @@ class StageTrace:
     def recording(
         self, engines: Sequence[Engine], meshes: Sequence[Groups], leaves_node: Callable[[int], bool]
     ) -> Generator[Trace]:
-        """Record a trace. Every rank must trace the same steps.
-
-        Args:
-            engines: The engines of this rank.
-            meshes: The groups through which all ranks of the pipeline meet.
-            leaves_node: Returns whether messages between a stage and the next one go to another node.
-        """
+        """Record a trace. `leaves_node` tells whether messages between a stage and the next one go to another node."""
         with traced(engines, meshes) as trace:
             self.trace, self._leaves_node = trace, leaves_node
             try:
@@ -163,23 +148,14 @@ class StageTrace:
             finally:
                 self.trace = None
 
-    @contextmanager
-    def walking(self) -> Generator[None]:
-        """Show the rest of a context, which runs the whole schedule, as waiting."""
-        if self.trace is None:
-            yield
-            return
-        with self.trace.phase("for neighbours", waiting=True):
-            yield
+    def walking(self) -> AbstractContextManager[None]:
+        """Return a context that runs the whole schedule, and counts as waiting outside of passes."""
+        return nullcontext() if self.trace is None else self.trace.phase("for neighbours", waiting=True)
 
-    @contextmanager
-    def computing(self, work: str, stage: int, micro_batch: int) -> Generator[None]:
-        """Show a context as a pass of a stage."""
-        if self.trace is None:
-            yield
-            return
-        with self.trace.phase(f"{work} of stage {stage}, micro-batch {micro_batch}"):
-            yield
+    def computing(self, work: str, stage: int, micro_batch: int) -> AbstractContextManager[None]:
+        """Return a context for one pass of a stage."""
+        name = f"{work} of stage {stage}, micro-batch {micro_batch}"
+        return nullcontext() if self.trace is None else self.trace.phase(name)
 
     def messages(self, operations: list[dist.P2POp], kind: str, stage: int, micro_batch: int) -> list[dist.P2POp]:
         """Return `operations`, changed so that the trace shows them. Their link is between `stage` and the next one."""
@@ -188,30 +164,25 @@ class StageTrace:
             for each in operations:
                 word = "sent" if each.op is dist.isend else "received"
                 name = f"{kind}, micro-batch {micro_batch}, {word}"
-                each.op = _TracedPost(each.op, self.trace, track, name, each.tensor.nbytes, micro_batch)
+                about: dict[str, str | int] = {"bytes": each.tensor.nbytes, "micro_step": micro_batch}
+                each.op = _traced_post(each.op, self.trace, track, name, about)
         return operations
 
 
-class _TracedPost:
-    """A function that posts a message, as `post` does, and shows it in a trace."""
+def _traced_post(
+    post: Callable[..., Any], trace: Trace, track: str, name: str, about: dict[str, str | int]
+) -> Callable[..., Any]:
+    """Return a function that posts a message like `post`, and adds it to a trace."""
 
-    def __init__(
-        self, post: Callable[..., Any], trace: Trace, track: str, name: str, nbytes: int, micro_batch: int
-    ) -> None:
-        self._post, self._trace, self._track, self._name = post, trace, track, name
-        self._args: dict[str, str | int] = {"bytes": nbytes, "micro_step": micro_batch}
-
-    def __call__(self, *args: Any, group_src: int | None = None, group_dst: int | None = None, **others: Any) -> Any:
+    def traced_post(*args: Any, group_src: int | None = None, group_dst: int | None = None, **others: Any) -> Any:
         # PyTorch recognizes a send by its function, and so takes this one for a receive.
         peer = group_dst if group_dst is not None else group_src
-        end = {"group_dst" if self._post is dist.isend else "group_src": peer}
-        began = self._trace.mark()
-        work = self._post(*args, **end, **others)
-
-        def ended() -> None:
-            self._trace.add(self._track, self._name, began, self._trace.mark(), self._args)
-
+        began = trace.mark()
+        work = post(*args, **{"group_dst" if post is dist.isend else "group_src": peer}, **others)
+        ended = lambda: trace.add(track, name, began, trace.mark(), about)  # noqa: E731
         return None if work is None else _TracedWork(work, ended)
+
+    return traced_post
 
 
 class _TracedWork:

@@ -1,7 +1,7 @@
 """A model in pipeline stages on a device mesh, each sharded over its data-parallel ranks.
 
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp"))
-    pipeline = Pipeline(stages, "zero1", mesh=mesh, schedule="1F1B", micro_batches=8, loss=cross_entropy, example=tokens)
+    pipeline = Pipeline(stages, "zero1", mesh=mesh, micro_batches=8, loss=cross_entropy, example=tokens)
     optimizer = torch.optim.AdamW(pipeline.parameters())
     for tokens, targets in batches:
         loss = pipeline.step(tokens, target=targets)
@@ -62,6 +62,7 @@ from towpath.pipeline.observed import StageTrace, StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
 from towpath.pipeline.splitting import blocks_of_stage
 from towpath.pipeline.stage import BackwardPasses, StageSpec, TowpathStage, can_be_halved, engines_in
+from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.noticeboard import StatusStore
@@ -127,7 +128,8 @@ class Pipeline(Observable):
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
         self._mesh, self._group, self.micro_batches = mesh, group, micro_batches
-        Groups(group).connect()  # the first messages are between two stages only
+        self._ranks = Groups(group)
+        self._ranks.connect()  # the first messages are between two stages only
         self._everyone = MeshRanks(mesh)
         ranks, count = mesh["pp"].size(), len(stages)
         self._example: Tensors = (example,) if isinstance(example, torch.Tensor) else tuple(example)
@@ -137,19 +139,14 @@ class Pipeline(Observable):
             kind = schedule_class(schedule)
             self.owners = owners_of(kind, count, ranks, schedule)
             self.order = order_of(kind, count, ranks, micro_batches)
-            strategies = [strategy] * count if isinstance(strategy, (str, Strategy)) else strategy
-            if len(strategies) != count:
-                raise ShardError(
-                    f"Pipeline: {len(strategies)} strategies for {count} stages: pass one for all, or one for each."
-                )
+            strategies = _strategies(strategy, count)
             given += [f"schedule={kind.__name__.removeprefix('Schedule')}", f"micro_batches={micro_batches}"]
             given += [f"stage {i}: {blocks_of_stage(s) or 'given'}, {strategies[i]}" for i, s in enumerate(stages)]
             given += [f"example={shapes_of(self._example)}", f"precision={precision}", f"tied={tied}"]
             given += [f"compression.{f.name}={getattr(self._compression, f.name)}" for f in fields(Compression)]
             given += [f"mesh={mesh.mesh.tolist()}"]
         with _fail_together(self._everyone):
-            own = [(i, stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)]
-            modules = {i: stage if isinstance(stage, nn.Module) else stage() for i, stage in own}
+            modules = {i: _module(stages[i]) for i, owner in enumerate(self.owners) if owner == dist.get_rank(group)}
         with _fail_together(self._everyone):
             exchanged = exchanged_tensors(modules, self.owners, self._example, precision, group)
             check_exchanged(exchanged[1:-1], self._compression)
@@ -166,14 +163,12 @@ class Pipeline(Observable):
                 shard(module, of_stage, group=copies, precision=precision, units=units, values=values)
                 halved = splits_backward(kind) and can_be_halved(engines_in(module))
                 self._stages.append(self._make_stage(index, module, exchanged, halved))
-        # All stages whose backward pass is halved.
-        halves: list[Any] = [None] * ranks
-        dist.all_gather_object(halves, [s.stage_index for s in self._stages if s.halved], group=group)
-        self.order = as_computed(self.order, {index for of_rank in halves for index in of_rank})
+        halved_stages = self._ranks.gather_objects([s.stage_index for s in self._stages if s.halved])
+        self.order = as_computed(self.order, {index for of_rank in halved_stages for index in of_rank})
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
         # The engines divide the gradients.
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss, scale_grads=False)
-        groups: list[dist.ProcessGroup] = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "dp"]
+        groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         transports = [s.transport(t) for s in strategies if isinstance(s, Strategy) for t in TransferKind]
         changes = {step for transport in transports for step in transport.changes}
@@ -184,9 +179,8 @@ class Pipeline(Observable):
             groups,
         )
         self._accumulated = 0  # steps inside no_sync since the last boundary
-        pipelines = Groups(group)
-        number: int = next(pipelines.shared("pipelines made", count_up))
-        self._reports = StatusStore(f"{pipelines.name}/pipeline {number}", pipelines.rank, pipelines.world)
+        number: int = next(self._ranks.shared("pipelines made", count_up))
+        self._reports = StatusStore(f"{self._ranks.name}/pipeline {number}", self._ranks.rank, ranks)
         self._calls, self._walks = CallCheck(self._everyone), 0  # runs of the whole schedule, in evaluations too
 
     def _strategy_of(self, strategy: str | Strategy, stage: int) -> str | Strategy:
@@ -404,7 +398,7 @@ class Pipeline(Observable):
 
     @contextmanager
     def _report_failures(self) -> Generator[None]:
-        """Raise other errors as `StepError`, with the reports of the other ranks. A rank that is gone reports nothing."""
+        """Raise errors that are not Towpath's as `StepError`, with the reports of the other ranks."""
         try:
             yield
         except (TowpathError, torch.OutOfMemoryError):
@@ -446,16 +440,14 @@ class Pipeline(Observable):
             s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.output_shapes)
             for s in self._stages
         }
-        gathered: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(gathered, mine, group=self._group)
+        gathered = self._ranks.gather_objects(mine)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
         pipeline = [stages[index] for index in sorted(stages)]
         if self._tied is not None:
             pipeline += self._tied.schedules((accumulated + 1) * self.micro_batches, self._passes(0, accumulated))
-        pipelines: list[Any] = [pipeline]
+        pipelines = [pipeline]
         if "tp" in (self._mesh.mesh_dim_names or ()):
-            pipelines = [None] * self._mesh["tp"].size()
-            dist.all_gather_object(pipelines, pipeline, group=self._mesh["tp"].get_group())
+            pipelines = Groups(self._mesh["tp"].get_group()).gather_objects(pipeline)
         compression = self._compression if step is None else self._compression.at(step)
         return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
 
@@ -541,6 +533,27 @@ def _fail_together(everyone: MeshRanks) -> Generator[list[str]]:
             raise
         except Exception as error:  # whatever a user's module raises
             raise ShardError(f"a stage cannot be made: {type(error).__name__}: {error}") from error
+
+
+def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    module = stage if isinstance(stage, nn.Module) else stage()
+    if isinstance(module, ShardedModule):
+        raise ShardError(
+            f"Pipeline: a stage, {type(module).__name__}, is sharded already. Build it anew: Pipeline shards it."
+        )
+    return module
+
+
+def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) -> Sequence[str | Strategy]:
+    found = [given] * count if isinstance(given, (str, Strategy)) else given
+    if len(found) != count:
+        raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
+    if "auto" in found:
+        raise ShardError(
+            'Pipeline does not take the strategy "auto": name one for all stages, or one for each. `towpath plan` with '
+            '--pipeline ranks them, and `towpath train` takes name = "auto" with pipelines, too.'
+        )
+    return found
 
 
 def _check_mesh(mesh: DeviceMesh) -> None:

@@ -51,17 +51,7 @@ def schedule_class(name: str) -> Any:
 
 
 def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
-    """Return the passes of every rank, in the order of the schedule.
-
-    Args:
-        kind: The class of the schedule.
-        stages: The number of stages.
-        ranks: The number of ranks of the pipeline.
-        micro_batches: The number of micro-batches.
-
-    Raises:
-        ShardError: The schedule does not take these numbers.
-    """
+    """Return the passes of every rank, in the order of the schedule. Raise `ShardError` for impossible numbers."""
     name = kind.__name__.removeprefix("Schedule")
     if asked := asked_of_micro_batches(name, ranks, micro_batches):
         raise ShardError(f"Pipeline: {name} of {ranks} ranks asks for {asked}; got {micro_batches}.")
@@ -79,14 +69,7 @@ def order_of(kind: Any, stages: int, ranks: int, micro_batches: int) -> Order:
 
 
 def walk_of(kind: Any, order: Order, stages: int, halved: Set[int]) -> Walk:
-    """Return the operations of every rank.
-
-    Args:
-        kind: The class of the schedule.
-        order: The passes that ranks compute.
-        stages: The number of stages.
-        halved: The stages that compute the weights' gradients separately.
-    """
+    """Return the operations of every rank. The stages in `halved` compute the weights' gradients separately."""
     if kind is ScheduleGPipe:
         return gpipe_walk(order)
     if kind is Schedule1F1B:
@@ -109,8 +92,10 @@ _POSTS = {
 
 
 def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> Iterator[Operation]:
-    """Yield the operations of one rank. Messages are posted where PyTorch posts them. A rank waits for a message that it
-    receives when it needs it, and for those that it sends at the end."""
+    """Yield the operations of one rank, which posts messages where PyTorch does.
+
+    It waits for a message that it receives when it needs it, and at the end for those that it sends.
+    """
     sent: list[Message] = []
     for action in actions:
         text = action.computation_type.value
@@ -133,11 +118,7 @@ def _operations(actions: Iterable[Any], found: Messages, halved: Set[int]) -> It
 def walks(schedule: str, ranks: int, micro_batches: int, halved: bool) -> tuple[Order, Walk]:
     """Return the passes and the operations of every rank, for the planner (`towpath.planner.pipelines`).
 
-    Args:
-        schedule: The name of the schedule.
-        ranks: The number of ranks of the pipeline.
-        micro_batches: The number of micro-batches.
-        halved: Whether stages can compute the weights' gradients separately.
+    `halved` tells whether stages can compute the weights' gradients separately.
     """
     kind, stages = schedule_class(schedule), SCHEDULES[schedule] * ranks
     parts = set(range(stages)) if halved and splits_backward(kind) else set[int]()
@@ -164,17 +145,7 @@ class _StandIn:
 
 
 def owners_of(kind: Any, stages: int, ranks: int, name: str) -> list[int]:
-    """Return the rank of the pipeline that has each stage.
-
-    Args:
-        kind: The class of the schedule.
-        stages: The number of stages.
-        ranks: The number of ranks of the pipeline.
-        name: The name of the schedule, for errors.
-
-    Raises:
-        ShardError: The schedule does not take so many stages.
-    """
+    """Return the rank of the pipeline that has each stage. Raise `ShardError` for impossible numbers."""
     if stages < ranks:
         raise ShardError(f"Pipeline: {stages} stages for {ranks} ranks of the mesh's 'pp'. Cut the model further.")
     if issubclass(kind, PipelineScheduleSingle):

@@ -1,9 +1,9 @@
 """A model as stages: `split` cuts it between its blocks, and `DescribedStages` describes the stages to the planner.
 
-`split` does not know what the model computes around its blocks. A stage runs the model's own forward. In every stage but
-the first, stand-ins replace the modules before the blocks, and the first block's input is the output of the previous
-stage. In every stage but the last, stand-ins replace the modules after the blocks. All else runs in every stage, such as
-making positions and masks from the shape of the input. Parameters keep their names.
+`split` does not know what the model computes around its blocks. A stage runs the model's own forward. Stand-ins replace
+the modules before the blocks in every stage but the first, and those after the blocks in every stage but the last. The
+first block's input is the output of the previous stage. All else runs in every stage, such as making positions and
+masks from the shape of the input. Parameters keep their names.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class _OtherBlock(nn.Module):
 
 
 class _EmptyOutput(nn.Module):
-    """The stand-in for a module before the blocks. Its output has the right shape, and the dtype of the stage's input."""
+    """The stand-in for a module before the blocks. Its output has the same shape, in the dtype of the stage's input."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()

@@ -41,8 +41,8 @@ from towpath.pipeline.observed import StageTrace
 
 # --- encoded messages -------------------------------------------------------------------------------------------------
 #
-# A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings and
-# know which messages are encoded, so messages need no header.
+# A message in fewer bytes: as low-rank factors, or in a codec of blocks. Both ends of a link have the same encodings,
+# and know which messages are encoded. So messages need no header.
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +181,9 @@ def input_gradients(
     gradients: Sequence[torch.Tensor] | None,
     inputs: Sequence[Any],
 ) -> tuple[tuple[torch.Tensor | None, ...], SecondHalf]:
-    """Compute the gradients of a stage's inputs.
+    """Compute the gradients of a stage's inputs. Return them, and the second half for `weight_gradients`.
 
-    Args:
-        engines: The engines of the stage.
-        outputs: The outputs of the stage.
-        gradients: The gradients of the outputs. None if the only output is the loss.
-        inputs: The inputs of the stage.
-
-    Returns:
-        The gradients of the inputs, and the second half for `weight_gradients`.
+    `gradients` are those of the outputs. None means that the only output is the loss.
     """
     with ExitStack() as stack:
         passes = tuple((engine, stack.enter_context(engine.input_gradients_only())) for engine in engines)
@@ -282,9 +275,9 @@ class BackwardPasses:
 class StageSpec:
     """The position of a stage in its pipeline, and what it exchanges with its neighbors.
 
-    `inputs` and `outputs` are on the meta device. `copies` is the number of ranks that hold the stage. `encoded` has the
-    gradient messages that use a codec, each as its sending stage and its micro-batch. `halved` is set if the backward
-    passes are computed in two halves.
+    `inputs` and `outputs` are on the meta device. `copies` is the number of ranks that hold the stage. `encoded` has
+    the gradient messages that use a codec, each as its sending stage and its micro-batch. `halved` is set if the
+    backward passes are computed in two halves.
     """
 
     index: int
@@ -302,8 +295,8 @@ class StageSpec:
 class TowpathStage(PipelineStage):
     """A pipeline stage with a sharded module.
 
-    Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for them.
-    Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
+    Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for
+    them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
     """
 
     def __init__(

@@ -15,7 +15,6 @@ from towpath.core.pipeline import Compression, compression
 from towpath.core.strategy import Strategy
 from towpath.engine.layout import lay_out
 from towpath.pipeline.splitting import DescribedStages
-from towpath.pipeline.schedules import walks
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel
 from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline
@@ -94,6 +93,8 @@ def _pipelined(config: Config, staged: Callable[[Model, int], StagedModel]) -> P
         return None
 
     def best(model: Model, cluster: Cluster, request: Request) -> PricedPipeline | None:
+        from towpath.pipeline.schedules import walks  # with torch.distributed.pipelining, which only pipelines need
+
         planned = Pipelines(lambda count: staged(model, count), cluster, request, walks)
         found = planned.solve(
             asked.pipelines or (parallel.pipeline,),

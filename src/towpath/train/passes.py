@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from towpath.engine.executor import engine_of
 from towpath.observing import Interval, Stats, Sums, Trace, running_trace, stats, sums, traced
-from towpath.pipeline import Pipeline
 from towpath.topology.groups import Groups
 from towpath.train.loss_scale import LossScale
 from towpath.train.models.from_config import next_token_loss
+
+if TYPE_CHECKING:
+    from towpath.pipeline import Pipeline
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 Clock = Callable[[str], AbstractContextManager[Any]]

@@ -14,7 +14,6 @@ from towpath.api import Values
 from towpath.core.formats import Precision
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, ShardError
-from towpath.pipeline import Pipeline, split
 from towpath.train.config import Config
 from towpath.train.job import Job
 from towpath.train.layout import copies_of, layout_mesh
@@ -34,6 +33,8 @@ def pipelined(
     scale: LossScale,
 ) -> Stages:
     """Stage s is on the ranks from s × copies × tensor on. Every rank must call it."""
+    from towpath.pipeline import Pipeline, split  # with torch.distributed.pipelining, which only stages need
+
     parallel, train = config.parallel, config.train
     copies = copies_of(parallel, job.world)
     hf_config: Any = getattr(built.model, "config", None)
