@@ -27,7 +27,7 @@ from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError
-from towpath.observing import sums
+from towpath.observing import intervals_of_ranks, sums
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -151,6 +151,7 @@ def _traced(schedule: str) -> tuple[dict[str, list[str]], int, int]:
     pipeline.step(x, target=y)
     with towpath.tracing(pipeline) as trace:
         pipeline.step(x, target=y)
+    assert intervals_of_ranks(pipeline, trace).keys() == (set() if dist.get_rank() else {0, 1, 2, 3})
     tracks: dict[str, list[str]] = {}
     for each in trace.intervals:
         tracks.setdefault(each.track, []).append(each.name)

@@ -1,4 +1,4 @@
-"""What all ranks of a pipeline agree on: the shapes of messages at the beginning, and every call before it is executed.
+"""The agreement of a pipeline's ranks: on the shapes of messages at the beginning, and on every call before it runs.
 
 Shapes are found by running each stage on tensors without values, so that no step has to send them. A rank with a wrong
 batch would send nothing, and its neighbors would wait for it. So all ranks compare their calls before they send.

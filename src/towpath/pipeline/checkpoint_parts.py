@@ -1,4 +1,4 @@
-"""What each rank of a pipeline has of a checkpoint: the tensors, by names that are unique over all stages."""
+"""The part of a checkpoint that each rank of a pipeline has. Names of tensors are unique over all stages."""
 
 from __future__ import annotations
 
@@ -54,6 +54,19 @@ class _SenderState:
             sender.restart()
 
 
+def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Mapping[str, str]) -> Named:
+    """Return the tensors of stages by their names in the pipeline. Tied parameters have their name in the first stage."""
+    each = [(prefixes[s.stage_index], named(s.submod)) for s in stages]
+    parameters = {f"{prefix}{name}": p for prefix, one in each for name, p in one.parameters.items()}
+    buffers = {f"{prefix}{name}": b for prefix, one in each for name, b in one.buffers.items()}
+    aliases = {f"{prefix}{alias}": f"{prefix}{name}" for prefix, one in each for alias, name in one.aliases.items()}
+    return Named(
+        {twin.get(name, name): p for name, p in parameters.items()},
+        buffers,
+        {alias: twin.get(name, name) for alias, name in aliases.items()},
+    )
+
+
 def parts_of(
     mesh: DeviceMesh, stages: Sequence[TowpathStage], tied: TiedEmbeddings | None, prefixes: Sequence[str], how: str
 ) -> Parts:
@@ -73,9 +86,6 @@ def parts_of(
         first, last = tied.ends.names
         twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
 
-    def found(stages: Sequence[TowpathStage] = stages) -> Named:
-        return _joined([(prefixes[s.stage_index], named(s.submod)) for s in stages], twin)
-
     engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
     if tied is not None and tied.module is not None:
         engines.append(("tied/", engine_of(tied.module)))
@@ -83,9 +93,10 @@ def parts_of(
     keepers |= {f"messages of stage {s.stage_index}/": _SenderState(s) for s in stages}
 
     def of_this_rank() -> tuple[dict[int, list[str]], dict[str, str], list[str]]:
-        tensors = [(s.stage_index, found([s])) for s in stages]
+        tensors = [(s.stage_index, _named_in([s], prefixes, twin)) for s in stages]
         names = {index: sorted({*each.parameters, *each.buffers}) for index, each in tensors}
-        return names, {**found().aliases, **twin}, [fingerprint(engine) for _, engine in engines]
+        aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
+        return names, aliases, [fingerprint(engine) for _, engine in engines]
 
     gathered: list[tuple[dict[int, list[str]], dict[str, str], list[str]]]
     gathered = together(groups, "the pipeline's stages", of_this_rank)
@@ -101,7 +112,7 @@ def parts_of(
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
     return Parts(
         groups=groups,
-        named=lambda: replace(found(), aliases=aliases),
+        named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
         nodes=list(range(groups.world)),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),
@@ -111,17 +122,4 @@ def parts_of(
         # If one engine spans both ends, each of their ranks writes a share of the tied parameters.
         written_elsewhere=frozenset() if tied is not None and tied.fused else frozenset(copied),
         copied_elsewhere=frozenset(copied),
-    )
-
-
-def _joined(stages: Sequence[tuple[str, Named]], twin: Mapping[str, str]) -> Named:
-    """Return the tensors of several stages, given with their prefixes. Tied parameters have their first name."""
-
-    def called(name: str) -> str:
-        return twin.get(name, name)
-
-    return Named(
-        {called(f"{prefix}{name}"): p for prefix, each in stages for name, p in each.parameters.items()},
-        {f"{prefix}{name}": b for prefix, each in stages for name, b in each.buffers.items()},
-        {f"{prefix}{alias}": called(f"{prefix}{f}") for prefix, each in stages for alias, f in each.aliases.items()},
     )

@@ -61,7 +61,7 @@ from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import StageTrace, StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
 from towpath.pipeline.splitting import blocks_of_stage
-from towpath.pipeline.stage import BackwardPasses, StageSpec, TowpathStage, can_be_halved, engines_in
+from towpath.pipeline.stage import BackwardPasses, TowpathStage, can_be_halved, engines_in
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
@@ -161,8 +161,23 @@ class Pipeline(Observable):
             for index, module in modules.items():
                 of_stage = self._strategy_of(strategies[index], index)
                 shard(module, of_stage, group=copies, precision=precision, units=units, values=values)
-                halved = splits_backward(kind) and can_be_halved(engines_in(module))
-                self._stages.append(self._make_stage(index, module, exchanged, halved))
+                stage = TowpathStage(
+                    module,
+                    index,
+                    count,
+                    torch.device(mesh.device_type),
+                    group,
+                    inputs=exchanged[index],
+                    outputs=exchanged[index + 1],
+                    micro_batches=micro_batches,
+                    copies=mesh["dp"].size(),
+                    compression=self._compression,
+                    encoded=encoded_gradients(self.order, self._compression),
+                    halved=splits_backward(kind) and can_be_halved(engines_in(module)),
+                    passes=self._passes_back,
+                    trace=self._trace,
+                )
+                self._stages.append(stage)
         halved_stages = self._ranks.gather_objects([s.stage_index for s in self._stages if s.halved])
         self.order = as_computed(self.order, {index for of_rank in halved_stages for index in of_rank})
         run: Any = self._stages[0] if issubclass(kind, PipelineScheduleSingle) else self._stages
@@ -171,13 +186,12 @@ class Pipeline(Observable):
         groups = [Groups(mesh[name].get_group()) for name in mesh.mesh_dim_names or () if name != "dp"]
         # The steps at which a codec of a strategy begins or ends. Those of presets are always used.
         transports = [s.transport(t) for s in strategies if isinstance(s, Strategy) for t in TransferKind]
-        changes = {step for transport in transports for step in transport.changes}
-        self._counter = StepCounter(
-            self._sharded_modules,
-            lambda step, accumulated: self.schedule(None, step, accumulated),
-            self._compression.changes | changes,
-            groups,
-        )
+        changes = self._compression.changes.union(*(transport.changes for transport in transports))
+
+        def plan(step: int, accumulated: int) -> JobSchedule:
+            return self.schedule(None, step, accumulated)
+
+        self._counter = StepCounter(self._sharded_modules, plan, changes, groups)
         self._accumulated = 0  # steps inside no_sync since the last boundary
         number: int = next(self._ranks.shared("pipelines made", count_up))
         self._reports = StatusStore(f"{self._ranks.name}/pipeline {number}", self._ranks.rank, ranks)
@@ -190,21 +204,6 @@ class Pipeline(Observable):
         if isinstance(strategy, str):
             strategy = presets.strategy(strategy, Topology(*detect_shape(Groups(self._mesh["dp"].get_group()))))
         return self._compression.strategy_of(strategy, stage, len(self.owners))
-
-    def _make_stage(self, index: int, module: nn.Module, exchanged: Sequence[Tensors], halved: bool) -> TowpathStage:
-        spec = StageSpec(
-            index=index,
-            stages=len(self.owners),
-            inputs=exchanged[index],
-            outputs=exchanged[index + 1],
-            group=self._group,
-            device=torch.device(self._mesh.device_type),
-            micro_batches=self.micro_batches,
-            copies=self._mesh["dp"].size(),
-            encoded=encoded_gradients(self.order, self._compression),
-            halved=halved,
-        )
-        return TowpathStage(module, spec, self._compression, self._passes_back, self._trace)
 
     # Modules and parameters -----------------------------------------------------------------------------------------
 
@@ -354,8 +353,7 @@ class Pipeline(Observable):
     def _walk(
         self, call: str, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
     ) -> list[torch.Tensor]:
-        """Run the whole schedule. Return the losses of all micro-batches on the rank of the last stage, and otherwise
-        an empty list."""
+        """Run the whole schedule. Return the losses of all micro-batches, or [] on ranks without the last stage."""
         first, last = 0 in self.modules, len(self.owners) - 1 in self.modules
         refusal: StepError | None = None
         try:

@@ -274,19 +274,16 @@ class DescribedStages:
 
     def __call__(self, count: int) -> StagedModel:
         """Return the description of the model in `count` stages."""
-        stages = self._split(count)
+        stages = _split_at(self._model, self._blocks, count, self._example)
         tied: dict[int, int] = {}  # elements of the parameters that the first and the last stage share
         if count > 1:
             last = {id(p) for p in stages[-1].parameters()}
             tied = {id(p): p.numel() for p in stages[0].parameters() if id(p) in last}
         models = [self._stage(number, stage, count, tied) for number, stage in enumerate(stages)]
-        first = stages[0] if count > 1 else self._split(2)[0]
+        first = stages[0] if count > 1 else _split_at(self._model, self._blocks, 2, self._example)[0]
         (output,) = meta_outputs(first, [self._example], self._precision)
         width = output.numel() // self._example.numel()
         return StagedModel(self._whole, tuple(models), width, sum(tied.values()))
-
-    def _split(self, count: int) -> list[nn.Module]:
-        return _split_at(self._model, self._blocks, count, self._example)
 
     def _stage(self, number: int, stage: nn.Module, count: int, tied: Mapping[int, int]) -> Model:
         root, *blocks = lay_out(stage, None, self._precision)

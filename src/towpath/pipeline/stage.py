@@ -164,7 +164,7 @@ class Sender:
 
 @dataclass(frozen=True, slots=True)
 class SecondHalf:
-    """What is left of a micro-batch's backward: the passes of each engine, and PyTorch's groups of parameters."""
+    """The rest of a micro-batch's backward: the passes of each engine, and PyTorch's groups of parameters."""
 
     passes: tuple[tuple[Engine, list[ForwardPass]], ...]
     groups: list[dict[str, Any]]
@@ -271,71 +271,59 @@ class BackwardPasses:
         return [e for e in engines if self.accumulating or self._begun[e] < self._expected[e]]
 
 
-@dataclass(frozen=True, slots=True)
-class StageSpec:
-    """The position of a stage in its pipeline, and what it exchanges with its neighbors.
-
-    `inputs` and `outputs` are on the meta device. `copies` is the number of ranks that hold the stage. `encoded` has
-    the gradient messages that use a codec, each as its sending stage and its micro-batch. `halved` is set if the
-    backward passes are computed in two halves.
-    """
-
-    index: int
-    stages: int
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
-    group: dist.ProcessGroup
-    device: torch.device
-    micro_batches: int
-    copies: int
-    encoded: frozenset[tuple[int, int]]
-    halved: bool
-
-
 class TowpathStage(PipelineStage):
     """A pipeline stage with a sharded module.
 
     Gradient syncs begin in the last backward pass of a step, while the pipeline goes on. `Pipeline.step` waits for
     them. Both ends of a link count the optimizer steps, and so switch to a codec in the same step.
+
+    `inputs` and `outputs` are those of one micro-batch, on the meta device. `copies` is the number of ranks that hold
+    the stage. `encoded` has the gradient messages that use a codec, each as its sending stage and its micro-batch.
     """
 
     def __init__(
-        self, module: nn.Module, spec: StageSpec, compression: Compression, passes: BackwardPasses, trace: StageTrace
+        self,
+        module: nn.Module,
+        index: int,
+        stages: int,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        inputs: tuple[torch.Tensor, ...],
+        outputs: tuple[torch.Tensor, ...],
+        micro_batches: int,
+        copies: int,
+        compression: Compression,
+        encoded: frozenset[tuple[int, int]],
+        halved: bool,
+        passes: BackwardPasses,
+        trace: StageTrace,
     ) -> None:
-        device = spec.device
-        super().__init__(
-            module,
-            spec.index,
-            spec.stages,
-            device,
-            input_args=spec.inputs,
-            output_args=spec.outputs,
-            group=spec.group,
-            # Without halves, a schedule that computes the weights' gradients later has nothing left to do then.
-            dw_builder=None if spec.halved else lambda: lambda: None,
-        )
-        self._passes, self._encoded, self._compression = passes, spec.encoded, compression
-        self.halved, self._trace = spec.halved, trace
+        # Without halves, a schedule that computes the weights' gradients later has nothing left to do then.
+        later = None if halved else lambda: lambda: None
+        super().__init__(module, index, stages, device, inputs, outputs, group=group, dw_builder=later)
+        self._passes, self._encoded, self._compression = passes, encoded, compression
+        self.halved, self._trace = halved, trace
         self.seconds_computed = 0.0
 
         def encodings(tensors: Sequence[torch.Tensor], transport: Transport) -> list[Encoding]:
             return [Encoding(tuple(t.shape), t.dtype, transport_for(dtype_name(t.dtype), transport)) for t in tensors]
 
         def senders(encodings: Sequence[Encoding], kind: str) -> dict[int, Sender]:
-            label = f"{kind} of stage {spec.index}"
+            label = f"{kind} of stage {index}"
             return {i: Sender(each, device, f"{label}, {i}") for i, each in enumerate(encodings) if each.used}
 
-        inputs, outputs = () if self.is_first else spec.inputs, () if self.is_last else spec.outputs
-        self._inputs = encodings(inputs, compression.activations)
-        self._outputs = encodings(outputs, compression.activations)
-        self._output_gradients = encodings(outputs, compression.activation_gradients)
+        received, sent = () if self.is_first else inputs, () if self.is_last else outputs
+        self._inputs = encodings(received, compression.activations)
+        self._outputs = encodings(sent, compression.activations)
+        self._output_gradients = encodings(sent, compression.activation_gradients)
         self._output_senders = senders(self._outputs, "outputs")
-        self._gradient_senders = senders(encodings(inputs, compression.activation_gradients), "gradients")
+        self._gradient_senders = senders(encodings(received, compression.activation_gradients), "gradients")
         self._arriving: dict[tuple[str, int, int], torch.Tensor] = {}  # messages, by kind, micro-batch and tensor
         self.engines = engines_in(module)
         for engine in self.engines:
-            engine.be_a_stage(spec.copies * spec.micro_batches)
-        passes.expect(self.engines, spec.micro_batches)
+            engine.be_a_stage(copies * micro_batches)
+        passes.expect(self.engines, micro_batches)
         self.begin_walk()
 
     @property
