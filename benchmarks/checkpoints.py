@@ -30,8 +30,8 @@ from towpath.bench.harness.contestants import Cluster, Entry
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
-from towpath.train.job import joined
-from towpath.train.run import begin
+from towpath.train.job import init_distributed
+from towpath.train.trainer import Trainer
 
 BACKGROUND, AT_ONCE = "background", "at once"
 
@@ -139,8 +139,11 @@ def gpt_on_ranks(
         strategy=StrategyConfig(name="zero3", nodes=2, ranks_per_node=2),
         log=LogConfig(folder=str(folder / "log")),
     )
-    training = begin(config, stack.enter_context(joined()))
-    return checkpoint.State(training.model, training.optimizer, training=training), lambda: training.step().seconds
+    trainer = Trainer(config, stack.enter_context(init_distributed()))
+    return (
+        checkpoint.State(trainer.model, trainer.optimizer, training=trainer.state),
+        lambda: trainer.train_step().seconds,
+    )
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:

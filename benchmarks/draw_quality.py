@@ -13,7 +13,7 @@ from typing import Any
 
 from quality import SETTING, STEPS, VARIANTS, Variant
 from towpath.bench.harness import results
-from towpath.train.observe.plots import COLOURS, colour, standalone_svg
+from towpath.train.report import COLORS, color, standalone_svg
 
 # Student's, for a two-sided interval of 95 %, by degrees of freedom.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
@@ -74,7 +74,7 @@ def curves(runs: list[dict[str, Any]], variants: Sequence[str], spread: float | 
         worst: dict[str, float] = {}
         least = 0.0
         for number, (variant, curve) in enumerate(means.items()):
-            look = {"color": colour(number), "linestyle": "-" if number < len(COLOURS) else "--", "linewidth": 1.4}
+            look = {"color": color(number), "linestyle": "-" if number < len(COLORS) else "--", "linewidth": 1.4}
             whole.plot(*zip(*curve, strict=True), label=variant, **look)
             shares = [(step, 100 * (loss / base - 1)) for (step, loss), (_, base) in zip(curve, baseline, strict=True)]
             ending = shares[len(shares) // 2 :]

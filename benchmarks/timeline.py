@@ -26,7 +26,7 @@ from towpath.bench import gpt
 from towpath.bench.harness.figures import Check
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
-from towpath.train.observe import perfetto
+from towpath.train.trace import write_trace
 
 WARM_UP, STEPS = 4, 4
 SHAPES = {
@@ -90,7 +90,7 @@ def _rank(rank: int, world: int, folder: str, case: Case, trace: str | None) -> 
     everyones = intervals_of_ranks(model, traced)
     if rank == 0:
         if trace is not None:
-            perfetto.write(Path(trace), everyones)
+            write_trace(Path(trace), everyones)
         found = {
             "share": share_hidden(everyones[0]),
             "seconds_in_flight": sum(t.seconds_in_flight for t in done.transfers),

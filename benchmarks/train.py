@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -24,11 +24,9 @@ from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
 from towpath.bench.harness.worker import timed
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
-from towpath.train.job import joined
-from towpath.train.loop import Training
-from towpath.train.models.from_config import next_token_loss
-from towpath.train.observe.watch import Watch
-from towpath.train.run import begin
+from towpath.train.job import init_distributed
+from towpath.train.models.bundle import next_token_loss
+from towpath.train.trainer import Trainer
 
 SHAPE = towpath.Topology(2, 2)
 INTER = "200mbit"
@@ -71,9 +69,9 @@ class Loop:
 
     def __init__(self, rank: int, world: int, kind: str, config: Config) -> None:
         stack = contextlib.ExitStack()  # the ranks end with the race, and what they hold with them
-        training = begin(config, stack.enter_context(joined()))
+        trainer = Trainer(config, stack.enter_context(init_distributed()))
         self._stack = stack
-        self._step = bare(training) if kind == THEIRS else self._whole(config, training)
+        self._step = bare(trainer) if kind == THEIRS else self._whole(trainer)
 
     def turn(self) -> float:
         return timed(self._steps) / STEPS
@@ -82,22 +80,22 @@ class Loop:
         for _ in range(STEPS):
             self._step()
 
-    def _whole(self, config: Config, training: Training) -> Callable[[], None]:
-        watch = self._stack.enter_context(Watch(config, training))
+    def _whole(self, trainer: Trainer) -> Callable[[], None]:
+        metrics = self._stack.enter_context(trainer.metrics_logger())
 
         def step() -> None:
-            with watch.traced(training.done + 1):
-                taken = training.step()
-            watch.stepped(taken)
+            with metrics.traced(trainer.state.step + 1):
+                result = trainer.train_step()
+            metrics.log_step(**asdict(result))
 
         return step
 
 
-def bare(training: Training) -> Callable[[], None]:
+def bare(trainer: Trainer) -> Callable[[], None]:
     """What a user writes who has batches and wants nothing but steps."""
-    model, optimizer, count = training.model, training.optimizer, training.micro_steps
-    rank, world, at_once = training.job.rank, training.job.world, training.config.micro_batch
-    batches = [training.windows.batch((m * world + rank) * at_once, at_once) for m in range(count)]
+    model, optimizer, count = trainer.model, trainer.optimizer, trainer.micro_steps
+    rank, world, at_once = trainer.job.rank, trainer.job.world, trainer.config.train.micro_batch
+    batches = [trainer.tokens.train.batch((m * world + rank) * at_once, at_once) for m in range(count)]
 
     def step() -> None:
         for number, (inputs, targets) in enumerate(batches):

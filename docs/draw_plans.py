@@ -9,7 +9,7 @@ from towpath.planner import clusters
 from towpath.planner.model import describe
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
-from towpath.train.observe.plots import standalone_svg
+from towpath.train.report import standalone_svg
 
 DOCS = Path(__file__).parent
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"

@@ -9,7 +9,7 @@ from typing import Any
 from towpath.bench.harness import results
 from towpath.cli.plan_report import Step
 from towpath.observing import Interval
-from towpath.train.observe.plots import draw_timelines, standalone_svg
+from towpath.train.report import draw_timelines, standalone_svg
 
 PICTURE = Path(__file__).with_name("timelines.svg")
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"

@@ -23,7 +23,7 @@ from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.train.observe.plots import light_and_dark
+from towpath.train.report import light_and_dark
 
 DOCS = Path(__file__).parent
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from towpath import lab
 from towpath.train import demo
-from towpath.train.observe.plots import Outcome, draw_timelines, standalone_svg
+from towpath.train.report import Outcome, draw_timelines, standalone_svg
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
-from towpath.train.observe.plots import draw_timelines, standalone_svg
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.report import draw_timelines, standalone_svg
+from towpath.train.trace import simulated_intervals
 
 PAGES = Path(__file__).parent / "systems"
 CLUSTER = clusters.load("ethernet-10g")
@@ -85,7 +85,7 @@ def _steps(names: Sequence[str]) -> Iterator[Step]:
     model = DRAWN.model("drawn", DRAWN_LENGTH)
     solver = Solver(model, CLUSTER, Request(batch=1, memory=CLUSTER.memory))
     for name in names:
-        yield Step(name, intervals_of(solver.timeline(strategy(name), DRAWN_BATCHING).events))
+        yield Step(name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events))
 
 
 def _stages() -> Iterator[Step]:
@@ -94,7 +94,7 @@ def _stages() -> Iterator[Step]:
     for name in DRAWN_PIPELINES:
         layout = Layout(STAGES, compression=PIPELINES[name], tensor=TENSOR)
         for rank, timeline in enumerate(pipelines.replay(layout, Batching(1, MICRO_BATCHES)).ranks):
-            yield Step(f"{name}\nstage {rank}", intervals_of(timeline.events))
+            yield Step(f"{name}\nstage {rank}", simulated_intervals(timeline.events))
 
 
 def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:

@@ -19,7 +19,7 @@ from towpath.bench import summary
 from towpath.bench.drawing import draw_speedups
 from towpath.bench.harness import figures, results
 from towpath.bench.table import best_lossless_peer
-from towpath.train.observe.plots import standalone_svg
+from towpath.train.report import standalone_svg
 
 Line = Mapping[str, Any]
 Row = Sequence[str]

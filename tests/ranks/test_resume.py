@@ -31,12 +31,12 @@ from towpath import checkpoint
 from towpath.checkpoint.dcp import storage
 from towpath.checkpoint.disk import files
 from towpath.errors import TowpathError, TrainError
-from towpath.train import run, saves
+from towpath.train import checkpoints, trainer
 from towpath.train.config import Config, DataConfig
 from towpath.train.data.corpus import find
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.windows import Windows
-from towpath.train.loop import Step, Training
+from towpath.train.data.loader import TokenWindows
+from towpath.train.data.prepare import prepare
+from towpath.train.trainer import StepResult, Trainer
 
 Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]
@@ -54,7 +54,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Of a run so small that its steps are the time of their messages."""
     corpus, tokens = (tmp_path_factory.mktemp("data") / name for name in ("corpus.txt", "tokens"))
     corpus.write_text(" ".join(random.Random(0).choices(("lock", "barge", "weir", "horse", "canal"), k=4000)))
-    prepare(find(DataConfig(text=(str(corpus),))), "bytes", tokens, Plan())
+    prepare(find(DataConfig(text=(str(corpus),))), "bytes", tokens)
     model = ("model.width=16", "model.depth=1", "model.heads=2", "model.hidden=32")
     train = (f"train.steps={STEPS}", "train.batch=4", "train.micro_batch=1", "train.length=8", "train.threads=1")
     # Not 1e-8: AdamW would make whole steps of what rounding leaves of a gradient that is zero.
@@ -75,19 +75,19 @@ class Seen:
 def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[[int], object] | None = None) -> Seen:
     """`told`: by rank, after which step it gets which signal. `before(step)` is called on every rank."""
     seen = Seen()
-    own_step, own_batch = Training.step, Windows.batch
+    own_step, own_batch = Trainer.train_step, TokenWindows.batch
 
-    def step(training: Training, stop: bool = False) -> Step:
+    def step(training: Trainer, stop: bool = False) -> StepResult:
         if before is not None:
-            before(training.done + 1)
+            before(training.state.step + 1)
         done = own_step(training, stop)
         seen.losses.append(done.loss)
         after, number = (told or {}).get(training.job.rank, (0, signal.SIGTERM))
-        if after == done.number:
+        if after == done.step:
             signal.raise_signal(number)
         return done
 
-    def batch(windows: Windows, first: int, count: int) -> Any:
+    def batch(windows: TokenWindows, first: int, count: int) -> Any:
         seen.samples += range(first, first + count)
         return own_batch(windows, first, count)
 
@@ -97,10 +97,10 @@ def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        patch.setattr(Training, "step", step)
-        patch.setattr(Windows, "batch", batch)
+        patch.setattr(Trainer, "train_step", step)
+        patch.setattr(TokenWindows, "batch", batch)
         try:
-            seen.code = run.train(Config.load(os.devnull, options))
+            seen.code = trainer.train(Config.load(os.devnull, options))
         except TowpathError as error:
             seen.error = str(error)
     seen.said = said.getvalue()
@@ -259,15 +259,15 @@ def test_another_order_of_the_data_is_said(world: Worlds, options: tuple[str, ..
 
 def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    own = Training.step
+    own = Trainer.train_step
 
-    def step(training: Training, stop: bool = False) -> Step:
+    def step(training: Trainer, stop: bool = False) -> StepResult:
         done = own(training, stop)
         found[:] = [{k: v for k, v in g.items() if k != "params"} for g in training.optimizer.param_groups]
         return done
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "step", step)
+        patch.setattr(Trainer, "train_step", step)
         _train(options)
     return found
 
@@ -350,7 +350,7 @@ def _train_by_the_clock(options: tuple[str, ...]) -> Seen:
         seconds = 61.0 * step * dist.get_rank()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saves, "monotonic", lambda: seconds)
+        patch.setattr(checkpoints, "monotonic", lambda: seconds)
         return _train(options, None, before)
 
 

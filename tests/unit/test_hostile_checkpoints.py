@@ -32,7 +32,7 @@ from towpath.checkpoint.disk import safe_open
 from towpath.checkpoint.export import INDEX
 from towpath.cli.main import app
 from towpath.errors import CheckpointError
-from towpath.train.models.weights import Safetensors
+from towpath.train.models.bundle import Safetensors
 
 FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 GIB = 1 << 30

@@ -34,7 +34,7 @@ def test_importing_does_nothing() -> None:
 def test_no_framework_is_imported_but_by_the_module_for_it() -> None:
     program = """
 import sys
-import towpath.integrations, towpath.api, towpath.checkpoint, towpath.pipeline, towpath.train.run
+import towpath.integrations, towpath.api, towpath.checkpoint, towpath.pipeline, towpath.train.trainer
 theirs = {"accelerate", "transformers", "lightning", "peft", "datasets", "torchdata"} & set(sys.modules)
 assert not theirs, theirs
 """

@@ -12,7 +12,7 @@ from towpath.bench.peers import AUTO
 from towpath.bench.summary import comparisons
 from towpath.bench.table import marks
 from towpath.lab import Rate
-from towpath.train.observe.plots import axes_of, colour, draw_stacked, set_log_scale
+from towpath.train.report import axes_of, color, draw_stacked, set_log_scale
 
 Line = dict[str, Any]
 
@@ -122,14 +122,14 @@ def _logarithmic(axis: Any, set_scale: Any, values: Sequence[float], named: Mapp
 
 
 def look_of(name: str) -> tuple[str, str]:
-    """Mark and colour, the same in every picture: peers are grey squares, who of ours is seldom raced a diamond."""
+    """Mark and color, the same in every picture: peers are grey squares, who of ours is seldom raced a diamond."""
     kind = name.split()[0]  # results may name a strategy that there is no more
     if kind in _PEERS:
         return "s", _PEERS[kind]
     if kind in _OURS:
-        return "o", colour(_OURS.index(kind))
+        return "o", color(_OURS.index(kind))
     others = [AUTO, *(each for each in towpath.strategies() if each not in _OURS)]
-    return "D", colour(others.index(kind) if kind in others else len(others))
+    return "D", color(others.index(kind) if kind in others else len(others))
 
 
 def draw_speedups(figure: Any, lines: Sequence[Line]) -> None:
@@ -142,7 +142,7 @@ def draw_speedups(figure: Any, lines: Sequence[Line]) -> None:
     for each in comparisons(lines):
         shape = (each.nodes, each.ranks_per_node)
         shapes += [shape] if shape not in shapes else []
-        paint, mark = colour(shapes.index(shape)), "o" if each.micro_steps == 1 else "^"
+        paint, mark = color(shapes.index(shape)), "o" if each.micro_steps == 1 else "^"
         looks[f"{each.nodes} nodes × {each.ranks_per_node} ranks"] = {"marker": "s", "color": paint}
         looks[f"{each.micro_steps} micro-step{'s' * (each.micro_steps > 1)}"] = {"marker": mark, "color": _GREY}
         if each.blocks_wait:

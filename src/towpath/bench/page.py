@@ -20,8 +20,7 @@ from towpath.bench.harness.help import HelpFormatter
 from towpath.bench.harness.suite import Parser
 from towpath.errors import ConfigError
 from towpath.output_file import check_output_file
-from towpath.train.observe.plots import svg
-from towpath.train.observe.report import figure_html, table_html, write_page
+from towpath.train.report import figure_html, svg, table_html, write_page
 
 _HEADINGS = ("case", "figure", "result", "95 % interval", "date", "commit")
 _SIZE = (5.2, 4.2)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from towpath.bench.harness.figures import verdict
-from towpath.train.observe.progress import size
+from towpath.train.progress import size
 
 WIDTH = 100
 _HEADS = ("contestant", "", "step", "interval", "speed", "comm.", "sent", "cpu s", "memory")

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from towpath.cli.commands import Commands
 from towpath.errors import CheckpointError
-from towpath.train.observe.bar import counting_bar
-from towpath.train.observe.progress import size
+from towpath.train.progress import counting_bar, size
 
 app = Commands()
 

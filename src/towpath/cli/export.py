@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from towpath.errors import CheckpointError
-from towpath.train.observe.bar import counting_bar
-from towpath.train.observe.progress import size
+from towpath.train.progress import counting_bar, size
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was written, for machines.")]
 Config = Annotated[

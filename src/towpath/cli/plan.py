@@ -30,7 +30,7 @@ from towpath.planner.pipelines import Layout, PricedPipeline
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
 from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
 from towpath.sim.lateness import Late, Uneven, lateness
-from towpath.train.observe.bar import progress_bar
+from towpath.train.progress import progress_bar
 
 _IN_REPORT = 40  # strategies of which a report shows time against memory
 
@@ -406,8 +406,7 @@ def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
 def _write_trace(
     path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
 ) -> None:
-    from towpath.train.observe import perfetto
-    from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
+    from towpath.train.trace import simulated_intervals, write_trace  # with the engine's trace, and so with torch
 
-    intervals = intervals_of(solver.timeline(strategy, batching, say).events)
-    perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
+    intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
+    write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

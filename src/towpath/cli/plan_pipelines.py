@@ -12,7 +12,7 @@ from towpath.errors import ConfigError
 from towpath.planner import model as models
 from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline, Walks
 from towpath.planner.solver import Batching, Infeasible, Ranking, Solver
-from towpath.train.observe.bar import progress_bar
+from towpath.train.progress import progress_bar
 
 _WITHOUT_TORCH = ("GPipe", "1F1B")
 
@@ -64,12 +64,11 @@ def simulated(
     pipelines = _pipelines(solver, name, length, (layout.schedule,))
     pipelines.check(layout, batching)
     if trace is not None:
-        from towpath.train.observe import perfetto
-        from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
+        from towpath.train.trace import simulated_intervals, write_trace  # with the engine's trace, and so with torch
 
         timeline = pipelines.replay(layout, batching)
-        ranks = {rank: intervals_of(each.events) for rank, each in enumerate(timeline.ranks)}
-        perfetto.write(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
+        ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}
+        write_trace(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
     return pipelines.price(layout, batching)
 
 

@@ -15,18 +15,20 @@ from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.solver import Batching, Priced, Ranking, Solver
-from towpath.train.observe.plots import (
-    COLOURS,
+from towpath.train.report import (
+    COLORS,
     Curve,
     axes_of,
     draw_curves,
     draw_stacked,
     draw_timelines,
+    figure_html,
     set_log_scale,
     svg,
+    table_html,
+    write_page,
 )
-from towpath.train.observe.report import figure_html, table_html, write_page
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.trace import simulated_intervals
 
 # What is drawn over link rates and numbers of nodes: of lossless presets those that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
@@ -59,7 +61,7 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        Step(name, intervals_of(solver.timeline(strategy, best.batching).events))
+        Step(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
@@ -156,9 +158,9 @@ def front(ranked: Sequence[Priced]) -> list[Priced]:
 
 def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
     axes = axes_of(figure, "GiB of a rank", "seconds of a step")
-    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLOURS[7], markersize=3)
+    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLORS[7], markersize=3)
     best = front(ranked)
-    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLOURS[0], markersize=5)
+    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLORS[0], markersize=5)
     for priced in best:
         axes.annotate(
             tables.label(priced.strategy), (priced.peak_bytes / GIB, priced.seconds), xytext=(5, 4),
@@ -188,7 +190,7 @@ def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
         return
     draw_curves(axes, drawn)
     for at, _, to in crossings(drawn):
-        axes.axvline(at, color=COLOURS[7], linestyle=":", linewidth=1)
+        axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
         axes.annotate(
             to, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
             va="bottom", ha="center",

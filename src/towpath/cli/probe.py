@@ -64,7 +64,7 @@ def _measured(budget: float) -> Profile | None:
 
     from towpath.auto.probe import probe as measure
     from towpath.topology.init import init
-    from towpath.train.observe.bar import progress_bar
+    from towpath.train.progress import progress_bar
 
     init()
     try:

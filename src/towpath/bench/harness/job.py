@@ -15,7 +15,7 @@ from towpath.bench.harness.failure import CaseError
 from towpath.errors import ConfigError
 from towpath.lab import LinkBytes
 from towpath.topology.groups import launched
-from towpath.train.job import Job, joined
+from towpath.train.job import Job, init_distributed
 
 __all__ = ["InJob", "Job", "agreed", "decided", "node_counters", "running_job"]
 
@@ -35,7 +35,7 @@ def running_job(suite: str, possible: bool) -> Generator[Job | None]:
             f"the suite {suite} starts ranks of its own, and a launcher has placed this process as one already. Start "
             "it without torchrun."
         )
-    with joined() as job:
+    with init_distributed() as job:
         yield job
 
 

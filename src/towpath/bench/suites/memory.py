@@ -43,7 +43,7 @@ from towpath.bench.memory_limit import MemoryGroup, memory_groups
 from towpath.checkpoint import get_model_state_dict
 from towpath.errors import LabError
 from towpath.train.config import ModelConfig
-from towpath.train.models import from_config
+from towpath.train.models.bundle import ModelBundle, build_model
 
 SHAPE = towpath.Topology(2, 2)
 MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
@@ -160,9 +160,7 @@ def train(rank: int, world: int, strategy: str, config: ModelConfig, groups: Seq
 
 def steps(config: ModelConfig, strategy: str, count: int) -> None:
     precision = towpath.Precision(params="bfloat16", reduce="bfloat16")
-    model: Any = towpath.shard(
-        from_config.build(config, VOCABULARY).model, strategy, topology=SHAPE, precision=precision
-    )
+    model: Any = towpath.shard(build_model(config, VOCABULARY).model, strategy, topology=SHAPE, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(count):
         tokens = torch.randint(VOCABULARY, (1, LIMITED_LENGTH))
@@ -176,7 +174,7 @@ CASES = [Case("loaded", True), Case("drawn", False), StateDictCase(), LimitedCas
 
 def write(file: Path, model: ModelConfig) -> None:
     """Some values for every parameter, a piece at a time."""
-    built = from_config.build(model, VOCABULARY)
+    built = build_model(model, VOCABULARY)
     header: dict[str, Any] = {}
     end = 0
     for name, parameter in built.model.named_parameters():
@@ -196,7 +194,7 @@ def write(file: Path, model: ModelConfig) -> None:
 def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """What every rank does."""
     torch.set_num_threads(1)
-    towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
+    towpath.shard(build_model(TINY, 256).model, "zero3", topology=SHAPE)
     (built, model), peak, kept = watched(lambda: build_and_shard(config))
     if built.values is not None:
         check(model, built.values)
@@ -213,15 +211,15 @@ def hand_out(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """What every rank does."""
     torch.set_num_threads(1)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tiny = towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
+    tiny = towpath.shard(build_model(TINY, 256).model, "zero3", topology=SHAPE)
     get_model_state_dict(tiny, options=options)
     level = rss_anon()
-    built = from_config.build(config, VOCABULARY)
+    built = build_model(config, VOCABULARY)
     model = towpath.shard(built.model, "zero3", topology=SHAPE, values=lambda _, start, end: torch.ones(end - start))
     sharded, began = rss_anon(), time.perf_counter()
     found, added, _ = watched(lambda: get_model_state_dict(model, options=options))
     seconds = time.perf_counter() - began
-    whole = {name: value.shape for name, value in from_config.build(config, VOCABULARY).model.state_dict().items()}
+    whole = {name: value.shape for name, value in build_model(config, VOCABULARY).model.state_dict().items()}
     assert {name: value.shape for name, value in found.items()} == (whole if rank == 0 else {})
     assert all(bool((value == 1).all()) for value in found.values() if value.is_floating_point())
     return {
@@ -240,8 +238,8 @@ def unit_elements(model: Any) -> list[int]:
     return [sum(bucket.plan.numel for bucket in unit.buckets) for unit in model.towpath_engine.units]
 
 
-def build_and_shard(config: ModelConfig) -> tuple[from_config.Built, Any]:
-    built = from_config.build(config, VOCABULARY)
+def build_and_shard(config: ModelConfig) -> tuple[ModelBundle, Any]:
+    built = build_model(config, VOCABULARY)
     return built, towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
 
 

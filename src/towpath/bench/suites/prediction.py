@@ -31,7 +31,7 @@ from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Ranking, Solver
 from towpath.sim.timeline import Timeline
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.trace import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
@@ -104,7 +104,7 @@ class Environment:
             if name in DRAWN:
                 drawn[name] = {
                     "engine": timelines.drawn(steps[-1]),
-                    "simulated": timelines.drawn(intervals_of(events)),
+                    "simulated": timelines.drawn(simulated_intervals(events)),
                 }
         return {"timelines": compared, "drawn": drawn}
 

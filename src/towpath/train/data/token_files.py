@@ -1,9 +1,9 @@
-"""A folder of tokens, which training maps into memory:
+"""A folder of tokens, which training maps into memory.
 
-    tokens-00000.bin, tokens-00001.bin, ...   unsigned integers, little-endian, no more; each of one size but the last
-    tokens.json                               what they are: their type, vocabulary, tokenizer, lengths and SHA-256
+    tokens-00000.bin, tokens-00001.bin, ...   unsigned integers, little-endian; all of one size except the last
+    tokens.json                               their type, vocabulary, tokenizer, lengths and SHA-256
 
-It is written beside its place and then renamed: a folder that is there is whole.
+The folder is written under a temporary name and then renamed, so a folder under its own name is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -37,12 +37,14 @@ _CHUNK_BYTES = 1 << 22
 
 
 def dtype_for(vocabulary: int) -> str:
-    """The narrowest that holds each token."""
+    """Return the narrowest dtype that holds every token."""
     return next(name for name, code in _DTYPES.items() if vocabulary - 1 <= np.iinfo(code).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
+    """One file of tokens."""
+
     file: str
     tokens: int
     sha256: str
@@ -50,6 +52,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
+    """The contents of a folder of tokens."""
+
     dtype: str
     vocabulary: int
     tokenizer: str
@@ -59,62 +63,82 @@ class Manifest:
 
     @property
     def tokens(self) -> int:
+        """The tokens of all files."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def size_bytes(self) -> int:
+        """The bytes of all files."""
         return self.tokens * np.dtype(_DTYPES[self.dtype]).itemsize
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same tokens with the same meaning, wherever they lie and whatever they were made of."""
-        said = [self.dtype, self.vocabulary, self.tokenizer_fingerprint, *(shard.sha256 for shard in self.shards)]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        """A digest of the tokens and their meaning, which does not depend on where they are stored."""
+        parts = [self.dtype, self.vocabulary, self.tokenizer_fingerprint, *(shard.sha256 for shard in self.shards)]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def __str__(self) -> str:
         return json.dumps({"format": _FORMAT, "tokens": self.tokens, **asdict(self)}, indent=2) + "\n"
 
     @staticmethod
     def load(folder: Path) -> Manifest:
-        """Also judges that each file is there and as long as it should be; `verify` reads them."""
+        """Read a folder's manifest. Check that each file exists and has its length; `verify` reads the files.
+
+        Raises:
+            ConfigError: The folder or a file is missing, or is not what `towpath data prepare` writes.
+        """
         if not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}: expected one that `towpath data prepare` made.")
+        path = folder / MANIFEST
         try:
-            manifest = _manifest(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+            manifest = _parsed(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ConfigError(
-                f"cannot read {folder / MANIFEST}: {error.strerror}. Expected what `towpath data prepare` makes."
+                f"cannot read {path}: {error.strerror}. Expected what `towpath data prepare` makes."
             ) from None
-        except KeyError as error:
-            raise ConfigError(f"{folder / MANIFEST} is not what `towpath data prepare` writes: no {error}.") from None
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{folder / MANIFEST} is not what `towpath data prepare` writes: {error}.") from None
+        except (KeyError, ValueError, TypeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
+            raise ConfigError(f"{path} is not what `towpath data prepare` writes: {reason}.") from None
         for shard in manifest.shards:
-            _check_size(folder / shard.file, shard.tokens * np.dtype(_DTYPES[manifest.dtype]).itemsize)
+            file, expected = folder / shard.file, shard.tokens * np.dtype(_DTYPES[manifest.dtype]).itemsize
+            try:
+                size = file.stat().st_size
+            except OSError as error:
+                raise ConfigError(f"cannot read {file}: {error.strerror}. Prepare the tokens again.") from None
+            if size != expected:
+                raise ConfigError(f"{file} has {size} bytes, expected {expected}: prepare the tokens again.")
         return manifest
 
     def verify(self, folder: Path, progress: Progress | None = None) -> None:
-        """Read all of it, and compare the checksums."""
+        """Read all files and compare their checksums.
+
+        Raises:
+            ConfigError: A file cannot be read, or has other contents.
+        """
         read_bytes = 0
-        for shard in self.shards:
+        for path, shard in ((folder / shard.file, shard) for shard in self.shards):
             digest = hashlib.sha256()
-            for chunk in _chunks(folder / shard.file):
-                digest.update(chunk)
-                read_bytes += len(chunk)
-                if progress:
-                    progress(read_bytes, self.size_bytes)
+            try:
+                with path.open("rb") as file:
+                    while chunk := file.read(_CHUNK_BYTES):
+                        digest.update(chunk)
+                        read_bytes += len(chunk)
+                        if progress:
+                            progress(read_bytes, self.size_bytes)
+            except OSError as error:
+                raise ConfigError(f"cannot read {path}: {error.strerror}.") from None
             if digest.hexdigest() != shard.sha256:
                 raise ConfigError(
-                    f"{folder / shard.file} is not what {MANIFEST} says (SHA-256 {digest.hexdigest()[:12]}…, expected "
+                    f"{path} is not what {MANIFEST} says (SHA-256 {digest.hexdigest()[:12]}…, expected "
                     f"{shard.sha256[:12]}…): prepare the tokens again."
                 )
 
 
-def _manifest(said: Any) -> Manifest:
-    if said["format"] != _FORMAT:
-        raise ValueError(f"its format is {said['format']!r}, expected {_FORMAT!r}")
-    shards = tuple(Shard(**shard) for shard in said["shards"])
-    rest: dict[str, Any] = {f.name: said[f.name] for f in fields(Manifest) if f.name != "shards"}
+def _parsed(table: Any) -> Manifest:
+    if table["format"] != _FORMAT:
+        raise ValueError(f"its format is {table['format']!r}, expected {_FORMAT!r}")
+    shards = tuple(Shard(**shard) for shard in table["shards"])
+    rest: dict[str, Any] = {f.name: table[f.name] for f in fields(Manifest) if f.name != "shards"}
     manifest = Manifest(**rest, shards=shards)
     counts = [manifest.vocabulary, manifest.documents, *(shard.tokens for shard in shards)]
     if not all(type(number) is int and number > 0 for number in counts) or not shards:
@@ -123,36 +147,24 @@ def _manifest(said: Any) -> Manifest:
         raise ValueError("a file's name is not tokens-….bin")
     if manifest.dtype != dtype_for(manifest.vocabulary):
         raise ValueError(f"a vocabulary of {manifest.vocabulary} and {manifest.dtype!r} do not fit")
-    if manifest.tokens != said["tokens"]:
-        raise ValueError(f"{manifest.tokens} tokens in its files, {said['tokens']} in all")
+    if manifest.tokens != table["tokens"]:
+        raise ValueError(f"{manifest.tokens} tokens in its files, {table['tokens']} in all")
     return manifest
 
 
-def _chunks(path: Path) -> Iterator[bytes]:
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK_BYTES):
-                yield chunk
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}.") from None
-
-
-def _check_size(path: Path, expected_bytes: int) -> None:
-    try:
-        size_bytes = path.stat().st_size
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}. Prepare the tokens again.") from None
-    if size_bytes != expected_bytes:
-        raise ConfigError(f"{path} has {size_bytes} bytes, expected {expected_bytes}: prepare the tokens again.")
-
-
-class Mapped:
-    """All tokens of a folder as one sequence."""
+class MappedTokens:
+    """All tokens of a folder as one sequence, mapped into memory."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        # As plain arrays: a slice of numpy's memmap costs several times as much.
-        self._shards = [np.asarray(_mapped(folder / shard.file, manifest)) for shard in manifest.shards]
+        self._shards: list[NDArray[Any]] = []
         self._tokens = manifest.tokens
+        for path in (folder / shard.file for shard in manifest.shards):
+            try:
+                mapped = np.memmap(path, dtype=_DTYPES[manifest.dtype], mode="r")
+            except OSError as error:
+                raise ConfigError(f"cannot map {path} into memory: {error.strerror}.") from None
+            # As a plain array: a slice of numpy's memmap costs several times as much.
+            self._shards.append(np.asarray(mapped))
 
     def __len__(self) -> int:
         return self._tokens
@@ -168,15 +180,8 @@ class Mapped:
             shard, first = shard + 1, 0
 
 
-def _mapped(path: Path, manifest: Manifest) -> NDArray[Any]:
-    try:
-        return np.memmap(path, dtype=_DTYPES[manifest.dtype], mode="r")
-    except OSError as error:
-        raise ConfigError(f"cannot map {path} into memory: {error.strerror}.") from None
-
-
-class Writer:
-    """Cuts a stream of tokens into files."""
+class TokenWriter:
+    """Cuts a stream of tokens into files. Use it as a context, which closes the last file."""
 
     def __init__(self, folder: Path, vocabulary: int, shard_tokens: int) -> None:
         self.shards: list[Shard] = []
@@ -187,7 +192,7 @@ class Writer:
         self._tokens = 0
         self._digest = hashlib.sha256()
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -198,6 +203,7 @@ class Writer:
                 self._file.close()
 
     def write(self, tokens: NDArray[Any]) -> None:
+        """Append tokens."""
         while len(tokens):
             if self._file is None:
                 self._file = (self._folder / self._name).open("wb")
@@ -224,13 +230,13 @@ class Writer:
 
 @contextmanager
 def published(folder: Path) -> Generator[Path]:
-    """A folder to write to, which becomes `folder` when all went well, and nothing otherwise."""
-    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
+    """Yield a temporary folder to write to. It becomes `folder` if the context ends without an error."""
+    temporary = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        sync_folder(partial)
-        partial.rename(folder)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(folder)
         sync_folder(folder.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)  # renamed, it is no longer there
+        shutil.rmtree(temporary, ignore_errors=True)  # after the rename there is nothing to remove
