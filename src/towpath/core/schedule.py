@@ -524,7 +524,11 @@ class JobSchedule(SentBytes):
 
 
 def job_schedule(
-    topology: Topology, pipelines: Iterable[Sequence[Stage]], order: Order, compression: Compression
+    topology: Topology,
+    pipelines: Iterable[Sequence[Stage]],
+    order: Order,
+    compression: Compression,
+    walks: int = 1,
 ) -> JobSchedule:
     """Return the schedule of a job with pipeline stages.
 
@@ -534,12 +538,13 @@ def job_schedule(
             are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
         order: The passes that each rank of a pipeline computes.
         compression: The codecs of messages between stages.
+        walks: How many times a step runs the whole order, with gradient accumulation. Default: 1.
     """
     found: list[Transfer] = []
     for stages in pipelines:
         for stage in stages:
             found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
-        for message in messages(order):
+        for message in list(messages(order)) * walks:
             pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
             outputs = stages[message.output_of].outputs
             found += message_transfers(message, pairs, outputs, topology, compression)
