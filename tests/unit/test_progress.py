@@ -13,7 +13,7 @@ from tests.unit.test_metrics import row_of
 from towpath.core.strategy import TransferKind
 from towpath.engine.streams.record import Sums, TransferStats
 from towpath.observing import Stats
-from towpath.train.metrics_logger import Spent, summary, times
+from towpath.train.metrics_logger import StepTimers, summary, times
 from towpath.train.progress import StepProgress, duration, size
 
 
@@ -118,10 +118,7 @@ def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
 def test_the_times_add_up_to_the_run() -> None:
     done = _stats(10)
     aside = Sums(exposed_seconds={TransferKind.GATHER: 1.5}, host_seconds=0.1)
-    spent = Spent(
-        total_seconds=20.0, passes_seconds=15.0, others={"optimizer": 1.0, "evaluation": 3.0}, outside_passes=aside
-    )
-    found = times(done, spent)
+    found = times(done, StepTimers(passes=15.0, optimizer=1.0, evaluation=3.0), 20.0, aside)
     assert sum(found.values()) == pytest.approx(20.0)
     gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
     assert found["waiting for gather"] == pytest.approx(gathers - 1.5)
@@ -132,7 +129,7 @@ def test_the_times_add_up_to_the_run() -> None:
 
 def test_the_summary_reads_well_in_a_file() -> None:
     done = _stats(10)
-    text = summary(done, Spent(total_seconds=20.0, passes_seconds=15.0, others={"optimizer": 1.0}), 10)
+    text = summary(done, times(done, StepTimers(passes=15.0, optimizer=1.0), 20.0, Sums()), 20.0, 10)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and "\x1b" not in text and "…" not in text
     assert lines[0] == "Where the time went (10 steps, 20.0 s)"

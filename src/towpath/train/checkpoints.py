@@ -32,29 +32,17 @@ _PAUSE_SECONDS = 0.01
 
 @dataclass(slots=True)
 class TrainState:
-    """The position of a run: what a checkpoint holds in addition to the model and the optimizer.
-
-    Attributes:
-        loss_scale: The loss scale of fp16.
-        order: Everything that decides which sample has which number.
-        step: Optimizer steps so far.
-        samples: Samples that all ranks together have read.
-        skipped: The last steps in a row whose gradient was not finite.
-        reordered: The entries of `order` that differ from those of the checkpoint.
-        stop_signal: The signal by which a rank was stopped, or 0. All ranks have the same value.
-        save_wanted: Whether the clock of this rank says that it is time to save.
-        save_due: Whether that was so on any rank before this step. All ranks have the same value.
-    """
+    """The position of a run: what a checkpoint holds in addition to the model and the optimizer."""
 
     loss_scale: LossScale
-    order: dict[str, Any]
-    step: int = 0
-    samples: int = 0
-    skipped: int = 0
-    reordered: tuple[str, ...] = ()
-    stop_signal: int = 0
-    save_wanted: bool = False
-    save_due: bool = False
+    order: dict[str, Any]  # everything that decides which sample has which number
+    step: int = 0  # optimizer steps so far
+    samples: int = 0  # samples that all ranks together have read
+    skipped: int = 0  # the last steps in a row whose gradient was not finite
+    reordered: tuple[str, ...] = ()  # the entries of `order` that differ from those of the checkpoint
+    stop_signal: int = 0  # the signal by which a rank was stopped, or 0. All ranks have the same value
+    save_wanted: bool = False  # whether the clock of this rank says that it is time to save
+    save_due: bool = False  # whether that was so on any rank before this step. All ranks have the same value
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
@@ -96,14 +84,6 @@ class CheckpointManager:
     """Resumes a run, and saves it. Use it as a context around the steps, which also saves the last state.
 
     Every rank must create it and make the same calls.
-
-    Args:
-        config: The configuration of the run.
-        job: The ranks.
-        state: The position of the run.
-        model: The sharded model.
-        optimizer: Its optimizer.
-        bundle: The model's names in checkpoints.
     """
 
     def __init__(

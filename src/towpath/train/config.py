@@ -12,7 +12,7 @@ import difflib
 import json
 import math
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, cast, get_args, get_origin, get_type_hints
@@ -30,15 +30,39 @@ DTYPES: dict[str, DtypeName] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "
 MIXED_SAMPLES = 1000
 
 
-def option(default: Any, about: str, *, unless: str = "") -> Any:
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A condition on the value of a key, and what an error says that it expects."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def one_of(*allowed: str) -> Limit:
+    """Return the limit to some values."""
+    return Limit(lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}")
+
+
+# NaN is outside of all of them.
+ABOVE_0 = Limit(lambda value: value > 0, "more than 0")
+FROM_0 = Limit(lambda value: value >= 0, "0 or more")
+SHARE = Limit(lambda value: 0 <= value <= 1, "a share from 0 to 1")
+_HELD_OUT = Limit(lambda value: 0 <= value < 1, "a share from 0 up to, not including, 1")
+_BELOW_ONE = Limit(lambda value: 0 <= value < 1, "a number from 0 up to, not including, 1")
+_BETAS = Limit(lambda value: all(0 <= beta < 1 for beta in value), "two numbers from 0 up to, not including, 1")
+_POWER_OF_TWO = Limit(lambda value: math.frexp(value)[0] == 0.5, "a power of two")
+
+
+def option(default: Any, about: str, limit: Limit | None = None, *, unless: str = "") -> Any:
     """Declare a key of a section.
 
     Args:
         default: The value of the key where the file has none.
         about: The description that `str(config)` writes next to the key.
+        limit: The condition on its values, if not all are allowed.
         unless: Another key of the section that decides this one. Where that key is set, this one must not be given.
     """
-    return field(default=default, metadata={"about": about, "unless": unless})
+    return field(default=default, metadata={"about": about, "limit": limit, "unless": unless})
 
 
 def refuse(section: Any, key: str, got: Any, expected: str) -> None:
@@ -46,24 +70,12 @@ def refuse(section: Any, key: str, got: Any, expected: str) -> None:
     raise ConfigError(f"{section.NAME}.{key} = {got!r}: expected {expected}.")
 
 
-def positive(section: Any, *keys: str) -> None:
-    """Refuse values that are not above 0, NaN included."""
-    for key in keys:
-        if not getattr(section, key) > 0:
-            refuse(section, key, getattr(section, key), "more than 0")
-
-
-def not_negative(section: Any, *keys: str) -> None:
-    """Refuse values below 0."""
-    for key in keys:
-        if not getattr(section, key) >= 0:
-            refuse(section, key, getattr(section, key), "0 or more")
-
-
-def one_of(section: Any, key: str, *allowed: str) -> None:
-    """Refuse values that are not in `allowed`."""
-    if getattr(section, key) not in allowed:
-        refuse(section, key, getattr(section, key), f"one of {', '.join(map(repr, allowed))}")
+def check_limits(section: Any) -> None:
+    """Refuse the first value that is outside of the limit of its key."""
+    for f in fields(section):
+        limit: Limit | None = f.metadata["limit"]
+        if limit is not None and not limit.holds(getattr(section, f.name)):
+            refuse(section, f.name, getattr(section, f.name), limit.expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +86,16 @@ class ModelConfig:
 
     hf: str = option("", "a Hugging Face model: folder or config.json; of the rest, weights")
     weights: str = option("", "safetensors to start from, file or folder; empty: new weights")
-    width: int = option(256, "of the embedding", unless="hf")
-    depth: int = option(8, "blocks", unless="hf")
-    heads: int = option(8, "attention heads in a block", unless="hf")
-    kv_heads: int = option(0, "key and value heads, shared by groups of heads; 0: as many", unless="hf")
-    hidden: int = option(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32", unless="hf")
+    width: int = option(256, "of the embedding", ABOVE_0, unless="hf")
+    depth: int = option(8, "blocks", ABOVE_0, unless="hf")
+    heads: int = option(8, "attention heads in a block", ABOVE_0, unless="hf")
+    kv_heads: int = option(0, "key and value heads, shared by groups of heads; 0: as many", FROM_0, unless="hf")
+    hidden: int = option(0, "width of the feed-forward part; 0: 8/3 of width, rounded up to 32", FROM_0, unless="hf")
     tied: bool = option(True, "whether the output uses the embedding's weights", unless="hf")
-    vocabulary: int = option(0, "tokens the model knows; 0: as many as the tokenizer has", unless="hf")
+    vocabulary: int = option(0, "tokens the model knows; 0: as many as the tokenizer has", FROM_0, unless="hf")
 
     def __post_init__(self) -> None:
-        positive(self, "width", "depth", "heads")
-        not_negative(self, "kv_heads", "hidden", "vocabulary")
+        check_limits(self)
         if self.width % (2 * self.heads):
             refuse(self, "width", self.width, f"a multiple of 2 × heads = {2 * self.heads}")
         if self.kv_heads and self.heads % self.kv_heads:
@@ -103,16 +114,15 @@ class DataConfig:
     dataset: str = option("", "a folder with a Hugging Face dataset on disk")
     column: str = option("text", "where text is: dataset, .parquet, .jsonl; empty: JSON as it is")
     tokenizer: str = option("bytes", "'bytes', or a tokenizer.json")
-    held_out: float = option(0.05, "the share at the end that only evaluation reads")
+    held_out: float = option(0.05, "the share at the end that only evaluation reads", _HELD_OUT)
 
     def __post_init__(self) -> None:
+        check_limits(self)
         given = [key for key in ("text", "tokens", "dataset") if getattr(self, key)]
         if len(given) > 1:
             refuse(self, given[1], getattr(self, given[1]), f"only one source; data.{given[0]} is given too")
         if self.dataset and not self.column:
             refuse(self, "column", self.column, "the name of the dataset's column with the text")
-        if not 0 <= self.held_out < 1:
-            refuse(self, "held_out", self.held_out, "a share from 0 up to, not including, 1")
         source = given[0] if given else "text"
         entries, weights = getattr(self, source), list(self.weights)
         if source == "dataset" and weights:
@@ -138,54 +148,40 @@ class TrainConfig:
 
     NAME: ClassVar = "train"
 
-    steps: int = option(200, "optimizer steps")
-    batch: int = option(32, "sequences of one optimizer step, over all ranks")
-    micro_batch: int = option(4, "sequences that a rank computes at once")
-    length: int = option(256, "tokens of a sequence")
-    optimizer: str = option("adamw", "or muon: for the matrices of blocks; AdamW for all else")
-    learning_rate: float = option(1e-3, "its peak, after the warm-up")
-    muon_learning_rate: float = option(0.02, "muon: the peak for what it steps")
-    muon_momentum: float = option(0.95, "muon: Nesterov's")
-    final_share: float = option(0.1, "share of the peak at which the cosine ends")
-    warmup: float = option(0.1, "share of the steps that lead up to the peak")
-    weight_decay: float = option(0.1, "of matrices; vectors decay never")
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's")
-    eps: float = option(1e-8, "AdamW's")
-    clip: float = option(1.0, "the largest global norm of the gradient; 0: no clipping")
-    seed: int = option(0, "of new weights, the order of the data, and dropout")
-    precision: str = option("fp32", "of transfers and compute: fp32, bf16, fp16; masters are fp32")
+    steps: int = option(200, "optimizer steps", ABOVE_0)
+    batch: int = option(32, "sequences of one optimizer step, over all ranks", ABOVE_0)
+    micro_batch: int = option(4, "sequences that a rank computes at once", ABOVE_0)
+    length: int = option(256, "tokens of a sequence", ABOVE_0)
+    optimizer: str = option("adamw", "or muon: for the matrices of blocks; AdamW for all else", one_of("adamw", "muon"))
+    learning_rate: float = option(1e-3, "its peak, after the warm-up", ABOVE_0)
+    muon_learning_rate: float = option(0.02, "muon: the peak for what it steps", ABOVE_0)
+    muon_momentum: float = option(0.95, "muon: Nesterov's", _BELOW_ONE)
+    final_share: float = option(0.1, "share of the peak at which the cosine ends", SHARE)
+    warmup: float = option(0.1, "share of the steps that lead up to the peak", SHARE)
+    weight_decay: float = option(0.1, "of matrices; vectors decay never", FROM_0)
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's", _BETAS)
+    eps: float = option(1e-8, "AdamW's", ABOVE_0)
+    clip: float = option(1.0, "the largest global norm of the gradient; 0: no clipping", FROM_0)
+    seed: int = option(0, "of new weights, the order of the data, and dropout", FROM_0)
+    precision: str = option("fp32", "of transfers and compute: fp32, bf16, fp16; masters are fp32", one_of(*DTYPES))
     tf32: bool = option(False, "fp32: products of matrices in TF32, where a GPU has it")
-    loss_scale: float = option(65536.0, "fp16: of the loss, at first; a power of two")
-    reduce: str = option("", "the dtype in which gradients are sent; empty: as precision")
-    accumulate: str = option("fp32", "the dtype of their sum over micro-steps")
+    loss_scale: float = option(65536.0, "fp16: of the loss, at first; a power of two", _POWER_OF_TWO)
+    reduce: str = option("", "the dtype in which gradients are sent; empty: as precision", one_of("", *DTYPES))
+    accumulate: str = option("fp32", "the dtype of their sum over micro-steps", one_of(*DTYPES))
     checkpointing: bool = option(False, "keep a block's input only; recompute the rest in backward")
     offload_activations: bool = option(False, "keep what backward needs in the host's memory")
     compile: bool = option(False, "torch.compile for each block")
-    not_finite: str = option("stop", "when a loss or gradient is not finite: stop, or skip the step")
-    evaluate_every: int = option(0, "steps between evaluations of what is held out; 0: at the end")
-    evaluate_batches: int = option(4, "batches of train.batch sequences that an evaluation reads")
-    threads: int = option(0, "CPU threads of a rank; 0: its share of the node's cores")
+    not_finite: str = option(
+        "stop", "when a loss or gradient is not finite: stop, or skip the step", one_of("stop", "skip")
+    )
+    evaluate_every: int = option(0, "steps between evaluations of what is held out; 0: at the end", FROM_0)
+    evaluate_batches: int = option(4, "batches of train.batch sequences that an evaluation reads", ABOVE_0)
+    threads: int = option(0, "CPU threads of a rank; 0: its share of the node's cores", FROM_0)
 
     def __post_init__(self) -> None:
-        positive(self, "steps", "batch", "micro_batch", "length", "learning_rate", "eps", "evaluate_batches")
-        positive(self, "muon_learning_rate")
-        one_of(self, "optimizer", "adamw", "muon")
-        if not 0 <= self.muon_momentum < 1:
-            refuse(self, "muon_momentum", self.muon_momentum, "a number from 0 up to, not including, 1")
-        not_negative(self, "weight_decay", "clip", "seed", "evaluate_every", "threads")
+        check_limits(self)
         if self.batch % self.micro_batch:
             refuse(self, "micro_batch", self.micro_batch, f"a divisor of train.batch = {self.batch}")
-        for key in ("warmup", "final_share"):
-            if not 0 <= getattr(self, key) <= 1:
-                refuse(self, key, getattr(self, key), "a share from 0 to 1")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            refuse(self, "betas", self.betas, "two numbers from 0 up to, not including, 1")
-        one_of(self, "precision", *DTYPES)
-        if math.frexp(self.loss_scale)[0] != 0.5:
-            refuse(self, "loss_scale", self.loss_scale, "a power of two")
-        one_of(self, "reduce", "", *DTYPES)
-        one_of(self, "accumulate", *DTYPES)
-        one_of(self, "not_finite", "stop", "skip")
 
     def micro_steps(self, copies: int) -> int:
         """Return the micro-steps of one optimizer step if `copies` copies of the model share its samples.
@@ -233,7 +229,9 @@ class StrategyConfig:
     feedback: str = option("", "hops that keep what gradients lose: first, second, both")
     gradients_after: int = option(0, "steps before the gradients' codec serves; 0: none")
     gradients_until: int = option(0, "steps for which the gradients' codec serves; 0: all")
-    offload: str = option("", "optimizer: its states, masters and gradients in the host's memory")
+    offload: str = option(
+        "", "optimizer: its states, masters and gradients in the host's memory", one_of("", *OFFLOADS)
+    )
     group: tuple[int, ...] = option((), "mics: [local, nodes] of its partition group")
     params: tuple[int, ...] = option((), "lins: [local, nodes] over which parameters are spread")
     grads: tuple[int, ...] = option((), "lins: the same of gradients")
@@ -242,7 +240,7 @@ class StrategyConfig:
     frozen: tuple[int, ...] = option((), "[local, nodes] of what does not train; empty: by memory")
     frozen_codec: str = option("", "what does not train rests in: int8, int4:64")
     allow: tuple[str, ...] = option((), "auto: codecs that it may use between nodes; none: lossless")
-    memory: float = option(0.0, "auto: GiB that a rank may hold; 0: nine tenths of its device's")
+    memory: float = option(0.0, "auto: GiB that a rank may hold; 0: nine tenths of its device's", FROM_0)
     profile: str = option("", "auto: what `towpath probe` wrote; empty: probes once and keeps it")
     pipelines: tuple[int, ...] = option((), "auto: parallel.pipeline may be one of these; none: as it is")
     tensors: tuple[int, ...] = option((), "auto: the same of parallel.tensor")
@@ -250,13 +248,12 @@ class StrategyConfig:
     compressions: tuple[str, ...] = option((), "auto: the same of parallel.compression")
 
     def __post_init__(self) -> None:
+        check_limits(self)
         if (self.nodes > 0) != (self.ranks_per_node > 0):
             refuse(self, "nodes", self.nodes, f"nodes and ranks_per_node ({self.ranks_per_node}) together, or neither")
-        one_of(self, "offload", "", *OFFLOADS)
         for key in _EXTENTS:
             if len(getattr(self, key)) not in (0, 2):
                 refuse(self, key, list(getattr(self, key)), "[local, nodes]")
-        not_negative(self, "memory")
         for key in _AUTO_OPTIONS if not self.auto else (*_PRESET_OPTIONS, *_EXTENTS):
             if getattr(self, key):
                 where = "only with strategy.name = auto" if not self.auto else "nothing: auto chooses it"
@@ -339,18 +336,16 @@ class ParallelConfig:
 
     NAME: ClassVar = "parallel"
 
-    pipeline: int = option(1, "ranks that a micro-batch passes through; 1: no stages")
-    tensor: int = option(1, "ranks of one node that share each layer of a block; 1: none")
-    schedule: str = option("1F1B", "or GPipe, Interleaved1F1B, … (docs/pipelines.md)")
-    compression: str = option("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc")
+    pipeline: int = option(1, "ranks that a micro-batch passes through; 1: no stages", ABOVE_0)
+    tensor: int = option(1, "ranks of one node that share each layer of a block; 1: none", ABOVE_0)
+    schedule: str = option("1F1B", "or GPipe, Interleaved1F1B, … (docs/pipelines.md)", one_of(*SCHEDULES))
+    compression: str = option("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
     activation_gradients: str = option("", "codec of what stages send back, such as low-rank:16")
     activations: str = option("", "codec of what stages hand on, such as int8")
     gradients: str = option("", "codec of the first stages' gradients: low-rank:128")
 
     def __post_init__(self) -> None:
-        positive(self, "pipeline", "tensor")
-        one_of(self, "schedule", *SCHEDULES)
-        one_of(self, "compression", *COMPRESSIONS)
+        check_limits(self)
         for f in fields(self):
             if self.pipeline == 1 and f.name != "tensor" and getattr(self, f.name) != f.default:
                 refuse(self, f.name, getattr(self, f.name), "only with parallel.pipeline above 1")
@@ -372,19 +367,19 @@ class ParallelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What the run writes, and where. Metrics are always written."""
+    """The files that the run writes. Metrics are always written."""
 
     NAME: ClassVar = "log"
 
     folder: str = option("towpath-run", "of metrics.jsonl and all else that the run writes")
-    every: int = option(1, "steps between rows of metrics")
+    every: int = option(1, "steps between rows of metrics", ABOVE_0)
     tensorboard: bool = option(False, "also write TensorBoard's events there")
     wandb: str = option("", "also log to this project of Weights & Biases")
     wandb_offline: bool = option(True, "keep it in the folder; `wandb sync` sends it")
     trace: tuple[int, ...] = option((), "steps of which to write a trace for ui.perfetto.dev")
 
     def __post_init__(self) -> None:
-        positive(self, "every")
+        check_limits(self)
         if any(step < 1 for step in self.trace):
             refuse(self, "trace", list(self.trace), "steps, counted from 1")
 
@@ -396,15 +391,15 @@ class CheckpointConfig:
     NAME: ClassVar = "checkpoint"
 
     folder: str = option("", "of the checkpoints; empty: checkpoints in log.folder")
-    every: int = option(0, "steps between checkpoints; 0: as many as every_minutes takes")
-    every_minutes: float = option(10.0, "with every = 0, between checkpoints; 0: only the last state")
-    keep: int = option(2, "how many of the newest stay; 0: all")
-    keep_every: int = option(0, "besides, those whose step this divides stay; 0: none")
+    every: int = option(0, "steps between checkpoints; 0: as many as every_minutes takes", FROM_0)
+    every_minutes: float = option(10.0, "with every = 0, between checkpoints; 0: only the last state", FROM_0)
+    keep: int = option(2, "how many of the newest stay; 0: all", FROM_0)
+    keep_every: int = option(0, "besides, those whose step this divides stay; 0: none", FROM_0)
     background: bool = option(True, "write while the next steps run")
     resume: str = option("auto", "auto: from the newest in the folder; off; or a path")
 
     def __post_init__(self) -> None:
-        not_negative(self, "every", "every_minutes", "keep", "keep_every")
+        check_limits(self)
         if self.keep_every and not self.keep:
             refuse(self, "keep_every", self.keep_every, "0 where checkpoint.keep = 0 keeps all")
         if not self.resume:

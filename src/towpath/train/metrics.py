@@ -21,35 +21,20 @@ from towpath.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRow:
-    """The metrics of one optimizer step. Tokens and bytes are those of all ranks, seconds and memory those of one.
+    """The metrics of one optimizer step. Tokens and bytes are those of all ranks, seconds and memory those of one."""
 
-    Attributes:
-        step: The step, counted from 1.
-        loss: The mean loss of the batch.
-        learning_rate: The learning rate of the step.
-        gradient_norm: The global norm before clipping.
-        tokens: The tokens of the batch.
-        seconds: The duration of the step.
-        inter_bytes: Bytes sent between nodes.
-        intra_bytes: Bytes sent inside nodes.
-        exposed_seconds: The time in which the rank only waited for transfers.
-        memory_bytes: The memory that the rank uses.
-        skipped: Whether the gradient was not finite, so that the weights did not change.
-        mfu: Model-FLOPs utilization: the share of what all ranks could compute.
-    """
-
-    step: int
+    step: int  # counted from 1
     loss: float
     learning_rate: float
-    gradient_norm: float
+    gradient_norm: float  # the global norm before clipping
     tokens: int
     seconds: float
-    inter_bytes: int
-    intra_bytes: int
-    exposed_seconds: float
+    inter_bytes: int  # sent between nodes
+    intra_bytes: int  # sent inside nodes
+    exposed_seconds: float  # the time in which the rank only waited for transfers
     memory_bytes: int
-    skipped: bool = False
-    mfu: float | None = None
+    skipped: bool = False  # whether the gradient was not finite, so that the weights did not change
+    mfu: float | None = None  # model-FLOPs utilization: the share of what all ranks could compute
 
     @property
     def tokens_per_second(self) -> float:

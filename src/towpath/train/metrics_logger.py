@@ -1,4 +1,4 @@
-"""What a run reports: a row of metrics after each step, the live line, traces, and a summary at its end."""
+"""Reports of a run: a row of metrics after each step, the live line, traces, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -54,20 +54,12 @@ _WORTH_A_ROW, _COLUMNS = 0.0005, 100
 
 @dataclass(slots=True)
 class StepTimers:
-    """Seconds of the training thread by what it did. What `towpath.stats` counts is part of `passes`.
+    """Seconds of the training thread by what it did. What `towpath.stats` counts is part of `passes`."""
 
-    Attributes:
-        data: Reading batches.
-        passes: Forward and backward, with the transfers that they wait for.
-        optimizer: Unscaling, clipping and the optimizer.
-        agreement: The mean of the loss over all ranks.
-        evaluation: Evaluations.
-    """
-
-    data: float = 0.0
-    passes: float = 0.0
-    optimizer: float = 0.0
-    agreement: float = 0.0
+    data: float = 0.0  # reading batches
+    passes: float = 0.0  # forward and backward, with the transfers that they wait for
+    optimizer: float = 0.0  # unscaling, clipping and the optimizer
+    agreement: float = 0.0  # the mean of the loss over all ranks
     evaluation: float = 0.0
 
     @property
@@ -77,27 +69,17 @@ class StepTimers:
 
 
 class MetricsLogger:
-    """Reports the steps of a run. Use it as a context around the steps. Rank 0 writes, and every rank must call it.
-
-    Args:
-        config: The configuration of the run.
-        parallel: Its parallelism, which the planner may have chosen.
-        job: The ranks.
-        model: The sharded model, or the pipeline.
-        timers: The timers of the trainer.
-        step_flops: The FLOPs of a step, over all ranks.
-        first_step: Steps that are done before.
-    """
+    """Reports the steps of a run. Use it as a context around the steps. Rank 0 writes, and every rank must call it."""
 
     def __init__(
         self,
         config: Config,
-        parallel: ParallelConfig,
+        parallel: ParallelConfig,  # which the planner may have chosen
         job: Job,
         model: Any,
         timers: StepTimers,
-        step_flops: float,
-        first_step: int,
+        step_flops: float,  # over all ranks
+        first_step: int,  # steps that are done before
     ) -> None:
         self._log, self._job, self._model, self._parallel = config.log, job, model, parallel
         self._timers, self._step_flops, self._first_step, self._step = timers, step_flops, first_step, first_step
@@ -213,19 +195,8 @@ class MetricsLogger:
         done = self._stats().since(self._stats_before)
         if not (self._leads and steps):
             return
-        timers = self._timers
-        spent = Spent(
-            total_seconds=self._seconds,
-            passes_seconds=timers.passes,
-            others={
-                "the optimizer": timers.optimizer,
-                "agreeing on the loss": timers.agreement,
-                "the data": timers.data,
-                "evaluation": timers.evaluation,
-            },
-            outside_passes=self._outside_steps,
-        )
-        print(summary(done, spent, steps, tensor=self._parallel.tensor > 1), flush=True)
+        seconds = times(done, self._timers, self._seconds, self._outside_steps)
+        print(summary(done, seconds, self._seconds, steps, tensor=self._parallel.tensor > 1), flush=True)
 
 
 def check_log(log: LogConfig) -> None:
@@ -315,36 +286,44 @@ def stated_flops(gpu: str, dtype: torch.dtype) -> float | None:
 # The summary ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
-    """The time of the training thread.
+def times(done: Stats, timers: StepTimers, total_seconds: float, outside_steps: Sums) -> dict[str, float]:
+    """Return the seconds of a run by what they were spent on. Their sum is `total_seconds`.
 
-    Attributes:
-        total_seconds: The time of the whole run.
-        passes_seconds: Forward and backward of the steps, with the transfers that they wait for.
-        others: What else the thread did, by name.
-        outside_passes: What the engine counted outside of these passes, in evaluations.
+    Args:
+        done: The stats of the whole run.
+        timers: The timers of the training thread.
+        total_seconds: The duration of the run.
+        outside_steps: What the engine counted outside of `timers.passes`, in evaluations.
     """
+    exposed: dict[str, float] = {}
+    for kind in dict.fromkeys(t.transfer.kind for t in done.transfers):
+        seconds = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is kind)
+        exposed[kind.value] = max(0.0, seconds - outside_steps.exposed_seconds.get(kind, 0.0))
+    host = max(0.0, done.seconds_host - outside_steps.host_seconds)
+    found = {"compute": max(0.0, timers.passes - sum(exposed.values()) - host)}
+    found |= {f"waiting for {kind}": seconds for kind, seconds in exposed.items()}
+    found |= {"the engine's own work": host, "the optimizer": timers.optimizer}
+    found |= {"agreeing on the loss": timers.agreement, "the data": timers.data, "evaluation": timers.evaluation}
+    found["the rest"] = max(0.0, total_seconds - sum(found.values()))
+    return found
 
-    total_seconds: float
-    passes_seconds: float
-    others: Mapping[str, float]
-    outside_passes: Sums = field(default_factory=Sums)
 
-
-def summary(done: Stats, spent: Spent, steps: int, *, tensor: bool = False) -> str:
+def summary(
+    done: Stats, seconds: Mapping[str, float], total_seconds: float, steps: int, *, tensor: bool = False
+) -> str:
     """Return the summary of a run as text of 100 columns.
 
     Args:
         done: The stats of the whole run. Bytes are those of all ranks, and seconds those of one.
-        spent: The time of that rank's training thread.
+        seconds: What `times` returns.
+        total_seconds: The duration of the run.
         steps: The steps of the run.
         tensor: Whether ranks share layers. Nothing counts what DTensor sends for that.
     """
     left_out = "\nwithout the sums of tensor-parallel layers, which are counted nowhere" if tensor else ""
     text = Group(
-        Text(f"Where the time went ({steps} steps, {spent.total_seconds:.1f} s)"),
-        _times_table(done, spent, steps),
+        Text(f"Where the time went ({steps} steps, {total_seconds:.1f} s)"),
+        _times_table(seconds, total_seconds, steps),
         Text(f"\nWhat was sent, by all ranks together (in flight and exposed: this rank's seconds){left_out}"),
         _transfers_table(done, steps),
     )
@@ -353,23 +332,7 @@ def summary(done: Stats, spent: Spent, steps: int, *, tensor: bool = False) -> s
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def times(done: Stats, spent: Spent) -> dict[str, float]:
-    """Return the seconds by what they were spent on. Their sum is the time of the whole run."""
-    outside = spent.outside_passes
-    exposed: dict[str, float] = {}
-    for kind in dict.fromkeys(t.transfer.kind for t in done.transfers):
-        total = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is kind)
-        exposed[kind.value] = max(0.0, total - outside.exposed_seconds.get(kind, 0.0))
-    host = max(0.0, done.seconds_host - outside.host_seconds)
-    found = {"compute": max(0.0, spent.passes_seconds - sum(exposed.values()) - host)}
-    found.update({f"waiting for {kind}": seconds for kind, seconds in exposed.items()})
-    found["the engine's own work"] = host
-    found.update(spent.others)
-    found["the rest"] = max(0.0, spent.total_seconds - sum(found.values()))
-    return found
-
-
-def _times_table(done: Stats, spent: Spent, steps: int) -> Table:
+def _times_table(by_name: Mapping[str, float], total: float, steps: int) -> Table:
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="")
     table.add_column("")
     for heading in ("seconds", "a step", "share"):
@@ -378,8 +341,7 @@ def _times_table(done: Stats, spent: Spent, steps: int) -> Table:
     def per_step(seconds: float) -> str:
         return f"{seconds / steps * 1e3:.1f} ms" if steps else ""
 
-    total = spent.total_seconds
-    for name, seconds in times(done, spent).items():
+    for name, seconds in by_name.items():
         if seconds >= _WORTH_A_ROW * total:
             table.add_row(name, f"{seconds:.2f}", per_step(seconds), f"{seconds / total:.1%}" if total else "")
     table.add_row("all", f"{total:.2f}", per_step(total), "")

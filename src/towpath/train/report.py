@@ -231,37 +231,21 @@ def draw_timelines(figure: Any, steps: Sequence[TracedStep]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The training of one strategy, as rank 0 saw it. Seconds and bytes are the means of one optimizer step.
-
-    Attributes:
-        strategy: Its name.
-        losses: The loss of each step.
-        ends: Seconds from the start of the first step to the end of each step.
-        validation: The loss of the held-out part, or None.
-        step_seconds: The duration of a step.
-        exposed_seconds: The time in which the rank only waited for transfers.
-        host_seconds: The time of the engine, the optimizer and the data: neither computing nor waiting.
-        cable_bytes: Bytes sent over a node's cable as the kernel counted them, or None if there is no cable.
-        scheduled_bytes: The same, as `towpath.schedule()` predicts it.
-        inside_bytes: Bytes sent inside one node.
-        memory_bytes: The engine's memory by kind.
-        lossless: Whether no codec rounds what is sent.
-        timeline: The intervals of one step on rank 0.
-    """
+    """The training of one strategy, as rank 0 saw it. Seconds and bytes are the means of one optimizer step."""
 
     strategy: str
-    losses: tuple[float, ...]
-    ends: tuple[float, ...]
+    losses: tuple[float, ...]  # by step
+    ends: tuple[float, ...]  # seconds from the start of the first step to the end of each step
     validation: float | None
     step_seconds: float
-    exposed_seconds: float
-    host_seconds: float
-    cable_bytes: float | None
-    scheduled_bytes: int
-    inside_bytes: float
-    memory_bytes: dict[str, int]
-    lossless: bool
-    timeline: tuple[Interval, ...]
+    exposed_seconds: float  # the time in which the rank only waited for transfers
+    host_seconds: float  # the time of the engine, the optimizer and the data: neither computing nor waiting
+    cable_bytes: float | None  # bytes sent over a node's cable as the kernel counted them, or None if there is no cable
+    scheduled_bytes: int  # the same, as `towpath.schedule()` predicts it
+    inside_bytes: float  # bytes sent inside one node
+    memory_bytes: dict[str, int]  # the engine's memory by kind
+    lossless: bool  # whether no codec rounds what is sent
+    timeline: tuple[Interval, ...]  # of one step on rank 0
 
     @property
     def compute_seconds(self) -> float:

@@ -31,18 +31,14 @@ def exit_code(number: int) -> int:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The request to stop that a signal makes.
+    """The request to stop that a signal makes."""
 
-    Attributes:
-        training: Whether steps have begun. Before that there is nothing to save, and the first signal ends the process.
-        signal: The signal that this rank has received, or 0. Ranks exchange it with the loss of every step, and so stop
-            after the same step.
-        over: Set at the end of the context.
-    """
-
+    # Whether steps have begun. Before that there is nothing to save, and the first signal ends the process.
     training: bool = False
+    # The signal that this rank has received, or 0. Ranks exchange it with the loss of every step, and so stop after the
+    # same step.
     signal: int = 0
-    over: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)  # set at the end of the context
 
 
 @contextmanager

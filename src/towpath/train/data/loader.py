@@ -190,21 +190,13 @@ def _mixed(number: _Hashes) -> _Hashes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """The data of a run.
+    """The data of a run."""
 
-    Attributes:
-        vocabulary: A number above every token.
-        fingerprint: A digest that is the same on ranks that read the same data.
-        about: The name of the data in messages.
-        train: The training part.
-        held_out: The part for evaluation, or None with `data.held_out = 0`.
-    """
-
-    vocabulary: int
-    fingerprint: str
-    about: str
+    vocabulary: int  # a number above every token
+    fingerprint: str  # a digest that is the same on ranks that read the same data
+    about: str  # the name of the data in messages
     train: TokenWindows | TokenMixture
-    held_out: TokenWindows | TokenMixture | None
+    held_out: TokenWindows | TokenMixture | None  # None with data.held_out = 0
 
 
 def open_tokens(

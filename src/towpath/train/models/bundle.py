@@ -40,28 +40,17 @@ _LOGITS_AT_ONCE = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelBundle:
-    """A model on the meta device, and what the trainer must know of it.
+    """A model on the meta device, and what the trainer must know of it."""
 
-    Attributes:
-        model: The model in fp32, whatever dtype its files have: its parameters become the masters.
-        blocks: Its repeated blocks.
-        values: The `values` argument of `shard()`, or None for new weights.
-        config_json: The configuration of the Hugging Face model that it can be exported as.
-        names: The Hugging Face name of each parameter and persistent buffer.
-        parameters: The number of parameters.
-        matrices: The number of parameters that each token is multiplied with.
-        attended: The width of all attention heads, summed over the layers.
-        tensor_plan: How tensor-parallel ranks share its layers, or None if the model does not define it.
-    """
-
-    model: nn.Module
-    blocks: list[nn.Module]
-    values: Values | None
-    config_json: dict[str, Any]
-    names: Mapping[str, str]
+    model: nn.Module  # the model in fp32, whatever dtype its files have: its parameters become the masters
+    blocks: list[nn.Module]  # the repeated ones
+    values: Values | None  # the `values` argument of `shard()`, or None for new weights
+    config_json: dict[str, Any]  # the configuration of the Hugging Face model that it can be exported as
+    names: Mapping[str, str]  # the Hugging Face name of each parameter and persistent buffer
     parameters: int
-    matrices: int
-    attended: int
+    matrices: int  # the number of parameters that each token is multiplied with
+    attended: int  # the width of all attention heads, summed over the layers
+    # How tensor-parallel ranks share its layers, or None if the model does not define it.
     tensor_plan: TensorPlan | None
 
     def flops_per_token(self, length: int) -> float:

@@ -39,17 +39,11 @@ _HEADS_DIM = 2  # of queries and keys, [batch, length, heads, head width]
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """How ranks share the layers of a model.
+    """How ranks share the layers of a model."""
 
-    Attributes:
-        styles: The style of each layer by its name, in which * stands for the number of a block.
-        ends: The styles of the embedding and the output layer.
-        heads: The numbers of heads of each kind, which the ranks must divide.
-    """
-
-    styles: Mapping[str, str]
-    ends: Mapping[str, str] = field(default_factory=dict[str, str])
-    heads: Sequence[int] = ()
+    styles: Mapping[str, str]  # the style of each layer by its name, in which * stands for the number of a block
+    ends: Mapping[str, str] = field(default_factory=dict[str, str])  # the styles of the embedding and the output layer
+    heads: Sequence[int] = ()  # the numbers of heads of each kind, which the ranks must divide
 
     def layers_of(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
         """Yield name, module and style of each shared layer. `model` may be a stage, which lacks some of them."""
