@@ -83,6 +83,8 @@ class MetricsLogger:
     ) -> None:
         self._log, self._job, self._model, self._parallel = config.log, job, model, parallel
         self._timers, self._step_flops, self._first_step, self._step = timers, step_flops, first_step, first_step
+        # The engine counts one of the groups of ranks that share layers. A pipeline counts all of them.
+        self._groups = 1 if parallel.pipeline > 1 else parallel.tensor
         self._tokens = config.train.batch * config.train.length
         self._leads = job.rank == 0
         dtype: torch.dtype = getattr(torch, DTYPES[config.train.precision])
@@ -97,13 +99,10 @@ class MetricsLogger:
         self._seconds = 0.0  # of the whole context
 
     def _stats(self) -> Stats:
-        found = stats(self._model)
-        # The engine counts one of the groups of ranks that share layers. A pipeline counts all of them.
-        return found if self._parallel.pipeline > 1 else found.of_groups(self._parallel.tensor)
+        return stats(self._model).of_groups(self._groups)
 
     def _current_sums(self) -> Sums:
-        found = sums(self._model)
-        return found if self._parallel.pipeline > 1 else found.of_groups(self._parallel.tensor)
+        return sums(self._model).of_groups(self._groups)
 
     def __enter__(self) -> MetricsLogger:
         for writer in self._writers:

@@ -1,9 +1,9 @@
 """The trainer of `towpath train`, from top to bottom.
 
-train()                 the whole run of one rank: signals, process group, trainer
+train                   one rank's run: signal handlers (signals.py), process group (job.py), trainer
 Trainer.__init__        setup: data, model, strategy, sharding, optimizer
-Trainer.train           the loop: steps, metrics, checkpoints, evaluation
-Trainer.train_step      gradient accumulation → clipping → agreement of all ranks → optimizer
+Trainer.train           the loop: steps, metrics (metrics_logger.py), saving (checkpoints.py), evaluation, signals
+Trainer.train_step      one step: gradient accumulation, clipping, agreement of all ranks, optimizer
 Trainer.evaluate        the loss of the held-out part
 """
 
@@ -253,15 +253,19 @@ class Trainer:
         config, state, began = self.config.train, self.state, time.perf_counter()
         rate = set_learning_rate(self.optimizer, config, state.step)
 
-        loss = self._pipeline_passes() if self.pipelined else self._accumulate_gradients()
+        # Forward and backward passes of all micro-batches, with gradient accumulation.
+        local_loss = self._pipeline_passes() if self.pipelined else self._accumulate_gradients()
 
+        # Gradient clipping. The norm is that of the whole model.
         with self._timed("optimizer"):
             self.loss_scale.unscale_gradients(self.model.parameters())
             local_norm = self._clip_gradients()
 
-        loss, norm = self._agree(loss, local_norm, stop_signal)
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        # The only all-reduce of the trainer: loss, signals and due checkpoints. All ranks decide the same from here on.
+        loss, norm = self._agree(local_loss, local_norm, stop_signal)
 
+        # Optimizer. A step whose gradient is not finite changes no weights.
+        finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             with self._timed("optimizer"):
                 self.optimizer.step()
