@@ -66,6 +66,9 @@ class Stats:
         """Return the counts since `earlier`, which must be of the same model. Memory and `last_step` stay as they are.
 
         Use it to measure some steps: take `stats` before and after them.
+
+        Args:
+            earlier: The stats before these steps.
         """
         before = {t.transfer: t for t in earlier.transfers}
         transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)

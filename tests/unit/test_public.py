@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
 
 import towpath
+import towpath.optim
 
 
 def test_the_public_names_are_sorted_and_all_there() -> None:
@@ -60,3 +64,11 @@ towpath.integrations.accelerate.Accelerator
 towpath.optim.owner_stepped, towpath.optim.chain
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"), [(towpath, "Wire", "towpath.Transport"), (towpath.optim, "together", "chain")]
+)
+def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"is now {new}"):
+        getattr(module, old)

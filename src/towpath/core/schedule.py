@@ -277,7 +277,12 @@ def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transf
 class Schedule(SentBytes):
     """Every transfer of one optimizer step, in the order in which the engine submits them.
 
-    `plans` has one plan for each unit. `matrices` is the plan of an optimizer that needs full matrices, if any.
+    Attributes:
+        strategy: The strategy of the model.
+        micro_steps: The forward and backward passes of one optimizer step.
+        plans: One plan for each unit: its buckets, and what happens to them.
+        transfers: The transfers in order, those of all units.
+        matrices: The plan of an optimizer that needs full matrices, if any.
     """
 
     strategy: Strategy

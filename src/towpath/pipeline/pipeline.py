@@ -53,6 +53,7 @@ from towpath.pipeline.split import cut_of
 from towpath.pipeline.split_backward import can_be_halved
 from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
+from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.noticeboard import StatusStore
@@ -473,13 +474,23 @@ def _first_line(error: Exception) -> str:
 
 
 def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    return stage if isinstance(stage, nn.Module) else stage()
+    module = stage if isinstance(stage, nn.Module) else stage()
+    if isinstance(module, ShardedModule):
+        raise ShardError(
+            f"Pipeline: a stage, {type(module).__name__}, is sharded already. Build it anew: Pipeline shards it."
+        )
+    return module
 
 
 def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) -> Sequence[str | Strategy]:
     found = [given] * count if isinstance(given, (str, Strategy)) else given
     if len(found) != count:
         raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
+    if "auto" in found:
+        raise ShardError(
+            'Pipeline does not take the strategy "auto": name one for all stages, or one for each. `towpath plan` with '
+            '--pipeline ranks them, and `towpath train` takes name = "auto" with pipelines, too.'
+        )
     return found
 
 
