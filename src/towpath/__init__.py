@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats, tracing
-    from towpath.planner.workload import Workload
+    from towpath.planner.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
 
@@ -91,7 +91,7 @@ _HOMES = {
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Transport": "core.transport",
-    "Workload": "planner.workload",
+    "Workload": "planner.request",
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",

@@ -18,7 +18,7 @@ from towpath.pipeline.described import DescribedStages
 from towpath.pipeline.schedules import walks
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel
-from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline
+from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.request import Request, codecs_for_both
 from towpath.train.config import Config
 from towpath.train.config_strategy import ParallelConfig
@@ -93,7 +93,7 @@ def _pipelined(config: Config, staged: Callable[[Model, int], StagedModel]) -> P
     if not (only or asked.layouts):
         return None
 
-    def best(model: Model, cluster: Cluster, request: Request) -> PricedPipeline | None:
+    def best(model: Model, cluster: Cluster, request: Request) -> PipelinePrediction | None:
         planned = Pipelines(lambda count: staged(model, count), cluster, request, walks)
         found = planned.solve(
             asked.pipelines or (parallel.pipeline,),
