@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from towpath import lab as lab
     from towpath import optim as optim
     from towpath import pipeline as pipeline
+    from towpath import planning as planning
     from towpath.api import (
         broadcast_buffers,
         full_parameters,
@@ -78,7 +79,7 @@ __all__ = [
 ]
 
 # Modules that are attributes after `import towpath` alone.
-_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline")
+_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline", "planning")
 
 _HOMES = {
     "Extent": "topology.cluster",

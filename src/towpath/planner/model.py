@@ -110,7 +110,14 @@ class ModelUnit:
         return sum(sum(bucket.numels) for bucket in self.spec.buckets if bucket.trainable)
 
     def computing(self, share: float) -> ModelUnit:
-        """Return a unit with the same parameters that computes and keeps only a share."""
+        """Return a unit with the same parameters that computes and keeps only a share.
+
+        Args:
+            share: The share, from 0 to 1, or how many times as much.
+
+        Returns:
+            The unit.
+        """
         return replace(
             self,
             flops=share * self.flops,
@@ -125,7 +132,14 @@ class ModelUnit:
         )
 
     def combined_with(self, other: ModelUnit) -> ModelUnit:
-        """Return a unit with the parameters of this one that computes and keeps what both do."""
+        """Return a unit with the parameters of this one that computes and keeps what both do.
+
+        Args:
+            other: The other unit.
+
+        Returns:
+            The unit.
+        """
         mine, theirs = self.measured, other.measured
         return replace(
             self,
@@ -316,7 +330,14 @@ class Transformer:
         return attention + feed
 
     def attention_flops(self, length: int) -> int:
-        """Return the FLOPs per token and block of the attention scores and of their product with the values."""
+        """Return the FLOPs of the attention scores and of their product with the values.
+
+        Args:
+            length: Tokens of a sequence.
+
+        Returns:
+            The FLOPs per token and block.
+        """
         return 4 * length * self._query_width
 
     def _block(self, length: int) -> ModelUnit:

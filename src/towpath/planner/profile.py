@@ -164,11 +164,28 @@ class Profile:
         return sorted(found, key=lambda point: point.size)
 
     def has(self, what: str) -> bool:
-        """Return whether there are points of a measurement."""
+        """Return whether there are points of a measurement.
+
+        Args:
+            what: The name of the measurement.
+
+        Returns:
+            Whether there are any.
+        """
         return any(point.what == what for point in self.points)
 
     def fit(self, what: str) -> Fit:
-        """Return the latency and rate that fit the points of a measurement."""
+        """Return the latency and rate that fit the points of a measurement.
+
+        Args:
+            what: The name of the measurement.
+
+        Returns:
+            The fit.
+
+        Raises:
+            ConfigError: If there are no points.
+        """
         return fitted([(point.size, point.usual) for point in self.of(what)])
 
     def routes(self) -> list[Point]:

@@ -347,7 +347,7 @@ class Solver:
             self._kept[key] = activation_bytes(self.model, self.request.precision, tokens, batching.checkpointing)
         return self._kept[key]
 
-    def memory(self, strategy: Strategy, batching: Batching) -> dict[str, int]:
+    def predict_memory(self, strategy: Strategy, batching: Batching) -> dict[str, int]:
         """Predict the memory of a rank without simulating the step.
 
         Args:

@@ -95,18 +95,37 @@ class Timeline:
     thread_events: list[ThreadEvent] = field(default_factory=list[ThreadEvent])
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
-        """Record that the computation waited for a transfer."""
+        """Record that the computation waited for a transfer.
+
+        Args:
+            kind: The kind of transfer.
+            name: The name of the event.
+            began: When the wait began.
+            ended: When it ended.
+        """
         self.events.append(Event("waiting", name, began, ended, kind))
         self.exposed[kind] = self.exposed.get(kind, 0.0) + ended - began
 
     def sent(self, event: Event) -> None:
-        """Record a transfer."""
+        """Record a transfer.
+
+        Args:
+            event: The interval in which it ran.
+        """
         assert event.kind is not None
         self.events.append(event)
         self.in_flight[event.kind] = self.in_flight.get(event.kind, 0.0) + event.end - event.start
 
     def with_more(self, times: float, shorter: Timeline) -> Timeline:
-        """Extrapolate: add the difference between this timeline and a `shorter` one, `times` times."""
+        """Extrapolate to a longer step.
+
+        Args:
+            times: How often to add the difference between this timeline and the shorter one.
+            shorter: A step with fewer micro-steps.
+
+        Returns:
+            The timeline of the longer step. Its events are those of this one.
+        """
 
         def more(mine: float, theirs: float) -> float:
             return mine + times * (mine - theirs)
@@ -158,7 +177,12 @@ class RankVariation:
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """Seconds that a step takes longer than without variation: the mean and the longest of several draws."""
+    """Seconds that a step takes longer than without variation.
+
+    Args:
+        mean: The mean of several draws.
+        most: The longest of several draws.
+    """
 
     mean: float
     most: float
