@@ -23,8 +23,8 @@ from towpath.bench.harness.suite import Settings
 from towpath.core.pipeline import SCHEDULES
 from towpath.engine.layout import lay_out
 from towpath.pipeline.schedules import owners_of, schedule_class, walks
-from towpath.planner.model import Model, StagedModel, Unit
-from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline
+from towpath.planner.model import Model, ModelUnit, StagedModel
+from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Batching
@@ -72,7 +72,7 @@ class Predicted:
         sizes = self.sizes.quick() if settings.quick else self.sizes
         cluster = Cluster(TOPOLOGY, self.inter)
         seconds = 2.0 if settings.quick else PROBE_SECONDS
-        predicted: dict[str, PricedPipeline] = {}
+        predicted: dict[str, PipelinePrediction] = {}
         profile: Profile | None = None
         with started({"probe": Entry(cluster, Planning, (seconds,))}, settings.say) as running:
             for setting in self.settings:
@@ -94,7 +94,7 @@ class Predicted:
 
 
 def _compared(
-    predicted: Mapping[str, PricedPipeline], measured: Mapping[str, list[float]], sent: Mapping[str, int]
+    predicted: Mapping[str, PipelinePrediction], measured: Mapping[str, list[float]], sent: Mapping[str, int]
 ) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in measured.items()}
     errors = {name: predicted[name].seconds / medians[name] - 1 for name in predicted}
@@ -109,11 +109,11 @@ def _compared(
     }
 
 
-def _bytes_off(predicted: Mapping[str, PricedPipeline], sent: Mapping[str, int]) -> float:
+def _bytes_off(predicted: Mapping[str, PipelinePrediction], sent: Mapping[str, int]) -> float:
     return max(abs(p.inter_bytes / sent[name] - 1) for name, p in predicted.items())
 
 
-def _priced(setting: Setting, sizes: Sizes, profile: Profile, staged: StagedModel) -> PricedPipeline:
+def _priced(setting: Setting, sizes: Sizes, profile: Profile, staged: StagedModel) -> PipelinePrediction:
     """A micro-batch is one 'sequence' of all its tokens."""
     packed = compression_of(setting.compression, sizes)
     layout = Layout(STAGES, setting.schedule, setting.strategy, packed)
@@ -130,7 +130,7 @@ def _priced(setting: Setting, sizes: Sizes, profile: Profile, staged: StagedMode
         return walks(schedule, ranks, micro_batches, halved and not setting.at_once)
 
     planner = Pipelines(lambda _: staged, profile.cluster(), request, walked)
-    return planner.price(layout, Batching(1, sizes.micro_batches))
+    return planner.predict(layout, Batching(1, sizes.micro_batches))
 
 
 class Planning:
@@ -187,7 +187,7 @@ def _without(model: Model, numel: int) -> Model:
     return replace(model, units=(_root_without(root, numel), *blocks)) if numel else model
 
 
-def _root_without(root: Unit, numel: int) -> Unit:
+def _root_without(root: ModelUnit, numel: int) -> ModelUnit:
     (bucket,) = root.spec.buckets
     left = [i for i, each in enumerate(bucket.numels) if each != numel]
     assert len(left) == len(bucket.numels) - 1

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from towpath.cli.plan_report import curves, draw_nodes, draw_rates, nodes_of, rates_of
-from towpath.planner import clusters
-from towpath.planner.model import describe
+from towpath.planner.catalog import describe_model, load_cluster
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.train.report import standalone_svg
@@ -17,8 +16,8 @@ LENGTH, BATCHING = 1024, Batching(8, 1, checkpointing=True)
 
 
 def _solver() -> Solver:
-    cluster = clusters.load(CLUSTER)
-    return Solver(describe(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
+    cluster = load_cluster(CLUSTER)
+    return Solver(describe_model(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
 
 
 def by_rate() -> str:

@@ -17,9 +17,10 @@ from towpath.core.pipeline import Compression, compression
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.planner import clusters, tables
+from towpath.planner import tables
+from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
-from towpath.planner.model import Transformer, describe, shape_of
+from towpath.planner.model import Transformer
 from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
@@ -28,7 +29,7 @@ from towpath.train.report import draw_timelines, standalone_svg
 from towpath.train.trace import simulated_intervals
 
 PAGES = Path(__file__).parent / "systems"
-CLUSTER = clusters.load("ethernet-10g")
+CLUSTER = load_cluster("ethernet-10g")
 TOPOLOGY = CLUSTER.topology
 COUNTED, LENGTH, MICRO_STEPS = "gpt-2.5b", 1024, 2
 # Few blocks, so that each transfer can be seen.
@@ -36,7 +37,7 @@ DRAWN = Transformer(vocabulary=32_000, width=4_096, depth=6, heads=32, hidden=11
 DRAWN_LENGTH, DRAWN_BATCHING = 2_048, Batching(2, MICRO_STEPS)
 
 # Eight nodes: four stages, each in two copies on nodes of their own, whose ranks share its layers (tensor parallelism).
-PIPELINE_CLUSTER = clusters.load("ethernet-10g", nodes=8)
+PIPELINE_CLUSTER = load_cluster("ethernet-10g", nodes=8)
 STAGES, TENSOR, MICRO_BATCHES = 4, 4, 8
 PIPELINES = {
     "none, embeddings summed twice": Compression(fused_embeddings=False),
@@ -126,7 +127,7 @@ def table(system: System) -> str:
 
 @cache
 def _schedule(name: str) -> Schedule:
-    units = tuple(unit.spec for unit in describe(COUNTED, LENGTH).units)
+    units = tuple(unit.spec for unit in describe_model(COUNTED, LENGTH).units)
     return derive_schedule(strategy(name), units, MICRO_STEPS, Request(batch=1, memory=1).precision)
 
 
@@ -147,10 +148,10 @@ def _optimizer_bytes(made: Schedule) -> int:
 
 
 def pipeline_table() -> str:
-    pipelines = _pipelines(*shape_of(COUNTED, LENGTH))
+    pipelines = _pipelines(*model_shape(COUNTED, LENGTH))
     lines = ["| compression | GB out of a node | GiB of the rank that needs most |", "|---|---|---|"]
     for name, packed in PIPELINES.items():
-        found = pipelines.price(Layout(STAGES, compression=packed, tensor=TENSOR), Batching(1, MICRO_BATCHES))
+        found = pipelines.predict(Layout(STAGES, compression=packed, tensor=TENSOR), Batching(1, MICRO_BATCHES))
         sent = found.inter_bytes / PIPELINE_CLUSTER.topology.nodes / 1e9
         lines.append(f"| {name} | {sent:.3f} | {found.peak_bytes / GIB:.2f} |")
     return "\n".join(lines)

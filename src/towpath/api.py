@@ -36,7 +36,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
-from towpath.planner.workload import Workload
+from towpath.planner.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.devices import check_devices

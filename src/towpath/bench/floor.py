@@ -9,7 +9,7 @@ from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
 from towpath.lab import Rate
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
-from towpath.sim.replay import Replay, Seconds
+from towpath.sim.replay import ComputeSeconds, Replay
 
 _AT_ONCE = 1e18  # bytes, or elements, a second
 
@@ -23,7 +23,7 @@ def floor_seconds(strategy: Strategy, workload: Workload, computing: float, inte
     plans = [plan_unit(strategy, unit.spec, workload.precision) for unit in lay_out(workload.model())]
     blocks = len(plans) - 1
     forward = computing / blocks / 3  # the backward pass takes twice as long
-    seconds = Seconds((0.0, *[forward] * blocks), (0.0, *[2 * forward] * blocks), 0.0, 0.0)
+    seconds = ComputeSeconds((0.0, *[forward] * blocks), (0.0, *[2 * forward] * blocks), 0.0, 0.0)
     return Replay(strategy, plans, _hardware(strategy, inter), seconds, workload.micro_steps).run().seconds
 
 

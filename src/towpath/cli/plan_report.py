@@ -14,7 +14,7 @@ from towpath.errors import TowpathError
 from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.solver import Batching, Priced, Ranking, Solver
+from towpath.planner.solver import Batching, Prediction, Ranking, Solver
 from towpath.train.report import (
     COLORS,
     Curve,
@@ -113,7 +113,7 @@ def curves(
 
 def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
     try:
-        priced = solver.price(presets.strategy(name, solver.cluster.topology), batching)
+        priced = solver.predict(presets.strategy(name, solver.cluster.topology), batching)
     except TowpathError:  # a preset that this shape does not have
         return None
     return priced.seconds if priced.peak_bytes <= solver.request.memory else None
@@ -147,16 +147,16 @@ def caption(curves: Sequence[Curve]) -> str:
 # Drawing -------------------------------------------------------------------------------------------------------------
 
 
-def front(ranked: Sequence[Priced]) -> list[Priced]:
+def front(ranked: Sequence[Prediction]) -> list[Prediction]:
     """Of each memory the quickest, as long as more memory brings more speed; the quickest first."""
-    chosen: list[Priced] = []
+    chosen: list[Prediction] = []
     for priced in sorted(ranked, key=lambda p: (p.seconds, p.peak_bytes)):
         if not chosen or priced.peak_bytes < chosen[-1].peak_bytes:
             chosen.append(priced)
     return chosen
 
 
-def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
+def draw_front(figure: Any, ranked: Sequence[Prediction]) -> None:
     axes = axes_of(figure, "GiB of a rank", "seconds of a step")
     axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLORS[7], markersize=3)
     best = front(ranked)
@@ -168,7 +168,7 @@ def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
         )  # fmt: skip
 
 
-def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
+def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
     parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind

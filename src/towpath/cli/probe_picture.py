@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from towpath.planner.probe_checks import collective_seconds
-from towpath.planner.profile import Profile
+from towpath.planner.profile import Profile, collective_seconds
 from towpath.train.report import color, standalone_svg
 
 _LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")

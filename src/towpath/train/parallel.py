@@ -23,7 +23,7 @@ from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError, ShardError
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model, StagedModel
-from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline
+from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.request import Request, codecs_for_both
 from towpath.topology.cluster import Topology
 from towpath.train.config import Config, ParallelConfig
@@ -223,7 +223,7 @@ def _layouts_to_price(config: Config, staged: Callable[[Model, int], StagedModel
     built = parallel.build_compression()
     own = parallel.compression if built == compression(parallel.compression) else built
 
-    def best(model: Model, cluster: Cluster, request: Request) -> PricedPipeline | None:
+    def best(model: Model, cluster: Cluster, request: Request) -> PipelinePrediction | None:
         from towpath.pipeline.schedules import walks
 
         found = Pipelines(lambda count: staged(model, count), cluster, request, walks).solve(

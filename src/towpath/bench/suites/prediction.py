@@ -153,14 +153,14 @@ class Plan:
         return found.ranked[0].strategy
 
     def seconds(self, strategy: towpath.Strategy) -> float:
-        return self._solver(()).price(strategy, self._batching).seconds
+        return self._solver(()).predict(strategy, self._batching).seconds
 
     def timeline(self, strategy: towpath.Strategy) -> Timeline:
         return self._solver(()).timeline(strategy, self._batching)
 
     @property
     def computing(self) -> float:
-        return self._solver(()).price(towpath.strategy("ddp", self.workload.topology), self._batching).computing
+        return self._solver(()).predict(towpath.strategy("ddp", self.workload.topology), self._batching).computing
 
     @property
     def _batching(self) -> Batching:
