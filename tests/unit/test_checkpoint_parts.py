@@ -16,7 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from towpath import checkpoint
+from towpath.checkpoint.control_group import ControlGroup
+from towpath.checkpoint.dcp import calls
+from towpath.checkpoint.dcp.storage import FolderReader
 from towpath.checkpoint.disk import files, folders
 from towpath.checkpoint.disk.crc import combine
 from towpath.checkpoint.disk.fields import WrongFieldError
@@ -26,6 +32,7 @@ from towpath.checkpoint.disk.stored import check_boxes
 from towpath.checkpoint.memory.rng import rng_state, seed_anew, set_rng_state
 from towpath.engine.parameters.parallel import Box, boxes_of, ranges_of
 from towpath.errors import CheckpointError
+from towpath.topology.groups import Groups
 
 # --- boxes -----------------------------------------------------------------------------------------------------------
 
@@ -116,6 +123,39 @@ def test_where_boxes_of_two_cuts_overlap_the_elements_lie_together_in_both(
         for b in cut(other):
             both = sorted(set(a) & set(b))
             assert both == list(range(both[0], both[-1] + 1)) if both else True
+
+
+class Rectangle(torch.Tensor):
+    """A part of a tensor, as a rank of a tensor-parallel mesh loads it."""
+
+    first: tuple[int, ...]
+    local: torch.Tensor
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.first), self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.local
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    ("first", "sizes"),
+    [((0, 2, 0), (4, 3, 5)), ((1, 0, 2), (3, 6, 2)), ((1, 2, 3), (2, 3, 1)), ((2, 0, 0), (2, 6, 5))],
+)
+def test_a_part_with_gaps_is_read_from_a_wider_box(
+    tmp_path: Path, first: tuple[int, ...], sizes: tuple[int, ...], dense: bool
+) -> None:
+    """Such parts occur where a model saved without a tensor-parallel mesh is loaded with one."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.arange(120.0).view(4, 6, 5))
+    path = checkpoint.save(tmp_path, 1, checkpoint.State(model)).path
+    part = torch.empty(1).expand(4, 6, 5).as_subclass(Rectangle)
+    part.first, part.local = first, torch.zeros(sizes) if dense else torch.zeros(sizes[::-1]).permute(2, 1, 0)
+    reader = FolderReader(path, checkpoint.read_manifest(path))
+    calls.load({"model.w": part}, reader, ControlGroup(Groups(), "test"))
+    where = tuple(slice(o, o + n) for o, n in zip(first, sizes, strict=True))
+    assert torch.equal(part.local, model.w[where])
 
 
 # --- checksums and JSON ----------------------------------------------------------------------------------------------
