@@ -58,27 +58,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Loaded": "loading",
-    "Manifest": "manifest",
-    "Outcome": "saving",
-    "Saver": "saving",
-    "Saving": "saving",
-    "State": "state",
-    "Verdict": "verifying",
-    "export": "exporting",
-    "import_safetensors": "exporting",
-    "latest": "verifying",
-    "load": "loading",
-    "read_manifest": "manifest",
-    "save": "saving",
-    "verify": "verifying",
+    "exporting": ("export", "import_safetensors"),
+    "loading": ("Loaded", "load"),
+    "manifest": ("Manifest", "read_manifest"),
+    "saving": ("Outcome", "Saver", "Saving", "save"),
+    "state": ("State",),
+    "verifying": ("Verdict", "latest", "verify"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES.get(name, 'state_dicts')}"), name)
+    home = next((module for module, names in _HOMES.items() if name in names), "state_dicts")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 
 def __dir__() -> list[str]:

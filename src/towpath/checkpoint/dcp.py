@@ -56,7 +56,7 @@ from torch.futures import Future
 
 from towpath.checkpoint import folders, safetensors
 from towpath.checkpoint.folders import Claim, FolderInUseError
-from towpath.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, write_manifest
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, StoredBox, StoredFile, StoredTensor, write_manifest
 from towpath.checkpoint.rank_contents import described
 from towpath.errors import CheckpointError
 
@@ -391,7 +391,7 @@ class FolderReader(StorageReader):
         """Return the manifest in DCP's terms."""
         found: dict[str, Any] = {
             name: TensorStorageMetadata(
-                TensorProperties(safetensors.TORCH_DTYPES[t.dtype]),
+                TensorProperties(TORCH_DTYPES[t.dtype]),
                 torch.Size(t.shape),
                 [ChunkStorageMetadata(torch.Size(b.offsets), torch.Size(b.sizes)) for b in t.boxes],
             )
@@ -437,7 +437,7 @@ class FolderReader(StorageReader):
             item = plan.items[shared.item]
             target = planner.resolve_tensor(item).detach()
             # The bytes go into the target itself, if it can take them.
-            dtype = safetensors.TORCH_DTYPES[self._manifest.tensors[item.storage_index.fqn].dtype]
+            dtype = TORCH_DTYPES[self._manifest.tensors[item.storage_index.fqn].dtype]
             direct = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
             buffer = target if direct else torch.empty(tuple(item.lengths), dtype=dtype)
             octets = buffer.reshape(-1).view(torch.uint8)

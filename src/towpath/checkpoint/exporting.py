@@ -23,12 +23,19 @@ import torch
 from towpath.checkpoint import folders
 from towpath.checkpoint.adapters import VALUE as ADAPTERS
 from towpath.checkpoint.folders import claim_of, release
-from towpath.checkpoint.manifest import Manifest, StoredBox, StoredFile, StoredTensor, read_manifest, write_manifest
+from towpath.checkpoint.manifest import (
+    TORCH_DTYPES,
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    read_manifest,
+    write_manifest,
+)
 from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, read_json, reading, shown
 from towpath.checkpoint.safetensors import (
     DTYPES,
     INDEX,
-    TORCH_DTYPES,
     Entry,
     FileWriter,
     bytes_of,
@@ -98,8 +105,8 @@ def export(
         raise CheckpointError(f"format is 'safetensors' or 'torch'; got {format!r}.")
     manifest = read_manifest(source)
     manifest.check_sizes(source)
-    found_adapter = _adapter(manifest, adapter, source) if adapter is not None else None
-    tensors = _named_tensors(manifest, found_adapter["tensors"] if found_adapter else None, source)
+    peft = _adapter(manifest, adapter, source) if adapter is not None else None
+    tensors = _named_tensors(manifest, peft["tensors"] if peft else None, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already, and is not empty: export into a new folder.")
     weights = _Weights(source, tensors, progress, _floating(dtype))
@@ -108,24 +115,21 @@ def export(
         target.mkdir(parents=True, exist_ok=True)
         if format == "torch":
             written = [_export_torch(weights, manifest, target)]
-        elif found_adapter is not None:
+        elif peft is not None:
             written = [_export_file(weights, target / "adapter_model.safetensors", list(tensors))]
-            written.append(_write_json(target / "adapter_config.json", found_adapter["config"]))
+            written.append(_write_config(target / "adapter_config.json", peft["config"]))
         else:
             written = _export_safetensors(weights, target, max_shard_bytes)
             config = config if config is not None else manifest.values.get("config")
-            if config is not None:
-                if dtype is not None:  # Transformers calls it dtype now, and torch_dtype before
-                    named = str(dtype).removeprefix("torch.")
-                    config = {k: named if k in ("dtype", "torch_dtype") else v for k, v in config.items()}
-                written.append(_write_json(target / "config.json", dict(config)))
-        for name, path in to_copy.items():
-            written.append(Path(shutil.copyfile(path, target / name)))
-    return written
+            written += [] if config is None else [_write_config(target / "config.json", config, dtype)]
+        return written + [Path(shutil.copyfile(path, target / name)) for name, path in to_copy.items()]
 
 
-def _write_json(path: Path, content: Any) -> Path:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+def _write_config(path: Path, config: Mapping[str, Any], dtype: str | torch.dtype | None = None) -> Path:
+    if dtype is not None:  # Transformers calls it dtype now, and torch_dtype before
+        named = str(dtype).removeprefix("torch.")
+        config = {k: named if k in ("dtype", "torch_dtype") else v for k, v in config.items()}
+    path.write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n")
     return path
 
 

@@ -15,7 +15,7 @@ from towpath.checkpoint.dcp import FolderReader
 from towpath.checkpoint.manifest import Manifest, read_manifest
 from towpath.checkpoint.rank_contents import ControlGroup, described
 from towpath.checkpoint.safe_open import DamagedError
-from towpath.checkpoint.state import State
+from towpath.checkpoint.state import Restore, State
 from towpath.checkpoint.verifying import check_ranges
 from towpath.errors import CheckpointError, TowpathError
 from towpath.logs import logger
@@ -92,7 +92,7 @@ def _load(path: Path, state: State, control: ControlGroup, *, named: bool) -> Lo
     manifest = _on_rank_0(control, opened, DamagedError)
     _on_all_ranks(control, lambda: manifest.check_sizes(path))
     _on_all_ranks(control, lambda: state.check(manifest))
-    restore = _on_all_ranks(control, lambda: state.restore(manifest))
+    restore = _on_all_ranks(control, lambda: Restore(state, manifest))
     reader = FolderReader(path, manifest, state.contents.nodes, control.group)
     try:
         dcp.read(restore.targets, reader, control.group)

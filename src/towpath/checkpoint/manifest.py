@@ -57,16 +57,23 @@ NAME = "manifest.json"
 FORMAT = "towpath checkpoint 1"
 _WHAT = "a whole manifest"
 
-BYTES_OF = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "BOOL": 1,
-    "C64": 8,
-    **{f"{sign}{bits}": bits // 8 for sign in "IU" for bits in (8, 16, 32, 64)},
+TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
 }
 
 _MOST_COMPARED = 300_000  # pairs of boxes of one tensor: half a second
@@ -111,7 +118,7 @@ class StoredTensor:
     @property
     def itemsize(self) -> int:
         """The size of an element in bytes."""
-        return BYTES_OF[self.dtype]
+        return TORCH_DTYPES[self.dtype].itemsize
 
     @property
     def bytes(self) -> int:
@@ -299,7 +306,7 @@ _FILE = row(
     **{"[0] (bytes)": integer(), "[1] (bytes of its header)": integer(), "[2] (CRC-32 of its header)": _CRC},
 )
 _BOX = row(offsets=integers(), sizes=integers(), file=_file_name, start=integer(), crc32=_CRC)
-_TENSOR = record(dtype=one_of(BYTES_OF), shape=integers(), boxes=list_of(_BOX))
+_TENSOR = record(dtype=one_of(TORCH_DTYPES), shape=integers(), boxes=list_of(_BOX))
 _CONTENT: dict[str, Check] = {
     "files": map_of(_file),
     "tensors": map_of(lambda _: _tensor),
@@ -312,24 +319,27 @@ _CONTENT: dict[str, Check] = {
 }
 
 
-def _check_values(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check everything that is not a tensor. `shapes` are those of the checkpoint's tensors, by name.
+class _References:
+    """The tensors that the values in a manifest refer to, by name.
 
-    The values refer to tensors by name. Each reference must be to a tensor of the part of the checkpoint that contains
-    it, and each tensor has at most one reference. So no part of a checkpoint reaches into another part.
+    Each reference must be to a tensor of the part of the checkpoint that contains it, and each tensor has at most one
+    reference. So no part of a checkpoint reaches into another part.
     """
-    referred: set[str] = set()
 
-    def tensor(path: Any, part: str) -> str:
-        if not isinstance(path, str) or path not in shapes or not (path == part or path.startswith(f"{part}.")):
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+        self._referred: set[str] = set()
+
+    def _tensor(self, path: Any, part: str) -> str:
+        if not isinstance(path, str) or path not in self._shapes or not f"{path}.".startswith(f"{part}."):
             raise wrong("", path, f"a tensor of {shown(part)} that the checkpoint holds")
-        if path in referred:
+        if path in self._referred:
             raise wrong("", path, "each tensor once")
-        referred.add(path)
+        self._referred.add(path)
         return path
 
-    def tree(part: str) -> Check:
-        """Return a check for what `to_json` makes."""
+    def tree(self, part: str) -> Check:
+        """Return a check for what `to_json` makes of a part."""
 
         def check(value: Any) -> Any:
             paths: list[Any] = []
@@ -338,62 +348,68 @@ def _check_values(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...
             except (ValueError, TypeError) as error:
                 raise WrongFieldError("", f"cannot be what was written ({error}).") from None
             for path in paths:
-                tensor(path, part)
+                self._tensor(path, part)
             return made
 
         return check
 
-    def alias(name: str) -> Check:
+    def alias(self, name: str) -> Check:
+        """Return a check for the name that a tied parameter is stored under."""
+
         def check(value: object) -> None:
-            if f"model.{text(value)}" not in shapes:
+            if f"model.{text(value)}" not in self._shapes:
                 raise wrong("", value, "a tensor of the model")
-            if f"model.{name}" in shapes:
+            if f"model.{name}" in self._shapes:
                 raise WrongFieldError("", "is a tensor of its own, too.")
 
         return check
 
-    def state(name: str) -> Check:
+    def optimizer_state(self, name: str) -> Check:
         """Return a check for the optimizer states of a parameter."""
+        shape = self._shapes.get(f"model.{name}")
+        if shape is None:
+            raise WrongFieldError("", "is the state of no parameter in the checkpoint.")
 
         def like(value: object) -> None:
-            shape, path = shapes[f"model.{name}"], tensor(f"optimizer.{name}.{text(value)}", "optimizer")
-            if shapes[path] != shape:
-                raise WrongFieldError("", f"has shape {list(shapes[path])}; its parameter has {list(shape)}.")
+            path = self._tensor(f"optimizer.{name}.{text(value)}", "optimizer")
+            if self._shapes[path] != shape:
+                raise WrongFieldError("", f"has shape {list(self._shapes[path])}; its parameter has {list(shape)}.")
 
         def rest(value: object) -> None:
-            if not isinstance(tree("optimizer")(value), dict):
+            if not isinstance(self.tree("optimizer")(value), dict):
                 raise wrong("", value, "an object")
 
-        def check(value: object) -> None:
-            if f"model.{name}" not in shapes:
-                raise WrongFieldError("", "is the state of no parameter in the checkpoint.")
-            record(like=list_of(like), rest=rest)(value)
+        return record(like=list_of(like), rest=rest)
 
-        return check
-
-    def options(value: object) -> None:
+    def options(self, value: object) -> None:
+        """Check the options of a group of an optimizer."""
         if "params" in table(value):
             raise WrongFieldError("params", "is no option.")
-        map_of(lambda _: tree("optimizer"))(value)
+        map_of(lambda _: self.tree("optimizer"))(value)
 
-    def adapter(value: object) -> None:
-        if "problem" in table(value):
-            record(problem=text)(value)
-        else:
-            record(config=table, tensors=map_of(lambda _: text))(value)
 
-    group = record(names=list_of(text), options=options)
+def _adapter(value: object) -> None:
+    if "problem" in table(value):
+        record(problem=text)(value)
+    else:
+        record(config=table, tensors=map_of(lambda _: text))(value)
+
+
+def _check_values(values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check everything that is not a tensor. `shapes` are those of the checkpoint's tensors, by name."""
+    references = _References(shapes)
+    group = record(names=list_of(text), options=references.options)
     checks: dict[str, Check] = {
-        "model": record(aliases=map_of(alias)),
-        "optimizer": record(kind=text, states=map_of(state), groups=list_of(group)),
+        "model": record(aliases=map_of(references.alias)),
+        "optimizer": record(kind=text, states=map_of(references.optimizer_state), groups=list_of(group)),
         "engine": record(step=integer(), fingerprint=text),
         "rng": record(seed=integer(low=-(2**63), high=2**64 - 1)),
         "names": map_of(lambda _: text),
         "config": table,
-        "peft": map_of(lambda _: adapter),
+        "peft": map_of(lambda _: _adapter),
     }
     for name, value in values.items():
-        within(name if name in checks else shown(name), checks.get(name) or tree(name), value)
+        within(name if name in checks else shown(name), checks.get(name) or references.tree(name), value)
 
 
 # --- boxes and files that fit together --------------------------------------------------------------------------------

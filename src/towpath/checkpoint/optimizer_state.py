@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import NamedTensors
 from towpath.checkpoint.safe_open import DamagedError, shown
-from towpath.checkpoint.safetensors import TORCH_DTYPES, empty
+from towpath.checkpoint.safetensors import empty
 from towpath.engine.checks.optimizers import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor

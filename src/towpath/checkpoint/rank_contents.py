@@ -1,4 +1,4 @@
-"""What each rank has of a training, by names that do not depend on the rank, and how ranks agree about a checkpoint.
+"""The tensors and states that each rank has of a training, and agreement of the ranks about a checkpoint.
 
 A rank has a complete model, its shards, or some stages of a pipeline.
 """
@@ -133,7 +133,7 @@ class EngineState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContents:
-    """What one rank has of a model, and which part of it this rank writes.
+    """The tensors and states that one rank has of a model, and the part that this rank writes.
 
     Attributes:
         groups: The ranks of the job.

@@ -2,10 +2,9 @@
 
 This is the only module that opens such files: checkpoints, indices, safetensors and JSON.
 
-- A file name inside a file must be plain, so that the file is in the same folder (`file_next_to`).
-- Only regular files are opened. Links, pipes and devices are refused without waiting for them (`reading`).
-- JSON is limited in size and depth, and no key appears twice in an object (`read_json`).
-- The values in JSON are checked by a schema: the functions below *Checks of JSON values* build one.
+A file name inside a file must be plain, so that the file is in the same folder (`file_next_to`). Only regular files
+are opened. Links, pipes and devices are refused without waiting for them (`reading`). JSON is limited in size and
+depth, and no key appears twice in an object (`read_json`). A schema checks the values in JSON (`record`).
 
 Every problem raises `DamagedError`, which names the file.
 """
@@ -205,7 +204,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # A check takes a parsed value. It returns the value, with a fitting type, or raises `WrongFieldError`. The checks of
 # objects and lists are made of the checks of their members, so a schema is an expression:
 #
-#     record(dtype=one_of(BYTES_OF), shape=integers(), boxes=list_of(row(...)))
+#     record(dtype=one_of(TORCH_DTYPES), shape=integers(), boxes=list_of(row(...)))
 
 Check = Callable[[Any], Any]
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from towpath.checkpoint.manifest import BYTES_OF, StoredBox, StoredFile, StoredTensor, check_shape, gap
+from towpath.checkpoint.manifest import TORCH_DTYPES, StoredBox, StoredFile, StoredTensor, check_shape, gap
 from towpath.checkpoint.safe_open import (
     MAX_INT,
     MAX_JSON_BYTES,
@@ -45,24 +45,6 @@ from towpath.checkpoint.safe_open import (
 )
 from towpath.errors import CheckpointError
 
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-}
 DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 
@@ -109,12 +91,12 @@ class Entry:
     @property
     def bytes(self) -> int:
         """The size in bytes."""
-        return prod(self.sizes) * BYTES_OF[self.dtype]
+        return prod(self.sizes) * TORCH_DTYPES[self.dtype].itemsize
 
 
 def in_order(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries in the order of their bytes in a file. Wider elements come first, so that all are aligned."""
-    return sorted(entries, key=lambda e: (-BYTES_OF[e.dtype], e.name))
+    return sorted(entries, key=lambda e: (-TORCH_DTYPES[e.dtype].itemsize, e.name))
 
 
 class FileWriter:
@@ -204,10 +186,10 @@ class HeaderEntry:
     @property
     def bytes(self) -> int:
         """The size in bytes."""
-        return prod(self.shape) * BYTES_OF[self.dtype]
+        return prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
 
 
-_ENTRY = record(dtype=one_of(BYTES_OF), shape=integers(), data_offsets=integers(2))
+_ENTRY = record(dtype=one_of(TORCH_DTYPES), shape=integers(), data_offsets=integers(2))
 
 
 def read_header(file: FileIO, path: Path) -> dict[str, HeaderEntry]:
@@ -230,7 +212,7 @@ def read_header(file: FileIO, path: Path) -> dict[str, HeaderEntry]:
 
     def entry(value: object) -> HeaderEntry:
         found = _ENTRY(value)
-        check_shape(found["shape"], BYTES_OF[found["dtype"]])
+        check_shape(found["shape"], TORCH_DTYPES[found["dtype"]].itemsize)
         start, end = found["data_offsets"]
         entry = HeaderEntry(found["dtype"], found["shape"], base + start)
         if end - start != entry.bytes or end > MAX_INT - base:

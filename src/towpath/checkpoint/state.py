@@ -19,32 +19,21 @@ from zlib import crc32
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 
 from towpath.checkpoint import adapters, optimizer_state
 from towpath.checkpoint.dcp import Pieces
-from towpath.checkpoint.manifest import Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
 from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise, shape_text
 from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
 from towpath.checkpoint.safe_open import DamagedError
-from towpath.checkpoint.safetensors import TORCH_DTYPES, empty
+from towpath.checkpoint.safetensors import empty
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
 
 _TAKEN = ("model", "optimizer", "rank", "engine", "rng", adapters.VALUE)
 _SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
 _NAMED_DIFFERENCES = 4
-
-
-class HasState(Protocol):
-    """Anything with a state, as `Stateful` of torch.distributed.checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Take over a state."""
-        ...
 
 
 class HasContents(Protocol):
@@ -56,14 +45,6 @@ class HasContents(Protocol):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters."""
-        ...
-
-
-class Settles(Protocol):
-    """A saver."""
-
-    def settle(self) -> None:
-        """Return when everything that is being saved has been copied."""
         ...
 
 
@@ -94,7 +75,7 @@ class State:
         *,
         config: Mapping[str, Any] | None = None,
         names: Mapping[str, str] | None = None,
-        **extras: HasState,
+        **extras: Stateful,
     ) -> None:
         taken = [name for name in extras if name in _TAKEN]
         if taken:
@@ -103,7 +84,7 @@ class State:
             )
         self.model, self.optimizer, self.extras = model, optimizer, extras
         self.config, self.names = config, dict(names or {})
-        self.savers: weakref.WeakSet[Settles] = weakref.WeakSet()
+        self.savers = weakref.WeakSet[Any]()  # those that save this state
         self.contents = contents_of(model)
         for engine in self.contents.engines:
             engine.before_rewrite.append(weakref.WeakMethod(self.settle))
@@ -119,7 +100,7 @@ class State:
 
     def collect(self) -> dict[str, Any]:
         """Return what this rank writes: pieces of the tensors in use, and on rank 0 all values that are not tensors."""
-        model = self._named()
+        model = self.named()
         copies = self.contents.writes_copies
         found: dict[str, Any] = {}
         found.update(self._mine({f"model.{name}": tensor for name, tensor in model.all().items()}, copies))
@@ -151,7 +132,8 @@ class State:
             values[adapters.VALUE] = found_adapters
         return {**found, **values} if self.rank == 0 else found
 
-    def _named(self) -> NamedTensors:
+    def named(self) -> NamedTensors:
+        """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
         if any(engine.kept_unsharded for engine in self.contents.engines):
             raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
         return self.contents.named()
@@ -206,7 +188,7 @@ class State:
 
     def check(self, manifest: Manifest) -> None:
         """Raise CheckpointError if the checkpoint is of another model."""
-        model = self._named()
+        model = self.named()
         wanted = {n: tuple(t.shape) for n, t in model.all().items()}
         held = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
         on_all_ranks = self.contents.held if self.contents.held is not None else wanted
@@ -227,10 +209,6 @@ class State:
                 f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. Build the model "
                 "that was saved, or load another checkpoint."
             )
-
-    def restore(self, manifest: Manifest) -> Restore:
-        """Return the restore of a checkpoint into this state."""
-        return Restore(self, manifest, self._named())
 
 
 def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -255,8 +233,8 @@ def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], 
 class Restore:
     """A checkpoint that is loaded into a `State`, under any layout. Fill its `targets`, call `check`, then `finish`."""
 
-    def __init__(self, state: State, manifest: Manifest, model: NamedTensors) -> None:
-        self._state, self._manifest, self._model = state, manifest, model
+    def __init__(self, state: State, manifest: Manifest) -> None:
+        self._state, self._manifest, self._model = state, manifest, state.named()
         self._restores_codecs = False
         self.targets: dict[str, torch.Tensor] = {}
         self.notes: list[str] = []
@@ -266,7 +244,7 @@ class Restore:
         self._encoded: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._same_world = manifest.world == state.world
         self._optimizer = (
-            optimizer_state.OptimizerRestore(state.optimizer, model, manifest)
+            optimizer_state.OptimizerRestore(state.optimizer, self._model, manifest)
             if state.optimizer is not None and "optimizer" in manifest.values
             else None
         )

@@ -22,8 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from towpath.api import Values, blocks_of
+from towpath.checkpoint.manifest import TORCH_DTYPES
 from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, reading
-from towpath.checkpoint.safetensors import INDEX, TORCH_DTYPES, HeaderEntry, check_names, read_header, read_index
+from towpath.checkpoint.safetensors import INDEX, HeaderEntry, check_names, read_header, read_index
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
