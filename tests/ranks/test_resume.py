@@ -28,8 +28,7 @@ from torch import nn
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
-from towpath.checkpoint.dcp import storage
-from towpath.checkpoint.disk import files
+from towpath.checkpoint import dcp, safetensors
 from towpath.errors import TowpathError, TrainError
 from towpath.train import checkpoints, trainer
 from towpath.train.config import Config, DataConfig
@@ -411,7 +410,7 @@ def test_what_is_being_written_when_the_run_fails_is_written_to_its_end(
 
 def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     """And the newest checkpoint when the run is over."""
-    real_put, failed = files.put, threading.Event()
+    real_put, failed = safetensors.put, threading.Event()
 
     def put(file: Any, data: memoryview) -> None:
         failed.wait()
@@ -422,17 +421,17 @@ def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
             failed.set()
             raise TrainError("for the test")
 
-    files.put = put
+    safetensors.put = put
     try:
         seen = _train(options, None, before)
     finally:
-        files.put = real_put
+        safetensors.put = real_put
     return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
 def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], None]) -> Seen:
     """The disk is full in step 4; what is half written vanishes in step 6; nobody may write in step 8."""
-    real_put, real_free = files.put, storage.free_bytes
+    real_put, real_free = safetensors.put, dcp.free_bytes
 
     def vanishing(file: Any, data: memoryview) -> None:
         for path in folder.glob("*.partial-*"):
@@ -440,8 +439,8 @@ def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], Non
         real_put(file, data)
 
     def before(step: int) -> None:
-        storage.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
-        files.put = vanishing if step in (6, 7) else real_put
+        dcp.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
+        safetensors.put = vanishing if step in (6, 7) else real_put
         if dist.get_rank() == 0 and step in (8, 9):
             writable(step == 9)
 
@@ -459,13 +458,13 @@ def test_where_the_last_state_cannot_be_saved_the_run_has_failed_and_says_what_i
 
 
 def _fail_last(options: tuple[str, ...]) -> Seen:
-    real_free = storage.free_bytes
+    real_free = dcp.free_bytes
 
     def before(step: int) -> None:
-        storage.free_bytes = (lambda folder: 0) if step == 5 else real_free
+        dcp.free_bytes = (lambda folder: 0) if step == 5 else real_free
 
     seen = _train((*options, "checkpoint.background=false"), {1: (4, signal.SIGTERM)}, before)
-    storage.free_bytes = real_free
+    dcp.free_bytes = real_free
     return seen
 
 

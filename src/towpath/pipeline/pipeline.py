@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
-from towpath.checkpoint.memory.parts import Parts
+from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_gradients
@@ -330,7 +330,7 @@ class Pipeline(Observable):
 
         return arrived
 
-    def checkpoint_parts(self) -> Parts:
+    def checkpoint_contents(self) -> RankContents:
         """For `towpath.checkpoint.State(pipeline, optimizer)`."""
         how = f"{self._compression} {list(self.owners)}"
         return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)

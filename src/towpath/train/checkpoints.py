@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from towpath import checkpoint
-from towpath.checkpoint.disk import folders
-from towpath.checkpoint.disk.manifest import NAME as MANIFEST
+from towpath.checkpoint import folders
+from towpath.checkpoint.manifest import NAME as MANIFEST
 from towpath.errors import CheckpointError, ConfigError, TrainError
 from towpath.train.config import Config
 from towpath.train.job import Job
@@ -76,7 +76,7 @@ def _source(config: Config) -> Path | None:
     resume, own = config.checkpoint.resume, _folder(config)
     if resume == "off":
         return None
-    source = own if resume == "auto" else folders.home(Path(resume))
+    source = own if resume == "auto" else folders.search_folder(Path(resume))
     return own if source.resolve() == own.resolve() else source
 
 

@@ -22,9 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from towpath.api import Values, blocks_of
-from towpath.checkpoint.disk.files import TORCH_DTYPES
-from towpath.checkpoint.disk.headers import INDEX, Held, check_names, read_header, read_index
-from towpath.checkpoint.disk.safe_open import hub_file, is_folder, named_file, reading
+from towpath.checkpoint.manifest import TORCH_DTYPES
+from towpath.checkpoint.safe_open import hub_file, is_folder, named_file, reading
+from towpath.checkpoint.safetensors import INDEX, HeaderEntry, check_names, read_header, read_index
 from towpath.core.units import round_up
 from towpath.errors import ConfigError
 from towpath.train.config import ModelConfig
@@ -174,7 +174,7 @@ class Safetensors:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._tensors: dict[str, tuple[mmap.mmap, Held]] = {}
+        self._tensors: dict[str, tuple[mmap.mmap, HeaderEntry]] = {}
         for file, names in self._files().items():
             with reading(hub_file(file)) as opened:
                 held = read_header(opened, file)

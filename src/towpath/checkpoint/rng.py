@@ -1,4 +1,4 @@
-"""The state of every random number generator of one rank, as tensors: PyTorch's, the device's, NumPy's and Python's."""
+"""The state of every random number generator of a rank, as tensors: those of PyTorch, the GPU, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from towpath.checkpoint.disk.safe_open import DamagedError, shown
+from towpath.checkpoint.safe_open import DamagedError, shown
 
-_WORDS = 624  # of a Mersenne twister
+_WORDS = 624  # in the state of a Mersenne twister
 
 
 def rng_state() -> dict[str, torch.Tensor]:
+    """Return the state of this process's generators by name."""
     version, words, gauss = random.getstate()
     state = {
         "torch": torch.get_rng_state(),
@@ -37,7 +38,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def check_rng_shapes(saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Of dtypes and shapes, before anything is read: they are those that `rng_state` makes."""
+    """Raise DamagedError unless dtypes and shapes are those that `rng_state` makes. Nothing is read before."""
     words, one = ("I64", (_WORDS + 2,)), ("F64", ())
     expected = {
         "torch": ("U8", tuple(torch.get_rng_state().shape)),
@@ -54,32 +55,32 @@ def check_rng_shapes(saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
 
 
 def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Set this process's generators to a state from `rng_state`, or raise DamagedError if it is not possible."""
     try:
-        _set(state)
+        version, *words = state["python"].tolist()
+        gauss = state["python_gauss"].item()
+        random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+        if "numpy" in state:
+            import numpy as np
+
+            position, has_gauss, *key = state["numpy"].tolist()
+            if not 0 <= position <= _WORDS:  # NumPy does not check this, and would read outside its state
+                raise ValueError(f"NumPy's position is {position}; expected 0 to {_WORDS}")
+            inside = {"key": np.array(key, dtype=np.uint32), "pos": position}
+            legacy = {"bit_generator": "MT19937", "state": inside, "has_gauss": has_gauss}
+            np.random.set_state({**legacy, "gauss": state["numpy_gauss"].item()})
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise DamagedError(f"the random numbers are no state of a generator ({error}).") from error
 
 
-def _set(state: Mapping[str, torch.Tensor]) -> None:
-    version, *words = state["python"].tolist()
-    gauss = state["python_gauss"].item()
-    random.setstate((version, tuple(words), None if math.isnan(gauss) else gauss))
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
-        import numpy as np
-
-        position, has_gauss, *key = state["numpy"].tolist()
-        if not 0 <= position <= _WORDS:  # NumPy does not look, and would read beside its state
-            raise ValueError(f"NumPy's position is {position}; expected 0 to {_WORDS}")
-        inside = {"key": np.array(key, dtype=np.uint32), "pos": position}
-        legacy = {"bit_generator": "MT19937", "state": inside, "has_gauss": has_gauss}
-        np.random.set_state({**legacy, "gauss": state["numpy_gauss"].item()})
-
-
 def seed_anew(seed: int, step: int, rank: int) -> None:
-    """For a rank that did not exist when the checkpoint was written: a seed of its own, alike in every resumption."""
+    """Seed the generators of a rank that did not exist when the checkpoint was written.
+
+    Each rank gets its own seed, and the same one each time the checkpoint is resumed.
+    """
     digest = hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()
     mine = int.from_bytes(digest[:8], "little") >> 1
     torch.manual_seed(mine)

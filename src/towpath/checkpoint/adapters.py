@@ -1,6 +1,6 @@
-"""What PEFT calls the tensors of a model's adapters, and how it describes them, so that an export needs no model.
+"""The names and configurations of PEFT adapters, so that an export needs no model.
 
-PEFT itself is asked, with placeholders in place of the tensors: which of them it would save, and under which names.
+PEFT is called with placeholders instead of tensors. It returns those that it would save, by its own names.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-VALUE = "peft"  # under which a manifest has it
-
-Adapters = dict[str, dict[str, Any]]
+VALUE = "peft"  # the name in a manifest
 
 
-def adapters_of(model: Any) -> Adapters:
-    """By adapter: its `config`, as PEFT writes it, and the names of its `tensors`, ours and PEFT's; or the `problem`,
-    where PEFT makes others out of the model's tensors. Empty for a model without adapters."""
+def adapters_of(model: Any) -> dict[str, dict[str, Any]]:
+    """Return the adapters of a model by name. The result is empty for a model without adapters.
+
+    Each has its `config`, as PEFT writes it, and PEFT's names of its `tensors` by the model's names. If PEFT computes
+    other tensors from those of the model, an adapter has the `problem` instead.
+    """
     if "peft" not in sys.modules or not isinstance(model, nn.Module):
         return {}
     from peft import PeftModel
 
     for prefix, module in model.named_modules():
         if isinstance(module, PeftModel):
-            return {
-                adapter: _described(module, f"{prefix}." if prefix else "", adapter) for adapter in module.peft_config
-            }
+            path = f"{prefix}." if prefix else ""
+            return {adapter: _described(module, path, adapter) for adapter in module.peft_config}
     return {}
 
 
@@ -44,12 +44,12 @@ def _described(model: Any, prefix: str, adapter: str) -> dict[str, Any]:
         found = get_peft_model_state_dict(model, placeholders, adapter, save_embedding_layers=False)
         tensors = {ours[id(tensor)]: name for name, tensor in found.items()}
         return {"config": _config(model, adapter), "tensors": tensors}
-    except Exception as error:  # whatever a tuner does with tensors that hold nothing
+    except Exception as error:  # some adapters compute with the tensors, and fail with placeholders
         return {"problem": f"{model.peft_config[adapter].peft_type} makes its files out of values ({error!r})"}
 
 
 def _config(model: Any, adapter: str) -> dict[str, Any]:
-    """As `save_pretrained` of PEFT writes it."""
+    """Return the configuration as PEFT's `save_pretrained` writes it."""
     config = copy.deepcopy(model.peft_config[adapter])
     config.inference_mode = True
     with tempfile.TemporaryDirectory() as folder:

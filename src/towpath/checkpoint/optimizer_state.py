@@ -1,10 +1,10 @@
-"""Optimizer states by the names of their parameters, so that they fit an optimizer that lists these otherwise.
+"""Optimizer states by the names of their parameters, so that they fit an optimizer that lists these in another order.
 
     groups    per group: the names of its parameters, and its options (lr, betas, …)
-    states    per parameter: which of its states are as large as itself (exp_avg), and the others (step)
+    states    per parameter: the states of the same shape (exp_avg), and the others (step)
 
-PyTorch's own `get_optimizer_state_dict` makes states by a step with lr = 0 where there are none yet; here they are made
-by their shapes, on the parameters' slices, and nothing is stepped.
+PyTorch's `get_optimizer_state_dict` steps an optimizer without states once, with lr = 0. Here nothing is stepped:
+states are created from their shapes, on the parameters' shards.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from towpath.checkpoint.disk.files import TORCH_DTYPES, empty
-from towpath.checkpoint.disk.manifest import Manifest
-from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
-from towpath.checkpoint.disk.safe_open import DamagedError, shown
-from towpath.checkpoint.memory.names import Named
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.rank_contents import NamedTensors
+from towpath.checkpoint.safe_open import DamagedError, shown
+from towpath.checkpoint.safetensors import empty
 from towpath.engine.checks.optimizers import adopt
 from towpath.engine.parameters.matrix_steps import not_savable
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError
 from towpath.optim import OwnerSteppedOptimizer, members_of, whole_of
 
-_NUMBERS = ("step", "mu_product", "eta", "mu")  # also of a parameter that is a number itself
-_HOW = ("foreach", "fused", "capturable", "differentiable")  # to step: the new optimizer's own choice
+_NUMBERS = ("step", "mu_product", "eta", "mu")  # one number, even if the parameter is one number too
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # how to step, which the new optimizer decides
 
 
-def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors, and all that is none."""
+def collect(optimizer: Optimizer, model: NamedTensors) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return this rank's tensors of the optimizer's states by name, and as JSON everything that is not a tensor."""
     adopt(optimizer)
     tensors: dict[str, torch.Tensor] = {}
     names = {id(p): name for name, p in model.parameters.items()}
@@ -45,13 +44,13 @@ def collect(optimizer: Optimizer, model: Named) -> tuple[dict[str, torch.Tensor]
         groups.append({"names": mine, "options": to_json(options, f"optimizer.(group {number})", tensors.__setitem__)})
         for name, parameter in zip(mine, group["params"], strict=True):
             if parameter in optimizer.state:
-                whole = owns(optimizer, parameter)
-                states[name] = _state(name, parameter, optimizer.state[parameter], tensors, whole)
+                full = owns(optimizer, parameter)
+                states[name] = _state(name, parameter, optimizer.state[parameter], tensors, full)
     return tensors, {"kind": kind_of(optimizer), "groups": groups, "states": states}
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The class whose states these are."""
+    """Return the names of the classes that the states belong to."""
     kinds = (
         each.kind if isinstance(each, OwnerSteppedOptimizer) else type(each).__name__ for each in members_of(optimizer)
     )
@@ -59,19 +58,19 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def owns(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether this rank, and no other of a replica, has the states of the parameter, whole."""
+    """Return whether this rank, and no other of its replica, has the full states of the parameter."""
     return any(each.owns(parameter) for each in whole_of(optimizer))
 
 
 def is_spread(optimizer: Optimizer) -> bool:
-    """Whether ranks have the states of different parameters."""
+    """Return whether ranks have the states of different parameters."""
     return any(part.is_spread for each in whole_of(optimizer) for part in each.parts)
 
 
-def whole_states(
-    optimizer: Optimizer, model: Named, tensors: dict[str, torch.Tensor]
+def owned_states(
+    optimizer: Optimizer, model: NamedTensors, tensors: dict[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, ShardTensor]]:
-    """Those of the collected `tensors` that this rank has as an owner, with their parameters."""
+    """Return the collected `tensors` that this rank has as the owner of a parameter, each with the parameter."""
     found: dict[str, tuple[torch.Tensor, ShardTensor]] = {}
     for name, parameter in model.parameters.items() if whole_of(optimizer) else ():
         if isinstance(parameter, ShardTensor) and owns(optimizer, parameter):
@@ -81,7 +80,7 @@ def whole_states(
 
 
 def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of ranks that have some parameters each: groups whose options are the same are one."""
+    """Merge the values of ranks that have different parameters. Groups with the same options become one."""
     kinds = sorted({each["kind"] for each in found})
     if len(kinds) > 1:
         raise CheckpointError(f"ranks have optimizers of different kinds: {', '.join(kinds)}.")
@@ -97,6 +96,7 @@ def merged(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
+    """Return the name of an optimizer's parameter, or raise CheckpointError if it is not the model's."""
     if id(parameter) not in names:
         raise CheckpointError(
             f"group {group} of the optimizer has one of shape {tuple(parameter.shape)} that is not the model's: "
@@ -106,13 +106,14 @@ def name_of(names: dict[int, str], parameter: torch.Tensor, group: int) -> str:
 
 
 def _state(
-    name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor], whole: bool
-) -> Any:
+    name: str, parameter: nn.Parameter, state: dict[str, Any], tensors: dict[str, torch.Tensor], full: bool
+) -> dict[str, Any]:
+    """Add the tensors of a parameter's states to `tensors`, and return the rest. `full`: this rank owns them."""
     for key, value in state.items():
-        if whole and is_traceable_wrapper_subclass(value):
+        if full and is_traceable_wrapper_subclass(value):
             raise not_savable(f"{name}.{key}", type(value).__name__)
     like = [key for key, value in state.items() if is_like(key, value, parameter)]
-    if isinstance(parameter, ShardTensor) and not whole:  # then what is like it was made like it
+    if isinstance(parameter, ShardTensor) and not full:  # a state of the parameter's shape is sharded like it
         like = [key for key in like if isinstance(state[key], ShardTensor)]
     tensors.update({f"optimizer.{name}.{key}": state[key] for key in like})
     rest = {key: value for key, value in state.items() if key not in like}
@@ -120,14 +121,14 @@ def _state(
 
 
 def is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
-    """Whether a state, as it is or whole, has one element for each of the parameter's."""
+    """Return whether a state has one element for each element of the parameter."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and key not in _NUMBERS
 
 
-class Loading:
-    """`targets` are to be filled, then `finish()`."""
+class OptimizerRestore:
+    """The states of a checkpoint for an optimizer. Fill its `targets`, then call `finish`."""
 
-    def __init__(self, optimizer: Optimizer, model: Named, manifest: Manifest) -> None:
+    def __init__(self, optimizer: Optimizer, model: NamedTensors, manifest: Manifest) -> None:
         adopt(optimizer)
         self._optimizer, self._manifest = optimizer, manifest
         self._saved: dict[str, Any] = manifest.values["optimizer"]
@@ -137,10 +138,10 @@ class Loading:
                 f"{kind_of(optimizer)}. Make a {self._saved['kind']}, or load without an optimizer."
             )
         groups = (group for each in whole_of(optimizer) for group in each.param_groups)
-        self._stepped_whole = {id(p) for group in groups for p in group["params"]}
+        self._owner_stepped = {id(p) for group in groups for p in group["params"]}
         self.targets: dict[str, torch.Tensor] = {}
-        self._twins: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
-        aliases: dict[str, str] = manifest.values.get("model", {"aliases": {}})["aliases"]
+        self._untied: list[tuple[nn.Parameter, str, str]] = []  # tied in the checkpoint, and not in this model
+        aliases = manifest.aliases
         self._names: dict[int, str] = {}
         for name, parameter in model.parameters.items():
             known = [name, *(a for a, first in model.aliases.items() if first == name)]
@@ -148,15 +149,16 @@ class Loading:
             self._names[id(parameter)] = next((n for n in known if n in self._saved["states"]), name)
         for group, parameter in self._parameters():
             saved = self._saved["states"].get(self._names[id(parameter)])
-            if self._is_elsewhere(parameter):
+            if saved is None or self._is_elsewhere(parameter):
                 continue
-            for key in saved["like"] if saved is not None else ():
-                self._take_like(parameter, key)
-            for path in tensors_in(saved["rest"]) if saved is not None else ():
-                self._take(path, parameter if group.get("fused") or group.get("capturable") else None)
+            for key in saved["like"]:
+                self._add_like(parameter, key)
+            for path in tensors_in(saved["rest"]):
+                on_device = group.get("fused") or group.get("capturable")
+                self._add(path, parameter.device if on_device else "cpu")
         for saved in self._saved["groups"]:
             for path in tensors_in(saved["options"]):
-                self._take(path, None)
+                self._add(path, "cpu")
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         for group in self._optimizer.param_groups:
@@ -164,18 +166,18 @@ class Loading:
                 yield group, parameter
 
     def _is_elsewhere(self, parameter: nn.Parameter) -> bool:
-        """Whether another rank has its states, and this one none."""
-        return id(parameter) in self._stepped_whole and not owns(self._optimizer, parameter)
+        """Return whether another rank has all states of the parameter."""
+        return id(parameter) in self._owner_stepped and not owns(self._optimizer, parameter)
 
     def _empty_like(self, parameter: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         if owns(self._optimizer, parameter):
             return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
-    def _take_like(self, parameter: nn.Parameter, key: str) -> None:
+    def _add_like(self, parameter: nn.Parameter, key: str) -> None:
         path = f"optimizer.{self._names[id(parameter)]}.{key}"
         if path in self.targets:
-            self._twins.append((parameter, key, path))
+            self._untied.append((parameter, key, path))
             return
         dtype = TORCH_DTYPES[self._manifest.tensors[path].dtype]
         there = self._optimizer.state[parameter].get(key) if parameter in self._optimizer.state else None
@@ -184,13 +186,12 @@ class Loading:
         else:
             self.targets[path] = self._empty_like(parameter, dtype)
 
-    def _take(self, path: str, beside: torch.Tensor | None) -> None:
+    def _add(self, path: str, device: torch.device | str) -> None:
         stored = self._manifest.tensors[path]
-        device = beside.device if beside is not None else "cpu"
         self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path, device)
 
     def finish(self, targets: dict[str, torch.Tensor]) -> list[str]:
-        """Give the optimizer its states and its groups their options."""
+        """Give the optimizer its states and its groups their options. Return notes for the user."""
         state = self._optimizer.state
         for _, parameter in self._parameters():
             name = self._names[id(parameter)]
@@ -200,14 +201,14 @@ class Loading:
                 rest = from_json(saved["rest"], targets.__getitem__)
                 like = {key: targets[f"optimizer.{name}.{key}"] for key in saved["like"]}
                 state[parameter] = {**rest, **like}
-        for parameter, key, path in self._twins:
+        for parameter, key, path in self._untied:
             source = targets[path]
-            whole = source.full_tensor() if isinstance(source, ShardTensor) else source
-            state[parameter][key] = self._empty_like(parameter, source.dtype).copy_(whole)
+            full = source.full_tensor() if isinstance(source, ShardTensor) else source
+            state[parameter][key] = self._empty_like(parameter, source.dtype).copy_(full)
         return [note for number in range(len(self._optimizer.param_groups)) for note in self._options(number, targets)]
 
     def _options(self, number: int, targets: dict[str, torch.Tensor]) -> Iterator[str]:
-        """Options on which the saved groups of all its parameters agree are taken over."""
+        """Set the options on which the saved groups of all parameters of a group agree. Yield notes on the others."""
         group = self._optimizer.param_groups[number]
         homes = {name: saved["options"] for saved in self._saved["groups"] for name in saved["names"]}
         sources = [homes[n] for n in (self._names[id(p)] for p in group["params"]) if n in homes]
@@ -232,12 +233,12 @@ class Loading:
 
 
 def _is_option_like(value: Any, here: Any) -> bool:
-    """Whether an optimizer that has `here` can have `value`: numbers for numbers. What is None may be anything."""
+    """Return whether `value` can replace the option `here`: a number replaces a number, and None fits anything."""
     if here is None or value is None:
         return True
     if isinstance(here, torch.Tensor):
         return _is_number(value) if here.numel() == 1 else isinstance(value, torch.Tensor) and value.shape == here.shape
-    if isinstance(here, tuple):  # betas, say
+    if isinstance(here, tuple):  # such as betas
         fits = isinstance(value, tuple) and len(value) == len(here)
         return fits and all(map(_is_option_like, value, here))
     return _is_number(value) if _is_number(here) else isinstance(value, type(here))

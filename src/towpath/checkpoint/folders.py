@@ -1,15 +1,19 @@
-"""Which job writes to a folder of checkpoints: one at a time.
+"""The folder of a run: its checkpoints, and the job that may write there.
 
-claim-000001.json     names the job that holds the folder; of several such files the one with the highest number counts
+    step-000120                        a checkpoint, complete when it got this name
+    step-000120.partial-1f3a…          being written, or left by a run that died
+    step-000120.replaced-1f3a…         the previous one, while another takes its name
+    claim-000001.json                  names the job that holds the folder; the highest number counts
 
-Take    A job creates the file with the next number, which a file system lets only one job do (O_EXCL).
-Beat    While a job holds the folder, a thread of it raises a counter in its file.
-Dead    A job of this machine is dead if its process is gone. The time when that process began tells it from a later one
-        with the same number. A job of another machine is dead if its counter has stood still for DEAD_SECONDS. That is
-        measured here: clocks of two machines are never compared. Where torchrun restarts a job, its former ranks are
-        dead.
-Lost    A job that was taken for dead (it was stopped, or cut off) finds a file with a higher number, or its own gone.
-        It must not write there any more.
+One job at a time holds a folder:
+
+- A job creates the claim with the next number. The file system lets only one job do that (O_EXCL).
+- While a job holds the folder, a thread of it raises a counter in its claim.
+- A job of this machine is dead if its process has ended. The start time tells a process from a later one with the same
+  number. A job of another machine is dead if its counter has not changed for `DEAD_SECONDS`, by the clock of this
+  machine. After a restart by torchrun, the earlier ranks of the job are dead.
+- A job that was stopped or disconnected may be taken for dead. It then finds a claim with a higher number, or its own
+  claim removed, and must not write there any more.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import threading
 import time
@@ -25,11 +30,24 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from towpath.checkpoint.disk.fields import WrongFieldError, integer, member, table, text
-from towpath.checkpoint.disk.safe_open import DamagedError, read_json, visible
+from towpath.checkpoint.manifest import NAME
+from towpath.checkpoint.safe_open import (
+    MAX_INT,
+    DamagedError,
+    WrongFieldError,
+    integer,
+    is_folder,
+    read_json,
+    record,
+    text,
+    visible,
+)
+from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
 from towpath.logs import logger
 from towpath.topology.groups import launcher_run
+
+IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
 
 BEAT_SECONDS = 10.0
 # NFS, and buckets mounted as folders, may show a file as it was a minute ago.
@@ -37,9 +55,112 @@ DEAD_SECONDS = 90.0
 PAUSE_SECONDS = 1.0  # between two looks at a claim of another machine
 
 _LOG = logger("checkpoint")
+_CHECKPOINT = re.compile(r"step-([0-9]+)")
+_PARTIAL = re.compile(r"step-[0-9]+\.partial-\w+")
+_REPLACED = re.compile(r"(step-[0-9]+)\.replaced-\w+")
+_CLAIM = re.compile(r"claim-([0-9]{6,})\.json")
+_BEAT = '{"beat": "%010d"'  # the start of a claim, which always has the same length
 
-_NAME = re.compile(r"claim-([0-9]{6,})\.json")
-_BEAT = '{"beat": "%010d"'  # what a file begins with, always as long
+_IN_USE: set[Path] = set()  # partial checkpoints that this process writes
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def checkpoint_of(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of `step`."""
+    return root / f"step-{step:06d}"
+
+
+def partial_of(root: Path, step: int) -> Path:
+    """Return a new path for a checkpoint that is being written."""
+    return root / f"step-{step:06d}.partial-{uuid.uuid4().hex[:8]}"
+
+
+def mark_in_use(partial: Path) -> None:
+    """Keep `sweep` of this process from removing `partial`."""
+    _IN_USE.add(partial.absolute())
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` has the name of a checkpoint, or contains a manifest."""
+    return _CHECKPOINT.fullmatch(path.name) is not None or os.path.lexists(path / NAME)
+
+
+def step_of(path: Path) -> int:
+    """Return the step in the name of a checkpoint, or -1 if the name has none."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoints in `root`, newest first."""
+    try:
+        found = [p for p in root.iterdir() if _CHECKPOINT.fullmatch(p.name) and is_folder(p)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{root}: cannot be searched for checkpoints ({error}).") from error
+    return sorted(found, key=step_of, reverse=True)
+
+
+def refuse_link(checkpoint: Path) -> None:
+    """Raise DamagedError if a checkpoint that a search found, and no user named, is a link to somewhere else."""
+    if checkpoint.is_symlink():
+        raise DamagedError(
+            f"{checkpoint} is a symbolic link, which the search does not follow. Name it, or its target."
+        )
+
+
+def search_folder(where: Path) -> Path:
+    """Return the folder to search: `where`, or its folder of checkpoints if `where` is the folder of a run."""
+    inside = where / IN_RUN
+    return inside if is_folder(inside) and not checkpoints(where) else where
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Give a complete checkpoint its name in one step. A previous one of that name is removed afterwards."""
+    before = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex[:8]}") if final.exists() else None
+    if before is not None:
+        final.rename(before)
+    partial.rename(final)
+    sync_folder(final.parent)
+    if before is not None:
+        shutil.rmtree(before, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Remove what dead runs left unfinished, and restore what they were replacing. No other job may be writing."""
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced is not None and not (root / replaced[1]).exists():
+            path.rename(root / replaced[1])
+        elif replaced is not None or (_PARTIAL.fullmatch(path.name) and path.absolute() not in _IN_USE):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_old(root: Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove checkpoints up to `step` that are not to be kept. Later ones stay.
+
+    Args:
+        root: The folder of checkpoints.
+        step: The step that was just published.
+        keep_last: How many of the newest to keep. None keeps all.
+        keep_every: Keep also those whose step is a multiple of this.
+    """
+    if keep_last is None:
+        return
+    before = [p for p in checkpoints(root) if step_of(p) <= step]
+    for path in before[max(keep_last, 1) :]:
+        if keep_every and step_of(path) % keep_every == 0:
+            continue
+        # It is renamed first, because a half-removed folder must not look like a checkpoint.
+        doomed = partial_of(root, step_of(path))
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+# --- claims -----------------------------------------------------------------------------------------------------------
 
 
 class FolderInUseError(CheckpointError):
@@ -54,12 +175,13 @@ class Holder:
     pid: int
     since: str  # for people
     job: str
-    launcher: str  # the same after a restart; empty if there was none that can tell
-    machine: str  # where `pid` means a process; empty if that is not known
-    started: int  # when the process began, in ticks since the machine did
+    launcher: str  # the same after a restart; empty if no launcher tells
+    machine: str  # where `pid` identifies a process; empty if unknown
+    started: int  # when the process began, in ticks since the machine started
 
     @staticmethod
     def here() -> Holder:
+        """Return this process, as the holder of a new job."""
         started = _started(os.getpid())
         return Holder(
             host=socket.gethostname(),
@@ -76,14 +198,14 @@ class Holder:
 
 
 class Claim:
-    """A folder that this job holds, or tries to. For one process: `claim_of` finds it, `release` gives it back."""
+    """This process's claim on a folder, held or not. `claim_of` returns it, and `release` gives it back."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._me = root, Holder.here()
         self._held: Path | None = None
         self._beats = 0
         self._lost = ""
-        # The file of another job that may be dead: what was in it, and since when it has been like that.
+        # The claim of another job that may be dead: its content, and since when the content has been like that.
         self._watched: tuple[object, float] | None = None
         self._taking = threading.Lock()
         self.users = 0
@@ -94,7 +216,7 @@ class Claim:
             time.sleep(PAUSE_SECONDS)
 
     def take(self) -> bool:
-        """Take the folder if it is free or its holder is dead. False: that is not known yet, look again later."""
+        """Take the folder if it is free or its holder is dead. Return False if that is not known yet: try again."""
         with self._taking:
             return self._take()
 
@@ -117,12 +239,14 @@ class Claim:
         except FileExistsError:
             return False  # another job was faster
         with suppress(OSError):
-            os.fchmod(descriptor, 0o644)  # other users' jobs are to read it, whatever the umask
+            os.fchmod(descriptor, 0o644)  # other users' jobs must be able to read it, whatever the umask
         with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 (a descriptor)
             file.write(_BEAT % 0 + ", " + json.dumps(asdict(self._me))[1:] + "\n")
+        # A claim that appeared meanwhile, or one that changed since it was judged, belongs to a job that does the same
+        # or was there first. This job withdraws and looks again.
         others = [other for other in _claims(self._root) if other != path]
         if not {*others} <= {*before} or any(other == before[-1] and _content(other) != judged for other in others):
-            path.unlink(missing_ok=True)  # who came meanwhile does the same, or was there first
+            path.unlink(missing_ok=True)
             return False
         self._held, self._watched = path, None
         for other in before:
@@ -131,7 +255,7 @@ class Claim:
         return True
 
     def _still_held(self) -> bool:
-        """False if the folder itself was taken away: nobody else can have claimed it."""
+        """Return False if the folder itself was removed: then no other job can have claimed it."""
         if not self._root.exists():
             self._held = None
             return False
@@ -149,11 +273,11 @@ class Claim:
         raise FolderInUseError(self._lost)
 
     def _is_dead(self, path: Path, content: object) -> bool:
-        """Raise FolderInUseError if the job of that claim is alive. False: it is not known yet."""
+        """Return whether the job of a claim is known to be dead. Raise FolderInUseError if it is alive."""
         holder = _holder(content)
         if holder is not None:
             if holder.machine and holder.machine == self._me.machine:
-                # Its own, if it could not be removed, does not stand in this process's way.
+                # A claim of this process that could not be removed is no obstacle.
                 if holder.pid != self._me.pid and _is_alive(holder):
                     raise FolderInUseError(self._in_use(path, holder))
                 return True
@@ -165,7 +289,7 @@ class Claim:
             if content == before:
                 return now - since >= DEAD_SECONDS
             known = _holder(before)
-            if holder is not None and known is not None and known.job == holder.job:  # it has beaten
+            if holder is not None and known is not None and known.job == holder.job:  # its counter has changed
                 raise FolderInUseError(self._in_use(path, holder))
         self._watched = content, now
         _LOG.warning(
@@ -189,7 +313,7 @@ class Claim:
         if held is None:
             return
         self._beats += 1
-        with suppress(OSError):  # whether the folder can be written to, a save will tell
+        with suppress(OSError):  # a save will report whether the folder can be written to
             descriptor = os.open(held, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 os.pwrite(descriptor, (_BEAT % self._beats).encode(), 0)
@@ -197,8 +321,9 @@ class Claim:
                 os.close(descriptor)
 
     def give_back(self) -> None:
+        """Remove the claim's file if this job holds the folder."""
         held, self._held = self._held, None
-        if held is None or os.getpid() != self._me.pid:  # a fork has it from its parent
+        if held is None or os.getpid() != self._me.pid:  # a fork inherits its parent's claim
             return
         with suppress(OSError):
             now = _holder(_content(held))
@@ -206,14 +331,13 @@ class Claim:
                 held.unlink(missing_ok=True)
 
 
-# By folder, as this process holds them.
-_CLAIMS: dict[Path, Claim] = {}
+_CLAIMS: dict[Path, Claim] = {}  # the claims of this process, by folder
 _LOCK = threading.Lock()
 _beating: threading.Thread | None = None
 
 
 def claim_of(root: Path) -> Claim:
-    """Return the claim of this process on `root`. `release` it as often."""
+    """Return this process's claim on `root`. Call `release` once for each call."""
     with _LOCK:
         folder = root.resolve()
         claim = _CLAIMS[folder] if folder in _CLAIMS else _CLAIMS.setdefault(folder, Claim(root))
@@ -222,6 +346,7 @@ def claim_of(root: Path) -> Claim:
 
 
 def release(claim: Claim) -> None:
+    """Give the claim back if this was its last user."""
     with _LOCK:
         claim.users -= 1
         if claim.users:
@@ -252,22 +377,19 @@ def _beat() -> None:
             claim.beat()
 
 
-# Files ----------------------------------------------------------------------------------------------------------------
-
-
 def _claims(root: Path) -> list[Path]:
-    """The one that counts last."""
-    return sorted((path for path in root.iterdir() if _NAME.fullmatch(path.name)), key=_number)
+    """Return the claims in `root`. The last one counts."""
+    return sorted((path for path in root.iterdir() if _CLAIM.fullmatch(path.name)), key=_number)
 
 
 def _number(path: Path) -> int:
-    match = _NAME.fullmatch(path.name)
+    match = _CLAIM.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
 
 
 def _content(path: Path) -> object:
-    """What is in a claim. None: nothing that can be read, perhaps not yet."""
+    """Return the content of a claim, or None if it cannot be read, perhaps because it is not yet complete."""
     try:
         return read_json(path, "a claim")
     except DamagedError as error:
@@ -280,24 +402,18 @@ def _content(path: Path) -> object:
 
 
 def _holder(content: object) -> Holder | None:
+    checks = {f.name: integer(high=MAX_INT) if f.type == "int" else text for f in fields(Holder)}
     try:
-        said = table(content, "claim")
-        values = {
-            f.name: integer(member(said, f.name), f.name, high=2**63 - 1)
-            if f.type == "int"
-            else text(member(said, f.name), f.name)
-            for f in fields(Holder)
-        }
+        return Holder(**record(**checks)(content))
     except WrongFieldError:
         return None
-    return Holder(**values)  # pyright: ignore[reportArgumentType]
 
 
-# Processes ------------------------------------------------------------------------------------------------------------
+# --- processes --------------------------------------------------------------------------------------------------------
 
 
 def _machine() -> str:
-    """Return what is the same for processes that see each other: of one boot of one machine, in one container."""
+    """Return what is the same for processes that see each other: one boot of one machine, in one container."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {boot} {Path('/proc/self/ns/pid').stat().st_ino}"
@@ -310,7 +426,7 @@ def _is_alive(holder: Holder) -> bool:
         os.kill(holder.pid, 0)
     except (ProcessLookupError, OverflowError):  # OverflowError: no process can have this number
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         pass
     started = _started(holder.pid)
     return started is None or started == holder.started
@@ -319,7 +435,7 @@ def _is_alive(holder: Holder) -> bool:
 def _started(pid: int) -> int | None:
     """Return when a process began, 0 for one that has ended and is still listed, None if that cannot be read."""
     try:
-        # The name, in brackets, may hold anything: state and times come after it.
+        # The name, in brackets, may contain anything: state and times come after it.
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
