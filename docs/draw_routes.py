@@ -1,4 +1,4 @@
-"""The pictures and tables of docs/routes.md, from the plans of the routes.
+"""The pictures and tables of docs/concepts/routes.md, from the plans of the routes.
 
 `towpath.core.routes.sends` says which rank sends what to which, and in which step.
 """
@@ -25,7 +25,7 @@ from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Range, Transfer
 from towpath.train.report import light_and_dark
 
-DOCS = Path(__file__).parent
+FOLDER = Path(__file__).parent / "pictures"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)
 REGION_MEBIBYTES = 64
 # What the links of a node carry in one unit of time, in slices: its cable (each way), and those inside it together.
@@ -408,7 +408,7 @@ def presets_table(shape: Topology = SHAPE) -> str:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in towpath.strategies():
         strategy = towpath.strategy(name, shape)
-        if any(strategy.transport(kind).encoding for kind in TransferKind):  # docs/codecs.md
+        if any(strategy.transport(kind).encoding for kind in TransferKind):  # docs/concepts/codecs.md
             continue
         moving = [kind for kind in WITH_TRANSPORT if getattr(strategy.moves, kind.value)]
         routes: dict[str, list[str]] = defaultdict(list)
@@ -456,4 +456,4 @@ TABLES = {
     "routes-measured": measured_table,
     "routes-parts": parts_table,
 }
-PICTURES = {DOCS / "routes-gather.svg": draw_gathers, DOCS / "routes-ho-ring.svg": draw_steps}
+PICTURES = {FOLDER / "routes-gather.svg": draw_gathers, FOLDER / "routes-ho-ring.svg": draw_steps}

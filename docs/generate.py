@@ -2,9 +2,9 @@
 
     python -m docs.generate            writes what has changed (two minutes)
     python -m docs.generate --check    lists what would change
-    python -m docs.generate --fast     leaves out the slow tables of docs/papers.md (15 seconds)
+    python -m docs.generate --fast     leaves out the slow tables of docs/concepts/papers.md (15 seconds)
 
-A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/step.svg has a
+A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/pictures/step.svg has a
 script of its own, docs/draw_step.py, because it shows a run.
 """
 
@@ -67,7 +67,7 @@ def text_of(file: Path, slow: bool = True) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
-    parser.add_argument("--fast", action="store_true", help="leave out the slow tables of docs/papers.md")
+    parser.add_argument("--fast", action="store_true", help="leave out the slow tables of docs/concepts/papers.md")
     options = parser.parse_args()
     changed = 0
     for file in files():

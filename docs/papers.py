@@ -1,4 +1,4 @@
-"""What the papers measured, and what the simulator says of the same runs: the tables of docs/papers.md.
+"""What the papers measured, and what the simulator says of the same runs: the tables of docs/concepts/papers.md.
 
 `python -m docs.generate` writes them; the slow ones take a minute.
 """

@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = "docs"
 PAGES = {
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-    "examples/README.md": "examples.md",
+    "CONTRIBUTING.md": "guides/contributing.md",
+    "CHANGELOG.md": "reference/changelog.md",
+    "examples/README.md": "start/examples.md",
     "benchmarks/README.md": "comparisons/index.md",
 }
 # Pages generated from results (docs/figures.py).

@@ -195,11 +195,11 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "peft": _for_peft,
     "data": _for_data,
     "pipeline": _for_pipeline,
-    "docs/checkpoints.md": _for_checkpoints,
-    "docs/lora.md": _for_lora,
-    "docs/model.md": _for_model,
-    "docs/planner.md": _for_planner,
-    "docs/watching.md": _for_watching,
+    "docs/guides/checkpoints.md": _for_checkpoints,
+    "docs/guides/lora.md": _for_lora,
+    "docs/guides/after-shard.md": _for_model,
+    "docs/guides/plan.md": _for_planner,
+    "docs/guides/monitoring.md": _for_watching,
 }
 # On the laboratory (tests/lab/test_lab_page.py), without ranks (tests/unit/test_extending.py), or not here.
 ELSEWHERE = {"lab", "counters", "preset", "route", "unchecked"}
