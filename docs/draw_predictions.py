@@ -1,4 +1,4 @@
-"""The results of benchmarks/planner.py: a table in docs/concepts/planner.md and docs/pictures/timelines.svg."""
+"""Draw the results of benchmarks/planner.py: a table of docs/concepts/planner-accuracy.md, and timelines.svg."""
 
 from __future__ import annotations
 
