@@ -40,7 +40,7 @@ def plan_of(op: Op, route: str, shape: Topology) -> list[Send]:
 
 
 def parts_in(route: str, shape: Topology) -> int:
-    """Of a slice of the region that the page speaks of, which is long."""
+    """Return the number of parts that a route cuts a long slice into."""
     return parts_of(route, Grid.of(nodes_of(shape)), REGION_MEBIBYTES * 2**20 // shape.world)
 
 
@@ -295,7 +295,7 @@ def _letter(slot: int) -> str:
 
 
 def _step(canvas: Canvas, left: float, top: float, posted: Sequence[Send], shape: Topology) -> None:
-    """Nodes side by side, their members one above the other; a pair's two directions run beside each other."""
+    """Draw nodes side by side, with their members one above the other, and an arrow for each direction of a pair."""
     assert shape == SMALL, "the labels are laid out for two nodes of two"
     where = {m: (left + 66 + 180 * shape.node_of(m), top + 56 + 96 * shape.local_of(m)) for m in range(shape.world)}
     for node in range(shape.nodes):
@@ -329,7 +329,7 @@ Formula = Callable[[int, int], int]  # of N nodes and R ranks a node, in slices
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a gather or a reduce-scatter sends on the links of each node, for the reader and for the test."""
+    """The slices that a gather or a reduce-scatter sends on the links of each node, as text and as functions."""
 
     cable: str
     inside: str

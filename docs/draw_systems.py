@@ -1,4 +1,4 @@
-"""What docs/concepts/systems/ shows of each system: a picture of its schedule, and a table of its bytes and memory.
+"""Pictures and tables of docs/concepts/systems/: the schedule of each system, and its bytes and memory.
 
 The pictures are steps that the simulator replays: what the engine would do, at the times that `ethernet-10g` gives it.
 The tables are `towpath.schedule` of a GPT of 2.5 billion parameters.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from tempfile import NamedTemporaryFile
@@ -17,7 +17,7 @@ import typer
 from docs import figures
 from typer.testing import CliRunner
 
-from towpath import errors
+from towpath import api, errors
 from towpath.cli import main
 from towpath.core import presets
 from towpath.core.schedule import schedule
@@ -174,6 +174,24 @@ def two_nodes() -> str:
     return figures.table(head, [tuple(row(name, options)) for name, options in _SHOWN])
 
 
+# Functions ------------------------------------------------------------------------------------------------------------
+
+
+def arguments(function: Callable[..., Any]) -> str:
+    """Return a table of a function's arguments, with their defaults, from its docstring."""
+    documented = re.search(r"^Args:\n(.*?)(?=^\S)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL)
+    assert documented is not None, f"{function.__name__} has no Args:"
+    found = re.findall(r"^    (\w+): (.*?)(?=^    [\w*]|\Z)", documented[1], re.MULTILINE | re.DOTALL)
+    parameters = inspect.signature(function).parameters
+
+    def default(name: str) -> str:
+        value = parameters[name].default
+        return "required" if value is inspect.Parameter.empty else f"`{value!r}`"
+
+    rows = [(f"`{name}`", default(name), " ".join(text.split()).replace("|", "\\|")) for name, text in found]
+    return figures.table(("argument", "default", "meaning"), rows)
+
+
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
@@ -193,5 +211,6 @@ TABLES = {
     "strategies": strategies,
     "two-nodes": two_nodes,
     "errors": error_table,
+    "shard-arguments": partial(arguments, api.shard),
     **{f"keys-{section}": partial(keys, section) for section in SECTIONS},
 }
