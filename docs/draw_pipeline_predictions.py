@@ -1,4 +1,4 @@
-"""The results of benchmarks/pipeline_planner.py: a table in docs/planner.md."""
+"""The results of benchmarks/pipeline_planner.py: a table in docs/concepts/planner-accuracy.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/which-by-rate.svg and docs/which-by-nodes.svg: the fastest strategy, according to the simulator."""
+"""The pictures which-by-rate.svg and which-by-nodes.svg: the fastest strategy, according to the simulator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.train.report import standalone_svg
 
-DOCS = Path(__file__).parent
+FOLDER = Path(__file__).parent / "pictures"
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"
 LENGTH, BATCHING = 1024, Batching(8, 1, checkpointing=True)
 
@@ -34,4 +34,4 @@ def _nothing() -> None:
     pass
 
 
-PICTURES = {DOCS / "which-by-rate.svg": by_rate, DOCS / "which-by-nodes.svg": by_nodes}
+PICTURES = {FOLDER / "which-by-rate.svg": by_rate, FOLDER / "which-by-nodes.svg": by_nodes}

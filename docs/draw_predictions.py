@@ -1,4 +1,4 @@
-"""The results of benchmarks/planner.py: a table in docs/planner.md and docs/timelines.svg."""
+"""Draw the results of benchmarks/planner.py: a table of docs/concepts/planner-accuracy.md, and timelines.svg."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from towpath.cli.plan_report import Step
 from towpath.observing import Interval
 from towpath.train.report import draw_timelines, standalone_svg
 
-PICTURE = Path(__file__).with_name("timelines.svg")
+PICTURE = Path(__file__).parent / "pictures" / "timelines.svg"
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"
 
 

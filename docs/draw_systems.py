@@ -1,4 +1,4 @@
-"""What docs/systems/ shows of each system: a picture of its schedule, and a table of its bytes and memory.
+"""Pictures and tables of docs/concepts/systems/: the schedule of each system, and its bytes and memory.
 
 The pictures are steps that the simulator replays: what the engine would do, at the times that `ethernet-10g` gives it.
 The tables are `towpath.schedule` of a GPT of 2.5 billion parameters.
@@ -28,7 +28,7 @@ from towpath.topology.cluster import Extent, Topology
 from towpath.train.report import draw_timelines, standalone_svg
 from towpath.train.trace import simulated_intervals
 
-PAGES = Path(__file__).parent / "systems"
+PAGES = Path(__file__).parent / "concepts" / "systems"
 CLUSTER = load_cluster("ethernet-10g")
 TOPOLOGY = CLUSTER.topology
 COUNTED, LENGTH, MICRO_STEPS = "gpt-2.5b", 1024, 2

@@ -26,10 +26,11 @@ Row = Sequence[str]
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+PICTURES_FOLDER = DOCS / "pictures"
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
 
 HEADINGS = ("case", "figure", "result", "95 % interval", "commit")
-# Rows of docs/lora.md; all others are in the generated page.
+# Rows of docs/guides/lora.md; all others are in the generated page.
 _LORA = ("fsdp2", "fsdp2 tuned", "torch-ddp tuned", "zero3", "mics", "ddp frozen=1x1")
 _SPEEDUP = ", times as fast"
 # Recorded results keep the words of their time; the pages use these.
@@ -318,7 +319,7 @@ TABLES = {
 }
 
 PICTURES = {
-    DOCS / "speedups.svg": speedups_picture,
+    PICTURES_FOLDER / "speedups.svg": speedups_picture,
     results.FOLDER / "quality.svg": lambda: _script("draw_quality").picture(),
     results.FOLDER / "quality_pipeline.svg": lambda: _script("draw_quality_pipeline").picture(),
 }

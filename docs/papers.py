@@ -1,4 +1,4 @@
-"""What the papers measured, and what the simulator says of the same runs: the tables of docs/papers.md.
+"""Tables of docs/concepts/papers*.md: what the papers measured, and what the simulator predicts for the same runs.
 
 `python -m docs.generate` writes them; the slow ones take a minute.
 """
@@ -36,7 +36,7 @@ NEAR = 0.15  # what the papers' figures are to be met within
 
 @lru_cache(maxsize=64)
 def model_of(name: str, length: int, units: str) -> Model:
-    """`units`: what travels at once: a block, as in Towpath; or each matrix by itself, as in the papers' systems."""
+    """Return a model whose units are blocks, as in Towpath, or single matrices, as in the papers' systems."""
     shape, _ = MODELS[name]
     whole = shape.model(name, length)
     if units == BLOCKS:
@@ -91,7 +91,7 @@ class Row:
     setting: Setting
 
     def simulated(self, units: str) -> tuple[float, float]:
-        """With all that can overlap overlapped; and with nothing."""
+        """Return the speed-up with full overlap, and without any."""
         base, system = self.base.step(self.setting, units), self.system.step(self.setting, units)
         return base.seconds / system.seconds, _one_after_the_other(base) / _one_after_the_other(system)
 
@@ -219,9 +219,12 @@ OPTIMUS_CABLES = (None, 5.0)
 
 @lru_cache(maxsize=64)
 def optimus_seconds(model: str, compression: str, cable: float | None) -> tuple[float, float]:
-    """Of a step on 128 A100: four ranks of a pipeline (interleaved), four copies, eight tensor-parallel ranks; 512
-    sequences, eight at once. With gradients that travel as soon as they are there; and, as Megatron does it, when all
-    of them are."""
+    """Return the seconds of a step on 128 A100 with early gradients, and with late ones.
+
+    Four ranks of an interleaved pipeline have four copies and eight tensor-parallel ranks. A step has 512 sequences,
+    eight at once. Early gradients are sent as soon as they are ready. Late ones are sent after all of them are, as
+    Megatron does it.
+    """
     shape, length = MODELS[model]
     cluster = _cluster("dgx-a100-200g", 16, cable)
     pipelines = Pipelines(

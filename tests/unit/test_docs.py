@@ -1,7 +1,8 @@
-"""Regenerating the docs changes nothing, and the routes in docs/routes.md are simulated correctly."""
+"""Regenerating the docs changes nothing, and the routes in docs/concepts/routes.md are simulated correctly."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
@@ -24,10 +25,22 @@ def test_regenerating_changes_nothing(file: Path) -> None:
     assert same, "run `python -m docs.generate` and commit what it writes"
 
 
+def test_pages_that_sources_name_exist() -> None:
+    named = {
+        page: file
+        for file in (*generate.ROOT.glob("src/**/*.py"), generate.ROOT / "pyproject.toml")
+        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not {page: file for page, file in named.items() if not (generate.ROOT / page).is_file()}
+
+
 @pytest.mark.parity
 def test_regenerating_the_slow_tables_changes_nothing() -> None:
-    page = generate.ROOT / "docs" / "papers.md"
-    assert page.read_text(encoding="utf-8") == generate.text_of(page), "run `python -m docs.generate`"
+    pages = sorted((generate.ROOT / "docs" / "concepts").glob("papers*.md"))
+    assert len(pages) == 2
+    for page in pages:
+        assert page.read_text(encoding="utf-8") == generate.text_of(page), "run `python -m docs.generate`"
 
 
 class TestRows:

@@ -147,7 +147,7 @@ class Hardware:
         if self.cores is None:
             raise StrategyError(
                 "offload: the cluster's description says nothing of the host's memory. Describe it under [host] "
-                "(docs/planner.md), or plan without offload."
+                "(docs/guides/describe-a-cluster.md), or plan without offload."
             )
         return HostMemory(self.memory_rate, self.memory_rate)
 

@@ -338,7 +338,7 @@ class ParallelConfig:
 
     pipeline: int = option(1, "ranks that a micro-batch passes through; 1: no stages", ABOVE_0)
     tensor: int = option(1, "ranks of one node that share each layer of a block; 1: none", ABOVE_0)
-    schedule: str = option("1F1B", "or GPipe, Interleaved1F1B, … (docs/pipelines.md)", one_of(*SCHEDULES))
+    schedule: str = option("1F1B", "or GPipe, Interleaved1F1B, … (docs/guides/pipelines.md)", one_of(*SCHEDULES))
     compression: str = option("none", "or optimus-cb, optimus-cb+fe, optimus-cb+fe+sc", one_of(*COMPRESSIONS))
     activation_gradients: str = option("", "codec of what stages send back, such as low-rank:16")
     activations: str = option("", "codec of what stages hand on, such as int8")
