@@ -1,4 +1,4 @@
-"""Draw the results of benchmarks/planner.py: a table of docs/concepts/planner-accuracy.md, and timelines.svg."""
+"""Draw the results of the suite `planner`: a table of docs/concepts/planner-accuracy.md, and timelines.svg."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from towpath.bench.harness import results
+from benchmarks.harness import results
 from towpath.cli.plan_report import Step
 from towpath.observing import Interval
 from towpath.train.report import draw_timelines, standalone_svg

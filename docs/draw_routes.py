@@ -17,8 +17,8 @@ from typing import Any
 from docs import figures
 
 import towpath
+from benchmarks.harness import results
 from towpath import Topology, Transport
-from towpath.bench.harness import results
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
@@ -421,7 +421,7 @@ def presets_table(shape: Topology = SHAPE) -> str:
 
 
 def measured_table() -> str:
-    """Return the ratios of benchmarks/collectives.py."""
+    """Return the ratios of `python -m benchmarks collectives`."""
     rows: list[list[str]] = []
     for run in measured(in_parts=False):
         case: Mapping[str, Any] = run["case"]

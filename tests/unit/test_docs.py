@@ -12,7 +12,7 @@ import pytest
 from docs import figures, generate
 from docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
 
-from towpath.bench.harness import results
+from benchmarks.harness import results
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
@@ -67,11 +67,11 @@ class TestRows:
     def test_a_comparison_shows_every_candidate_of_ours(self) -> None:
         seconds = {"mics": [2.0] * 6, "zero++": [4.0] * 6, "fsdp2": [3.0] * 6}
         run = {
-            "case": {"name": "2x2-regime4-micro1"},
+            "case": {"name": "2x2-ratio4-micro1"},
             "versions": {"towpath": "1.0"},
-            "regime": {"found in the race": 4.1},
+            "comm_ratio": {"found": 4.1},
             "communication_share": dict.fromkeys(seconds, 0.1),
-            "contestants": {name: {"ours": name != "fsdp2", "lossless": name != "zero++"} for name in seconds},
+            "candidates": {name: {"ours": name != "fsdp2", "lossless": name != "zero++"} for name in seconds},
             "seconds": seconds,
             "median_seconds": {name: each[0] for name, each in seconds.items()},
             "checks": [{"what": "lossless: mics against fsdp2, times as fast", "found": 1.5, "low": 1, "high": 2}],

@@ -13,7 +13,6 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from towpath.bench import drawing
 from towpath.cli import plan_report
 from towpath.observing import COMPUTE, Interval
 from towpath.train.report import COLORS, Outcome, draw_timelines, rows_of, standalone_svg, svg, write_report
@@ -47,11 +46,7 @@ def _on_canvas(draw: Callable[[Any, Any], None], shown: Any, size: tuple[float, 
     return canvas
 
 
-def _by_rate(figure: Any, curves: list[Any]) -> None:
-    drawing.draw_by_rate(figure, ([drawing.Curve(curve.name, True, curve.points) for curve in curves], None))
-
-
-@pytest.mark.parametrize("draw", [plan_report.draw_rates, plan_report.draw_nodes, _by_rate])
+@pytest.mark.parametrize("draw", [plan_report.draw_rates, plan_report.draw_nodes])
 @pytest.mark.parametrize(
     ("low", "high"), [(15, 1500), (5, 200), (29.37, 29.42), (2.1, 8), (9, 11), (1e-3, 900), (0.4, 0.4), (95, 1050)]
 )
