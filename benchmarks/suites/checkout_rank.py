@@ -1,7 +1,6 @@
-"""A rank of the suite `checkouts`. It imports Towpath from the checkout that its first argument names, and nothing
-before.
+"""A rank of the suite `checkouts`, which imports Towpath from the checkout that its first argument names.
 
-The model is that of this file's own checkout, on both sides.
+Nothing is imported before. The model is that of this file's own checkout, on both sides.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def figures_of(
 ) -> dict[str, Any]:
     """Return the figures of one step of each candidate.
 
-    They are the interval of the median, the share that is not the module's own computation, the bytes between nodes,
-    the processor seconds of all ranks, and the memory of the rank that holds most.
+    They are the interval of the median, the share that is not the module's own computation, and the bytes between
+    nodes. Processor seconds are those of all ranks. Memory is that of the rank that holds most.
     """
     usual = medians(comparison.seconds)
     computing = workload.micro_steps * usual[COMPUTE]

@@ -65,18 +65,7 @@ def bench(
 
     Exit code: 0; 1 if no strategy or no peer could be measured; 2 if nothing could start.
     """
-    from towpath.topology.groups import launched
-
-    if lab and launched():
-        raise ConfigError("--lab starts its own ranks, but a launcher started this process. Leave out one of them.")
-    if not lab and not launched():
-        raise ConfigError(
-            "bench measures between ranks, and no launcher started this process. On your cluster, start torchrun … -m "
-            "towpath bench on every node. To emulate a cluster on this machine, add --lab."
-        )
-    given = {"--nodes": nodes, "--ranks": ranks, "--inter": inter}
-    if not lab and (names := [name for name, value in given.items() if value is not None]):
-        raise ConfigError(f"{', '.join(names)}: only for --lab. A job has the ranks and links that it was started on.")
+    _check_launcher(lab, {"--nodes": nodes, "--ranks": ranks, "--inter": inter})
     if dtype not in (None, "bfloat16", "float32"):
         raise ConfigError(f"--dtype {dtype}: expected bfloat16 or float32.")
     check_output_file("--output", output)
@@ -90,8 +79,7 @@ def bench(
         setup = TrainingSetup(width, depth, vocabulary, length, batch, micro_steps, dtype, steps)
         kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), place.topology, dtype)
         about = f"{place.topology.nodes} nodes × {place.topology.ranks_per_node} ranks, {place.links}. {setup}"
-        progress = Console(stderr=True, highlight=False)
-        say: Callable[[str], None] = partial(progress.print, style="dim") if place.leads else lambda text: None
+        say = partial(Console(stderr=True, highlight=False, quiet=not place.leads).print, style="dim")
         say(about)
         found = compare(kinds, rounds, lambda name: place.measure(name, setup), say)
     if place.leads:
@@ -102,8 +90,23 @@ def bench(
         raise typer.Exit(1)
 
 
+def _check_launcher(lab: bool, lab_options: dict[str, Any]) -> None:
+    """Raise `ConfigError` if options and the way in which this process was started do not fit."""
+    from towpath.topology.groups import launched
+
+    if lab and launched():
+        raise ConfigError("--lab starts its own ranks, but a launcher started this process. Leave out one of them.")
+    if not lab and not launched():
+        raise ConfigError(
+            "bench measures between ranks, and no launcher started this process. On your cluster, start torchrun … -m "
+            "towpath bench on every node. To emulate a cluster on this machine, add --lab."
+        )
+    if not lab and (names := [name for name, value in lab_options.items() if value is not None]):
+        raise ConfigError(f"{', '.join(names)}: only for --lab. A job has the ranks and links that it was started on.")
+
+
 class _Place(NamedTuple):
-    """Where candidates run. `leads` is whether this process prints, and `dtype` what its device prefers."""
+    """A cluster for candidates. `leads` is whether this process prints, and `dtype` what its device prefers."""
 
     topology: Topology
     links: str
