@@ -17,8 +17,8 @@ from benchmarks.environment import UNSHAPED
 from benchmarks.harness import results
 from benchmarks.harness.figures import against_limit, verdict
 from towpath.errors import ConfigError
-from towpath.train.observe.plots import colour
-from towpath.train.observe.progress import size
+from towpath.train.progress import size
+from towpath.train.report import color
 
 Line = Mapping[str, Any]
 
@@ -300,7 +300,7 @@ def draw_speedups(figure: Any, lines: Sequence[Line]) -> None:
     for each in speedups_of(lines):
         shape = (each.nodes, each.ranks_per_node)
         shapes += [shape] if shape not in shapes else []
-        paint, mark = colour(shapes.index(shape)), "o" if each.micro_steps == 1 else "^"
+        paint, mark = color(shapes.index(shape)), "o" if each.micro_steps == 1 else "^"
         looks[f"{each.nodes} nodes × {each.ranks_per_node} ranks"] = {"marker": "s", "color": paint}
         looks[f"{each.micro_steps} micro-step{'s' * (each.micro_steps > 1)}"] = {"marker": mark, "color": _GREY}
         if each.blocks_wait:

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import report
 from benchmarks.harness import figures, results
-from towpath.train.observe.plots import standalone_svg
+from towpath.train.report import standalone_svg
 
 Line = Mapping[str, Any]
 Row = Sequence[str]

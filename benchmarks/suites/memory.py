@@ -43,7 +43,7 @@ from towpath import lab
 from towpath.checkpoint import get_model_state_dict
 from towpath.errors import LabError
 from towpath.train.config import ModelConfig
-from towpath.train.models import from_config
+from towpath.train.models.bundle import ModelBundle, build_model
 
 SHAPE = towpath.Topology(2, 2)
 MODEL = ModelConfig(width=2048, depth=19, heads=16, kv_heads=16)
@@ -170,9 +170,7 @@ def train(rank: int, world: int, strategy: str, config: ModelConfig, groups: Seq
 def steps(config: ModelConfig, strategy: str, count: int) -> None:
     """Train for a few steps."""
     precision = towpath.Precision(params="bfloat16", reduce="bfloat16")
-    model: Any = towpath.shard(
-        from_config.build(config, VOCABULARY).model, strategy, topology=SHAPE, precision=precision
-    )
+    model: Any = towpath.shard(build_model(config, VOCABULARY).model, strategy, topology=SHAPE, precision=precision)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(count):
         tokens = torch.randint(VOCABULARY, (1, LIMITED_LENGTH))
@@ -186,7 +184,7 @@ CASES = [StartCase("loaded", True), StartCase("drawn", False), StateDictCase(), 
 
 def write(file: Path, model: ModelConfig) -> None:
     """Write a safetensors file with some values for every parameter, a piece at a time."""
-    built = from_config.build(model, VOCABULARY)
+    built = build_model(model, VOCABULARY)
     header: dict[str, Any] = {}
     end = 0
     for name, parameter in built.model.named_parameters():
@@ -206,10 +204,10 @@ def write(file: Path, model: ModelConfig) -> None:
 def start(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """Start the model on one rank, and return its memory."""
     torch.set_num_threads(1)
-    towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
+    towpath.shard(build_model(TINY, 256).model, "zero3", topology=SHAPE)
 
-    def build_and_shard() -> tuple[from_config.Built, Any]:
-        built = from_config.build(config, VOCABULARY)
+    def build_and_shard() -> tuple[ModelBundle, Any]:
+        built = build_model(config, VOCABULARY)
         return built, towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
 
     (built, model), peak, kept = watched(build_and_shard)
@@ -228,15 +226,15 @@ def return_state(rank: int, world: int, config: ModelConfig) -> dict[str, Any]:
     """Make the full state dict on one rank, check it, and return the memory that it took."""
     torch.set_num_threads(1)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    tiny = towpath.shard(from_config.build(TINY, 256).model, "zero3", topology=SHAPE)
+    tiny = towpath.shard(build_model(TINY, 256).model, "zero3", topology=SHAPE)
     get_model_state_dict(tiny, options=options)
     level = rss_anon()
-    built = from_config.build(config, VOCABULARY)
+    built = build_model(config, VOCABULARY)
     model = towpath.shard(built.model, "zero3", topology=SHAPE, values=lambda _, start, end: torch.ones(end - start))
     sharded, began = rss_anon(), time.perf_counter()
     found, added, _ = watched(lambda: get_model_state_dict(model, options=options))
     seconds = time.perf_counter() - began
-    whole = {name: value.shape for name, value in from_config.build(config, VOCABULARY).model.state_dict().items()}
+    whole = {name: value.shape for name, value in build_model(config, VOCABULARY).model.state_dict().items()}
     assert {name: value.shape for name, value in found.items()} == (whole if rank == 0 else {})
     assert all(bool((value == 1).all()) for value in found.values() if value.is_floating_point())
     return {

@@ -32,7 +32,7 @@ from towpath.collectives.rank_transfer import RankTransfer
 from towpath.core.schedule import Compute, steady_step
 from towpath.core.step_state import CheckRanks, InvalidateViews, SetGrads, SwapParameters
 from towpath.observing import BETWEEN, COMPUTE, INSIDE, Interval, intervals_of_ranks
-from towpath.train.observe import perfetto
+from towpath.train.trace import write_trace
 
 # A step against its parts ---------------------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ def _rank(rank: int, world: int, folder: str, case: TimelineCase, trace: str | N
     everyones = intervals_of_ranks(model, traced)
     if rank == 0:
         if trace is not None:
-            perfetto.write(Path(trace), everyones)
+            write_trace(Path(trace), everyones)
         found = {
             "share": share_hidden(everyones[0]),
             "seconds_in_flight": sum(t.seconds_in_flight for t in done.transfers),

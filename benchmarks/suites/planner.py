@@ -38,7 +38,7 @@ from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request, codecs_for_both
 from towpath.planner.solver import Batching, Ranking, Solver
 from towpath.sim.timeline import Event, Timeline
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.trace import simulated_intervals
 
 LOSSLESS = ("ddp", "zero1", "zero2", "zero3", "hpz", "mics", "paro-iig", "paro-nig")
 LOSSY = ("zero++", "ddp gradients=int8", "mics gradients=int4:64", "zero3 weights=int8 gradients=int8")
@@ -113,7 +113,7 @@ class PlannerCase:
             seconds = statistics.median(measured[name])
             tasks[name] = compared_tasks(engine, of_replay(events, strategies[name]), seconds)
             if name in DRAWN:
-                drawn[name] = {"engine": recorded(steps[-1]), "simulated": recorded(intervals_of(events))}
+                drawn[name] = {"engine": recorded(steps[-1]), "simulated": recorded(simulated_intervals(events))}
         return {"timelines": tasks, "drawn": drawn}
 
     def _checks(self, found: Mapping[str, Any]) -> list[Check]:

@@ -28,7 +28,7 @@ from benchmarks.suites.pipeline import COPIES, STAGES, TOPOLOGY, Sizes, Stage, c
 from towpath import lab
 from towpath.core.transport import Transport
 from towpath.pipeline import Compression, Pipeline
-from towpath.train.observe.plots import COLOURS, colour, standalone_svg
+from towpath.train.report import COLORS, color, standalone_svg
 
 SHAPE = towpath.Topology(2, 2)
 LENGTH, BATCH = 128, 1
@@ -351,7 +351,7 @@ def curves(runs: list[dict[str, Any]], variants: Sequence[str], spread: float | 
         worst: dict[str, float] = {}
         least = 0.0
         for number, (variant, curve) in enumerate(means.items()):
-            look = {"color": colour(number), "linestyle": "-" if number < len(COLOURS) else "--", "linewidth": 1.4}
+            look = {"color": color(number), "linestyle": "-" if number < len(COLORS) else "--", "linewidth": 1.4}
             whole.plot(*zip(*curve, strict=True), label=variant, **look)
             shares = [(step, 100 * (loss / base - 1)) for (step, loss), (_, base) in zip(curve, baseline, strict=True)]
             ending = shares[len(shares) // 2 :]

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,9 @@ from benchmarks.harness.comparison import compare, started
 from benchmarks.harness.suite import Settings, Suite
 from towpath import checkpoint
 from towpath.train.config import Config, LogConfig, ModelConfig, StrategyConfig, TrainConfig
-from towpath.train.job import joined
-from towpath.train.loop import Training
-from towpath.train.models.from_config import next_token_loss
-from towpath.train.observe.watch import Watch
-from towpath.train.run import begin
+from towpath.train.job import init_distributed
+from towpath.train.models.bundle import next_token_loss
+from towpath.train.trainer import Trainer
 
 # towpath train --------------------------------------------------------------------------------------------------------
 
@@ -75,9 +73,9 @@ class Loop:
 
     def __init__(self, rank: int, world: int, kind: str, config: Config) -> None:
         stack = ExitStack()  # it stays open: the ranks end with the comparison
-        training = begin(config, stack.enter_context(joined()))
+        trainer = Trainer(config, stack.enter_context(init_distributed()))
         self._stack = stack
-        self._step = bare(training) if kind == THEIRS else self._whole(config, training)
+        self._step = bare(trainer) if kind == THEIRS else self._whole(trainer)
 
     def sample(self) -> float:
         """Take steps, and return the seconds of one."""
@@ -87,22 +85,22 @@ class Loop:
         for _ in range(STEPS):
             self._step()
 
-    def _whole(self, config: Config, training: Training) -> Callable[[], None]:
-        watch = self._stack.enter_context(Watch(config, training))
+    def _whole(self, trainer: Trainer) -> Callable[[], None]:
+        metrics = self._stack.enter_context(trainer.metrics_logger())
 
         def step() -> None:
-            with watch.traced(training.done + 1):
-                taken = training.step()
-            watch.stepped(taken)
+            with metrics.traced(trainer.state.step + 1):
+                result = trainer.train_step()
+            metrics.log_step(**asdict(result))
 
         return step
 
 
-def bare(training: Training) -> Callable[[], None]:
+def bare(trainer: Trainer) -> Callable[[], None]:
     """Return a step of the loop that a user would write, over batches that are ready."""
-    model, optimizer, count = training.model, training.optimizer, training.micro_steps
-    rank, world, at_once = training.job.rank, training.job.world, training.config.micro_batch
-    batches = [training.windows.batch((m * world + rank) * at_once, at_once) for m in range(count)]
+    model, optimizer, count = trainer.model, trainer.optimizer, trainer.micro_steps
+    rank, world, at_once = trainer.job.rank, trainer.job.world, trainer.config.train.micro_batch
+    batches = [trainer.tokens.train.batch((m * world + rank) * at_once, at_once) for m in range(count)]
 
     def step() -> None:
         for number, (inputs, targets) in enumerate(batches):
@@ -225,8 +223,9 @@ def gpt_on_ranks(
         strategy=StrategyConfig(name="zero3", nodes=2, ranks_per_node=2),
         log=LogConfig(folder=str(folder / "log")),
     )
-    training = begin(config, stack.enter_context(joined()))
-    return checkpoint.State(training.model, training.optimizer, training=training), lambda: training.step().seconds
+    trainer = Trainer(config, stack.enter_context(init_distributed()))
+    state = checkpoint.State(trainer.model, trainer.optimizer, training=trainer.state)
+    return state, lambda: trainer.train_step().seconds
 
 
 # Suites ---------------------------------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def show(found: Comparison) -> None:
 def _rows(found: Comparison) -> list[tuple[str, ...]]:
     """Return the rows under `_HEADINGS`, the fastest candidate first."""
     from towpath.bench import COMPUTE
-    from towpath.train.observe.progress import size
+    from towpath.train.progress import size
 
     peer, rows = found.fastest("peer"), list[tuple[str, ...]]()
     for name in sorted(found.samples, key=found.step):
@@ -189,8 +189,7 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
     import torch
 
     import towpath
-    from towpath.train.observe.plots import svg
-    from towpath.train.observe.report import figure_html, table_html, write_page
+    from towpath.train.report import figure_html, svg, table_html, write_page
 
     names = sorted(found.samples, key=found.step)
     numbers = [str(number) for number in range(1, len(found.order) + 1)]
@@ -213,12 +212,12 @@ def write_page(path: Path, about: str, found: Comparison) -> None:
 
 
 def _draw_steps(figure: Any, found: Comparison) -> None:
-    from towpath.train.observe.plots import axes_of, colour
+    from towpath.train.report import axes_of, color
 
     names = sorted(found.samples, key=found.step)
     axes = axes_of(figure, "seconds of a step", "")
     for place, name in enumerate(names):
-        paint = colour(0) if found.kinds.get(name, "").startswith("ours") else "#868e96"
+        paint = color(0) if found.kinds.get(name, "").startswith("ours") else "#868e96"
         axes.plot(found.seconds(name), [place] * len(found.order), "o", color=paint, markersize=4, alpha=0.6)
         axes.plot([found.step(name)] * 2, [place - 0.35, place + 0.35], "-", color=paint, linewidth=2)
     axes.set_yticks(range(len(names)), names)
