@@ -50,14 +50,9 @@ _SHARE_OF_MEMORY = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen strategy.
+    """The chosen strategy, the predicted seconds of a step, and one line for people.
 
-    Args:
-        strategy: The strategy.
-        batching: How each rank computes its share.
-        seconds: Predicted duration of a step.
-        why: One line for people.
-        layout: The pipeline, if the model is split into stages or its layers are shared.
+    It has a `layout` if the model is split into stages, or its layers are shared.
     """
 
     strategy: Strategy
@@ -89,21 +84,8 @@ def choose(
 ) -> Choice:
     """Choose a strategy, identical on all ranks. Every rank must call it.
 
-    Args:
-        groups: The ranks.
-        topology: The nodes, and the ranks of each node.
-        describe: Describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
-            because they also work at the same time in a step.
-        request: Returns what a step must do, for ranks with so many bytes of memory.
-        profile: A profile of the cluster. Default: the cached one, or a new one.
-        pipelined: Pipelines that may be chosen.
-
-    Returns:
-        The choice.
-
-    Raises:
-        PlanError: If nothing fits into memory, or planning fails.
-        ConfigError: If the profile cannot be read.
+    `describe` describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
+    because they also work at the same time in a step. `request` returns what a step must do, for some bytes of memory.
     """
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(

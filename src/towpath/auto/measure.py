@@ -56,20 +56,8 @@ def describe_measured(
 ) -> Model:
     """Describe a model for the planner, with measured times.
 
-    Args:
-        model: The model. It may be on the meta device.
-        layouts: Its units, as `lay_out` returns them.
-        inputs: Returns the model's inputs for some number of sequences.
-        sizes: The numbers of sequences to measure.
-        length: Tokens of a sequence.
-        device: The device on which units run.
-        precision: The dtypes of computation.
-
-    Returns:
-        The model.
-
-    Raises:
-        ConfigError: If the model, or one of its units, cannot run with such inputs.
+    `inputs` returns the model's inputs for some number of sequences of `length` tokens. `sizes` are the numbers of
+    sequences that are measured. `layouts` are the units, as `lay_out` returns them.
     """
     own = next((bucket.dtype for layout in layouts for bucket in layout.spec.buckets), "float32")
     dtype = torch_dtype(precision.compute_dtype(own))
@@ -288,13 +276,7 @@ class _Sharding:
 def measure_host_work(groups: Groups, warm: int, repeats: int) -> list[Point]:
     """Measure the processor time of the engine and the optimizer. Every rank must call it.
 
-    Args:
-        groups: The ranks.
-        warm: Number of steps before the measured ones. They allocate buffers.
-        repeats: Number of measured steps.
-
-    Returns:
-        The points of a profile.
+    The first `warm` steps allocate buffers and do not count.
     """
     alone = Groups(groups.of(tuple((rank,) for rank in range(groups.world)), "one rank alone"))
     shardings = [_Sharding("bare"), _Sharding("sharded", "ddp", alone), _Sharding("over all ranks", "zero3", groups)]

@@ -439,14 +439,9 @@ def _collective(
 
 @dataclass(frozen=True, slots=True)
 class TimedWork:
-    """An activity and its time.
+    """An activity, and the seconds that it takes alone.
 
-    Args:
-        name: The name of its measurement.
-        size: Its size.
-        seconds: How long it takes alone.
-        work: Runs it once.
-        alone: Whether no other rank takes part. It may then run any number of times.
+    `alone` means that no other rank takes part. It may then run any number of times.
     """
 
     name: str

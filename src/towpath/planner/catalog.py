@@ -23,11 +23,7 @@ from towpath.planner.profile import Profile
 
 
 def shipped_clusters() -> list[str]:
-    """Return the names of the clusters that come with Towpath.
-
-    Returns:
-        The names, sorted.
-    """
+    """Return the sorted names of the clusters that come with Towpath."""
     folder = files("towpath.planner").joinpath("clusters")
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
@@ -129,17 +125,9 @@ def describe_model(what: str | Path, length: int | None = None) -> Model:
 
 
 def model_shape(what: str | Path, length: int | None = None) -> tuple[Transformer, str, int]:
-    """Return the shape of a model, from which stages of a pipeline can be made.
+    """Return the shape of a model, its name, and the tokens of a sequence, for `Transformer.staged`.
 
-    Args:
-        what: The model, as `describe_model` takes it.
-        length: Tokens of a sequence. Default: the model's own.
-
-    Returns:
-        The shape, the model's name, and the tokens of a sequence.
-
-    Raises:
-        ConfigError: If the model is unknown, its file cannot be read, or it is a mixture of experts.
+    The arguments and errors are those of `describe_model`.
     """
     path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
     if path.suffix not in (".json", ".toml"):

@@ -96,28 +96,11 @@ class Cluster:
         return peaks[dtype]
 
     def flops_of(self, dtype: str) -> float:
-        """Return the FLOP/s that matrix products reach.
-
-        Args:
-            dtype: The dtype of the computation, such as "bfloat16".
-
-        Returns:
-            The FLOP/s.
-
-        Raises:
-            ConfigError: If the description does not have this dtype.
-        """
+        """Return the FLOP/s that matrix products of a dtype reach."""
         return self.peak_of(dtype) * self.reached
 
     def on(self, nodes: int) -> Cluster:
-        """Return the same cluster with another number of nodes.
-
-        Args:
-            nodes: Number of nodes.
-
-        Returns:
-            The cluster.
-        """
+        """Return the same cluster with another number of nodes."""
         topology = Topology(nodes, self.topology.ranks_per_node)
         return replace(self, hardware=replace(self.hardware, topology=topology))
 

@@ -67,6 +67,11 @@ class MeasuredPasses:
         return replace(self, forward=self.forward.plus(other.forward), backward=self.backward.plus(other.backward))
 
 
+# The fields of a unit that add up over blocks, and those of which only the largest counts.
+_SUMMED = ("flops", "kept", "entering", "kept_fp32", "kept_input", "kept_input_fp32")
+_PEAKS = ("passing", "passing_fp32")
+
+
 @dataclass(frozen=True, slots=True)
 class ModelUnit:
     """The parameters of a unit, and what it computes and keeps for one token.
@@ -110,49 +115,16 @@ class ModelUnit:
         return sum(sum(bucket.numels) for bucket in self.spec.buckets if bucket.trainable)
 
     def computing(self, share: float) -> ModelUnit:
-        """Return a unit with the same parameters that computes and keeps only a share.
-
-        Args:
-            share: The share, from 0 to 1, or how many times as much.
-
-        Returns:
-            The unit.
-        """
-        return replace(
-            self,
-            flops=share * self.flops,
-            kept=share * self.kept,
-            entering=share * self.entering,
-            kept_fp32=share * self.kept_fp32,
-            kept_input=share * self.kept_input,
-            kept_input_fp32=share * self.kept_input_fp32,
-            passing=share * self.passing,
-            passing_fp32=share * self.passing_fp32,
-            measured=None if self.measured is None else self.measured.times(share),
-        )
+        """Return a unit with the same parameters that computes and keeps only a share."""
+        scaled = {name: share * getattr(self, name) for name in (*_SUMMED, *_PEAKS)}
+        return replace(self, **scaled, measured=None if self.measured is None else self.measured.times(share))
 
     def combined_with(self, other: ModelUnit) -> ModelUnit:
-        """Return a unit with the parameters of this one that computes and keeps what both do.
-
-        Args:
-            other: The other unit.
-
-        Returns:
-            The unit.
-        """
+        """Return a unit with the parameters of this one that computes and keeps what both do."""
         mine, theirs = self.measured, other.measured
-        return replace(
-            self,
-            flops=self.flops + other.flops,
-            kept=self.kept + other.kept,
-            entering=self.entering + other.entering,
-            kept_fp32=self.kept_fp32 + other.kept_fp32,
-            kept_input=self.kept_input + other.kept_input,
-            kept_input_fp32=self.kept_input_fp32 + other.kept_input_fp32,
-            passing=max(self.passing, other.passing),
-            passing_fp32=max(self.passing_fp32, other.passing_fp32),
-            measured=None if mine is None or theirs is None else mine.plus(theirs),
-        )
+        summed = {name: getattr(self, name) + getattr(other, name) for name in _SUMMED}
+        peaks = {name: max(getattr(self, name), getattr(other, name)) for name in _PEAKS}
+        return replace(self, **summed, **peaks, measured=None if mine is None or theirs is None else mine.plus(theirs))
 
 
 @dataclass(frozen=True)
@@ -330,14 +302,7 @@ class Transformer:
         return attention + feed
 
     def attention_flops(self, length: int) -> int:
-        """Return the FLOPs of the attention scores and of their product with the values.
-
-        Args:
-            length: Tokens of a sequence.
-
-        Returns:
-            The FLOPs per token and block.
-        """
+        """Return the FLOPs per token and block of the attention scores and of their product with the values."""
         return 4 * length * self._query_width
 
     def _block(self, length: int) -> ModelUnit:

@@ -115,14 +115,7 @@ class PipelinePrediction(Prediction):
     idle: float
 
     def sequences(self, world: int) -> int:
-        """Return the number of sequences of a step.
-
-        Args:
-            world: Number of ranks. Copies determine the result, not ranks.
-
-        Returns:
-            The sequences of all copies together.
-        """
+        """Return the sequences of a step. All copies together compute them, whatever `world` is."""
         return self.batching.micro_batch * self.batching.micro_steps * self.copies
 
 
@@ -225,15 +218,7 @@ class Pipelines:
         return batching.micro_steps * sum(each) / layout.pipeline
 
     def check(self, layout: Layout, batching: Batching) -> None:
-        """Check that a pipeline can run a layout.
-
-        Args:
-            layout: How the model is distributed.
-            batching: The micro-batches.
-
-        Raises:
-            PlanError: If the ranks cannot be divided so, or the strategy or number of micro-batches does not fit.
-        """
+        """Raise PlanError if a pipeline cannot run this layout with these micro-batches."""
         self.copies(layout)
         if layout.strategy not in STRATEGIES:
             raise PlanError(f"strategy {layout.strategy!r}: stages are planned with {', '.join(STRATEGIES)}.")
@@ -243,17 +228,7 @@ class Pipelines:
             )
 
     def copies(self, layout: Layout) -> int:
-        """Return how many copies of each stage the job has.
-
-        Args:
-            layout: How the model is distributed.
-
-        Returns:
-            The number of copies.
-
-        Raises:
-            PlanError: If the ranks cannot be divided so.
-        """
+        """Return how many copies of each stage the job has. Raise PlanError if the ranks cannot be divided so."""
         topology, together = self._topology, layout.pipeline * layout.tensor
         if topology.world % together:
             raise PlanError(

@@ -91,13 +91,9 @@ def route_of(name: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measurement.
+    """Several repetitions of one measurement. `size` is in bytes or elements, or the side of a matrix.
 
-    Args:
-        what: What was done.
-        size: Its size: bytes, elements, or the side of a matrix.
-        seconds: The seconds of each repetition.
-        busy: Processor seconds of the host per repetition, where the kernel reports them.
+    `busy` are processor seconds of the host per repetition, where the kernel reports them.
     """
 
     what: str
@@ -147,45 +143,18 @@ class Profile:
     budget_seconds: float = 60.0
 
     def of(self, what: str) -> list[Point]:
-        """Return the points of a measurement, the smallest size first.
-
-        Args:
-            what: The name of the measurement.
-
-        Returns:
-            The points.
-
-        Raises:
-            ConfigError: If there are none.
-        """
+        """Return the points of a measurement, the smallest size first. Raise ConfigError if there are none."""
         found = [point for point in self.points if point.what == what]
         if not found:
             raise ConfigError(f"the profile has no measurement of {what!r}: probe anew.")
         return sorted(found, key=lambda point: point.size)
 
     def has(self, what: str) -> bool:
-        """Return whether there are points of a measurement.
-
-        Args:
-            what: The name of the measurement.
-
-        Returns:
-            Whether there are any.
-        """
+        """Return whether there are points of a measurement."""
         return any(point.what == what for point in self.points)
 
     def fit(self, what: str) -> Fit:
-        """Return the latency and rate that fit the points of a measurement.
-
-        Args:
-            what: The name of the measurement.
-
-        Returns:
-            The fit.
-
-        Raises:
-            ConfigError: If there are no points.
-        """
+        """Return the latency and rate that fit the points of a measurement."""
         return fitted([(point.size, point.usual) for point in self.of(what)])
 
     def routes(self) -> list[Point]:
@@ -206,14 +175,7 @@ class Profile:
         return [point for point in self.points if point.what not in others]
 
     def cluster(self) -> Cluster:
-        """Return the description of the cluster, as the planner takes it.
-
-        Returns:
-            The cluster.
-
-        Raises:
-            ConfigError: If a measurement is missing.
-        """
+        """Return the description of the cluster, as the planner takes it."""
         inter = self._link("inter") if self.has("inter, one") else self._link("intra")
         intra = self._link("intra") if self.has("intra, one") else inter
         measured: dict[str, float] = {}
@@ -296,11 +258,7 @@ class Profile:
         return min(self.cores, self.ranks_on_host * min(1.0, alone / together))
 
     def to_json(self) -> str:
-        """Return the profile as the text of a file.
-
-        Returns:
-            The text, which `from_json` reads.
-        """
+        """Return the profile as the text of a file."""
         found = asdict(self)
         return json.dumps({"version": VERSION, **found}, indent=1) + "\n"
 
@@ -325,18 +283,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str, name: str = "profile") -> Profile:
-        """Read a profile from the text of a file.
-
-        Args:
-            text: The text that `to_json` returned.
-            name: The name of the profile in errors.
-
-        Returns:
-            The profile.
-
-        Raises:
-            ConfigError: If the text is not a profile, or has another version.
-        """
+        """Read a profile from the text of a file. `name` is the name of the profile in errors."""
         try:
             found: dict[str, Any] = json.loads(text)
             version = found.pop("version")
@@ -350,16 +297,7 @@ class Profile:
             raise ConfigError(f"{name}: cannot be read: {error}. Expected what `towpath probe` writes.") from None
 
     def check(self, topology: Topology, host: str, device: str) -> None:
-        """Check that the profile belongs to the running cluster.
-
-        Args:
-            topology: The topology of the running job.
-            host: The name of rank 0's host.
-            device: The type of the ranks' device.
-
-        Raises:
-            PlanError: If the profile belongs to another cluster.
-        """
+        """Raise PlanError unless the profile belongs to a cluster with this topology, host of rank 0 and device."""
         mine = {"topology": f"{self.topology}", "host of rank 0": self.host, "device": self.device}
         here = {"topology": f"{topology}", "host of rank 0": host, "device": device}
         differing = [f"{what} {mine[what]}, here {here[what]}" for what in mine if mine[what] != here[what]]

@@ -33,30 +33,13 @@ class Optimizer:
 
     @staticmethod
     def named(name: str) -> Optimizer:
-        """Return the optimizer with this name.
-
-        Args:
-            name: "adamw", "adam", "adagrad", "rmsprop", "sgd-momentum" or "sgd".
-
-        Returns:
-            The optimizer.
-
-        Raises:
-            ConfigError: If the name is unknown.
-        """
+        """Return the optimizer with this name, or raise ConfigError."""
         if name not in OPTIMIZERS:
             raise ConfigError(f"optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}.")
         return Optimizer(name, OPTIMIZERS[name])
 
     def moved_bytes(self, own: str) -> int:
-        """Return the bytes that a step reads and writes for one parameter.
-
-        Args:
-            own: The dtype of the parameter.
-
-        Returns:
-            The bytes. Everything but the gradient is both read and written.
-        """
+        """Return the bytes that a step moves for one parameter of dtype `own`. It only reads the gradient."""
         return item_bytes(own) * (2 * (self.states + 1) + 1)
 
 
@@ -97,17 +80,7 @@ class Request:
         return self.precision.compute_dtype(self.own)
 
     def shares(self, world: int) -> list[tuple[int, int]]:
-        """Return all ways in which a rank can compute its share of the batch.
-
-        Args:
-            world: Number of ranks.
-
-        Returns:
-            Pairs of micro-batch size and number of micro-steps.
-
-        Raises:
-            ConfigError: If the batch cannot be divided evenly.
-        """
+        """Return all pairs of micro-batch and micro-steps in which one of `world` ranks can compute its share."""
         mine, left = divmod(self.batch, world)
         if left or not mine:
             raise ConfigError(
@@ -126,16 +99,9 @@ class Request:
 
 
 def codecs_for_both(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Divide codecs into those for weights and those for gradients.
+    """Divide codecs into those for weights and those for gradients, as `Request` takes them.
 
-    An error in a weight has an effect in every step. Weights therefore get only codecs with small, deterministic
-    errors.
-
-    Args:
-        names: Names of codecs, such as "int8" and "int4".
-
-    Returns:
-        The codecs for weights, and those for gradients, as `Request` takes them.
+    An error in a weight has an effect in every step. Weights only get codecs with small, deterministic errors.
     """
     codecs = [Codec.parse(name) for name in names]
     return tuple(str(c) for c in codecs if c.name != "int4" and not c.stochastic), tuple(map(str, codecs))

@@ -117,14 +117,7 @@ class Prediction:
         return sum(self.memory.values())
 
     def sequences(self, world: int) -> int:
-        """Return the number of sequences of a step.
-
-        Args:
-            world: Number of ranks.
-
-        Returns:
-            The sequences of all ranks together.
-        """
+        """Return the sequences of a step on `world` ranks."""
         return self.batching.micro_batch * self.batching.micro_steps * world
 
 
@@ -193,11 +186,7 @@ class Solver:
     # Candidates -----------------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield all candidates.
-
-        Yields:
-            The candidates, whether or not they fit into memory.
-        """
+        """Yield all candidates, whether or not they fit into memory."""
         weights, gradients = ("none", *self.request.weights), ("none", *self.request.gradients)
         checkpointing = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
         shares = self.request.shares(self._topology.world)
@@ -210,14 +199,7 @@ class Solver:
                 yield Candidate(placement, w, g, Batching(size, steps, again))
 
     def strategy(self, candidate: Candidate) -> Strategy:
-        """Return the strategy of a candidate. Each kind of transfer uses the route that is fastest alone.
-
-        Args:
-            candidate: One of `candidates()`.
-
-        Returns:
-            The strategy.
-        """
+        """Return the strategy of a candidate. Each kind of transfer uses the route that is fastest alone."""
         numel = max(numel for numel, _ in self._unit_sizes)  # routes are chosen for the largest unit
         transports: dict[str, Any] = {}
         for kind in WITH_TRANSPORT:
@@ -243,14 +225,10 @@ class Solver:
     # Bounds ---------------------------------------------------------------------------------------------------------
 
     def bound(self, candidate: Candidate) -> tuple[float, float]:
-        """Return a lower bound on the step time of a candidate.
+        """Return a lower bound on the step time of a candidate, and a number that breaks ties.
 
-        Args:
-            candidate: One of `candidates()`.
-
-        Returns:
-            The bound, and a number that breaks ties. The bound is the time of the busiest resource, or of all that
-            cannot overlap. The tie-breaker is the time of all resources together.
+        The bound is the time of the busiest resource, or of all that cannot overlap. The tie-breaker is the time of all
+        resources together.
         """
         micro_steps = candidate.batching.micro_steps
         busy, first, last = [0.0, 0.0, 0.0], 0.0, 0.0
@@ -317,14 +295,7 @@ class Solver:
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def least_memory(self, candidate: Candidate) -> int:
-        """Return a lower bound on the memory of a rank, without padding, wire buffers and gradient slots.
-
-        Args:
-            candidate: One of `candidates()`.
-
-        Returns:
-            The bytes.
-        """
+        """Return a lower bound on the memory of a rank, without padding, wire buffers and gradient slots."""
         place, numel, trainable = candidate.placement, self.model.parameters, self.model.trainable
         compute, summed, own = map(item_bytes, (self._compute, self._summed, self.request.own))
         states = numel * compute / place.params.size + trainable * summed / place.grads.size

@@ -17,14 +17,8 @@ _ROUNDS = 4  # fifty rounds change no rate by a thousandth (tests/unit/test_sim.
 class Demand:
     """An activity, such as a computation or a phase of a transfer, and what it needs.
 
-    Args:
-        seconds: The shortest time it takes, if nothing else runs.
-        needs: The amount of each resource that it uses meanwhile.
-        busy_seconds: How much longer it takes while another demand has all processors that carry messages.
-        keeps_busy: The share of those processors that it has itself, from 0 to 1.
-        left: The share of it that is left.
-        rate: The share of it that is done per second.
-        signature: Demands with the same signature get the same rate.
+    It takes at least `seconds`, and `busy_seconds` more while another demand has all processors that carry messages.
+    `keeps_busy` is the share of those processors that it has itself. `left` and `rate` are shares of the activity.
     """
 
     seconds: float

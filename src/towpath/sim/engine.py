@@ -62,17 +62,10 @@ class QueuedTask:
 
 
 class SimulatedEngine:
-    """The engine of one rank that represents all ranks of its stage, or of the job.
+    """The engine of one rank that represents all ranks of the job, or of its stage. The root's plan comes first.
 
-    Args:
-        strategy: The strategy of the ranks.
-        plans: The plans of the units. The root unit comes first.
-        hardware: The speed of the cluster.
-        bandwidth: The clock.
-        timeline: Receives what happens.
-        location: Where the ranks of this stage are, if other stages share the clock.
-        suffix: Appended to the names of tracks and events.
-        copies: Number of groups of ranks that do the same, each with its own bytes.
+    A stage has a `location` and a `suffix` for the names of its tracks. `copies` is the number of groups of ranks that
+    do the same, each with its own bytes.
     """
 
     def __init__(

@@ -201,46 +201,27 @@ class StageLocation:
         host = ranks[0] // hardware.ranks_sharing
         return StageLocation(name, node, host, on_node, sum(rank // hardware.ranks_sharing == host for rank in ranks))
 
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The name of each resource here. The cable has two: one for each direction, out of the node and into it."""
+        return {
+            CABLE: (f"{CABLE} out of node {self.node}", f"{CABLE} into node {self.node}"),
+            INSIDE: (f"{INSIDE}, {self.name}",),
+            PROCESSOR: (f"{PROCESSOR} of host {self.host}",),
+            SPINE: (f"{SPINE} of node {self.node}",),
+        }
+
     def named(self, needs: Mapping[str, float]) -> Mapping[str, float]:
-        """Return the needs of a collective under this location's names. It leaves the node and enters it equally."""
+        """Return the needs of a collective under the names of this location. It uses both directions equally."""
         if not self.name:
             return needs
-        names = {CABLE: (self.leaving, self.entering), PROCESSOR: (self.processor,), INSIDE: (self.inside,)}
-        names[SPINE] = (self._spine,)
+        names = self.names
         return {name: amount for resource, amount in needs.items() for name in names[resource]}
-
-    @property
-    def leaving(self) -> str:
-        """The name of the cable, from the node."""
-        return f"{CABLE} out of node {self.node}"
-
-    @property
-    def entering(self) -> str:
-        """The name of the cable, into the node."""
-        return f"{CABLE} into node {self.node}"
-
-    @property
-    def processor(self) -> str:
-        """The name of the host's processors."""
-        return f"{PROCESSOR} of host {self.host}"
-
-    @property
-    def inside(self) -> str:
-        """The name of the link inside the node."""
-        return f"{INSIDE}, {self.name}"
-
-    @property
-    def _spine(self) -> str:
-        return f"{SPINE} of node {self.node}"
 
     def capacities(self, hardware: Hardware) -> dict[str, float]:
         """Return the capacity of each resource of this location."""
         every = hardware.capacities
-        found = {self.leaving: every[CABLE], self.entering: every[CABLE]}
-        found |= {self.inside: every[INSIDE], self.processor: every[PROCESSOR]}
-        if SPINE in every:
-            found[self._spine] = every[SPINE]
-        return found
+        return {name: every[what] for what, names in self.names.items() if what in every for name in names}
 
 
 EVERYWHERE = StageLocation()
@@ -355,12 +336,14 @@ def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, 
     size = transfer.message_bytes
     crosses = source.node != target.node
     link = hardware.inter if crosses else hardware.intra
-    needs: dict[str, float] = {source.inside: size}
+    needs: dict[str, float] = {source.names[INSIDE][0]: size}
     if crosses:
-        needs = {source.leaving: size * source.ranks_on_node, target.entering: size * target.ranks_on_node}
+        leaving, entering = source.names[CABLE][0], target.names[CABLE][1]
+        needs = {leaving: size * source.ranks_on_node, entering: size * target.ranks_on_node}
     work = (size * link.work + link.message_work) / 2  # at each end
     for end in (source, target) if work else ():
-        needs[end.processor] = needs.get(end.processor, 0.0) + end.ranks_on_host * work
+        (processor,) = end.names[PROCESSOR]
+        needs[processor] = needs.get(processor, 0.0) + end.ranks_on_host * work
     return PhaseCost(link.latency + link.message, needs, link.busy_latency)
 
 

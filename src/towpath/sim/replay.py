@@ -83,16 +83,9 @@ class OwnerSteppedWork:
 
 
 class Replay:
-    """The replay of a step without pipeline stages.
+    """The replay of a step without pipeline stages. The root's plan comes first.
 
-    Args:
-        strategy: The strategy of the job.
-        plans: The plans of the units. The root unit comes first.
-        hardware: The speed of the cluster.
-        seconds: The computation of one micro-step and of the optimizer.
-        micro_steps: Number of micro-steps.
-        owner_stepped: Work of an optimizer that needs full matrices.
-        say: Called with the number of finished micro-steps and the total number.
+    `say` is called with the number of finished micro-steps and the total number.
     """
 
     def __init__(
@@ -151,13 +144,8 @@ def _compute(engine: SimulatedEngine, seconds: ComputeSeconds, action: Compute) 
 class SimulatedStage:
     """A stage of a simulated pipeline.
 
-    Args:
-        ranks: The ranks that hold it, numbered as in the job.
-        strategy: The strategy of its copies.
-        plans: The plans of its units.
-        seconds: Its computation.
-        outputs: The shapes of the tensors that it sends to the next stage.
-        parts: Number of tensor-parallel ranks. Each of them has its own data-parallel group.
+    `ranks` are numbered as in the job, and `outputs` are the tensors that it sends on. Each of its `parts`
+    tensor-parallel ranks has its own data-parallel group.
     """
 
     ranks: tuple[int, ...]
@@ -170,13 +158,9 @@ class SimulatedStage:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimeline:
-    """A simulated step of a pipeline, with one timeline for each of its ranks.
+    """A simulated step of a pipeline. For each of its ranks, it has a timeline of one copy.
 
-    Args:
-        seconds: Duration of the step.
-        ranks: For each rank of the pipeline, what one of its copies did.
-        inter_bytes: Bytes that all ranks together send between nodes.
-        intra_bytes: Bytes that all ranks together send inside nodes.
+    The bytes are those of all ranks of the job together.
     """
 
     seconds: float
@@ -204,14 +188,9 @@ class PipelineTimeline:
 
 
 class PipelineReplay:
-    """The replay of a step of a pipeline.
+    """The replay of a step of a pipeline. `walk` has the operations of each of its ranks.
 
-    Args:
-        stages: The stages, in order.
-        walk: The operations of each rank of the pipeline.
-        hardware: The speed of the cluster.
-        compression: The compression of messages between stages.
-        tied: Sums of tied gradients between the first and the last stage, and how many groups do each of them.
+    `tied` are the sums of tied gradients between the first and the last stage, and how many groups do each of them.
     """
 
     def __init__(
@@ -344,18 +323,9 @@ class PipelineReplay:
 
 @dataclass(slots=True, eq=False)
 class RankMessage:
-    """A message from one rank of the pipeline to another.
+    """A message from one rank of the pipeline to another. It moves once both ends have posted it.
 
-    Args:
-        message: The message of the walk.
-        between: The ranks of the pipeline that send and receive it.
-        transfers: One transfer for each tensor and pair of copies.
-        costs: The phases that have not begun.
-        timeline: The timeline of the sender.
-        posted: Number of ends that have posted it. It moves once both have.
-        behind: A message that must end first.
-        began: When it began to move.
-        ended: Whether it has arrived.
+    `costs` are the phases that have not begun, and `behind` is a message that must end first.
     """
 
     message: Message
@@ -388,10 +358,8 @@ class RankMessage:
 class MessageLinks:
     """Moves messages. Those between the same two ranks move one after the other, in the order of sending.
 
-    Args:
-        bandwidth: The clock.
-        by_sockets: Whether messages use sockets, as with gloo. The receiver then uses the same connection to say that
-            it is ready. A message waits for those that move the other way at that time.
+    With `by_sockets`, as with gloo, the receiver uses the same connection to say that it is ready. A message then waits
+    for those that move the other way at that time.
     """
 
     def __init__(self, bandwidth: BandwidthModel, by_sockets: bool) -> None:

@@ -95,37 +95,18 @@ class Timeline:
     thread_events: list[ThreadEvent] = field(default_factory=list[ThreadEvent])
 
     def waited(self, kind: TransferKind, name: str, began: float, ended: float) -> None:
-        """Record that the computation waited for a transfer.
-
-        Args:
-            kind: The kind of transfer.
-            name: The name of the event.
-            began: When the wait began.
-            ended: When it ended.
-        """
+        """Record that the computation waited for a transfer."""
         self.events.append(Event("waiting", name, began, ended, kind))
         self.exposed[kind] = self.exposed.get(kind, 0.0) + ended - began
 
     def sent(self, event: Event) -> None:
-        """Record a transfer.
-
-        Args:
-            event: The interval in which it ran.
-        """
+        """Record a transfer."""
         assert event.kind is not None
         self.events.append(event)
         self.in_flight[event.kind] = self.in_flight.get(event.kind, 0.0) + event.end - event.start
 
     def with_more(self, times: float, shorter: Timeline) -> Timeline:
-        """Extrapolate to a longer step.
-
-        Args:
-            times: How often to add the difference between this timeline and the shorter one.
-            shorter: A step with fewer micro-steps.
-
-        Returns:
-            The timeline of the longer step. Its events are those of this one.
-        """
+        """Extrapolate: add the difference between this timeline and a `shorter` one, `times` times."""
 
         def more(mine: float, theirs: float) -> float:
             return mine + times * (mine - theirs)
@@ -157,14 +138,7 @@ class RankVariation:
     stragglers: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def check(self, world: int) -> None:
-        """Check the values for a job of `world` ranks.
-
-        Args:
-            world: Number of ranks of the job.
-
-        Raises:
-            ConfigError: If the jitter is not a share, or a straggler is not one of the ranks.
-        """
+        """Raise ConfigError unless the values fit a job of `world` ranks."""
         if not 0 <= self.jitter < 1:
             raise ConfigError(f"jitter = {self.jitter}: expected a share of 0 to 1, such as 0.05.")
         for rank, times in self.stragglers.items():
