@@ -261,7 +261,7 @@ class Trainer:
             self.loss_scale.unscale_gradients(self.model.parameters())
             local_norm = self._clip_gradients()
 
-        # The only all-reduce of the trainer: loss, signals and due checkpoints. All ranks decide the same from here on.
+        # One all-reduce of the loss, signals and due checkpoints. From here on all ranks decide the same.
         loss, norm = self._agree(local_loss, local_norm, stop_signal)
 
         # Optimizer. A step whose gradient is not finite changes no weights.
