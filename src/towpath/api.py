@@ -1,7 +1,7 @@
 """The functions that users call: `shard`, `full_parameters`, `schedule`, and functions for sharded models.
 
-`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/reference/architecture.md follows a
-call from here down to a collective.
+`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/reference/architecture.md
+follows a call from here down to a collective.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def test_pages_that_sources_name_exist() -> None:
     named = {
         page: file
         for file in (*generate.ROOT.glob("src/**/*.py"), generate.ROOT / "pyproject.toml")
-        for page in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text(encoding="utf-8"))
+        for page in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text(encoding="utf-8"))
     }
     assert named
     assert not {page: file for page, file in named.items() if not (generate.ROOT / page).is_file()}

@@ -93,8 +93,8 @@ _BY_STRATEGY = (
 )
 _PREFETCH = "Leave the call out: the engine learns the order of the units in the first step, and then prefetches them."
 _COMMUNICATION = (
-    "Routes and codecs change what is sent, as in towpath.strategy('zero3', weights='int8'); see docs/concepts/routes.md and "
-    "docs/concepts/codecs.md."
+    "Routes and codecs change what is sent, as in towpath.strategy('zero3', weights='int8'); see "
+    "docs/concepts/routes.md and docs/concepts/codecs.md."
 )
 _MEAN = "Gradients are the mean over all ranks. Multiply the loss by a factor for another scale."
 _BUFFERS = "Leave the call out: the engine allocates no buffer after the second step."
