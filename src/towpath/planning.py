@@ -8,14 +8,10 @@
     found = solver.solve(best=3)
     print(found.ranked[0].strategy if isinstance(found, planning.Ranking) else found.missing_bytes)
 
-| task | names |
-|---|---|
-| describe a cluster | `load_cluster`, `shipped_clusters`, `Cluster`; `probe` and `Profile` for a measured one |
-| describe a model | `describe_model`, `Transformer`; `describe_module` for a PyTorch module |
-| plan | `Request`, `Solver.solve`; `Pipelines.solve` for models in stages |
-| simulate | `Solver.predict`, `Solver.timeline`; `expected_delay` for uneven ranks |
-| predict memory | `Solver.predict_memory` |
-| explain | `explain`, `compare` |
+`load_cluster` describes a cluster, and `probe` measures one. `describe_model` describes a published model, and
+`describe_module` a PyTorch module. `Solver` plans, predicts steps and memory, and makes timelines. `Pipelines` does the
+same for models in stages. `explain` and `compare` show what makes a step fast or slow. `expected_delay` estimates what
+uneven ranks cost.
 
 Names are loaded on first use. Only `describe_module` and `probe` import torch.
 """

@@ -89,7 +89,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """What a model computes and keeps. All but `calls` are by unit.
+    """The computation and memory of a traced model. All but `calls` are by unit.
 
     Args:
         flops: FLOPs of a forward pass.

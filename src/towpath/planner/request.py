@@ -1,4 +1,4 @@
-"""What one optimizer step must do: how much data, in which precision, with which optimizer, in how much memory."""
+"""Requests to the planner: the data, precision, optimizer and memory of one optimizer step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulated cluster can do, and what a transfer costs on it. All ranks are equal, and so are all nodes.
+"""The simulated cluster, and the cost of a transfer on it. All ranks are equal, and so are all nodes.
 
 The cost of a transfer is a sequence of phases. A phase describes the work of one rank and its node. All other ranks do
 the same work at the same time.

@@ -1,4 +1,4 @@
-"""What a simulated rank did in a step and when, and what uneven ranks cost.
+"""The timeline of a simulated step, and the cost of uneven ranks.
 
 The simulator replays one rank that represents all. A rank that computes longer reaches the next transfer late, and all
 members of its group wait for it. A rank that would have waited anyway, or has other work meanwhile, loses nothing.
