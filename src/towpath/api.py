@@ -1,7 +1,7 @@
 """The functions that users call: `shard`, `full_parameters`, `schedule`, and functions for sharded models.
 
-`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/architecture.md follows a
-call from here down to a collective.
+`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/reference/architecture.md
+follows a call from here down to a collective.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
-from towpath.planner.workload import Workload
+from towpath.planner.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.devices import check_devices

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from towpath.cli.commands import Commands
 from towpath.errors import CheckpointError
-from towpath.train.observe.bar import counting_bar
-from towpath.train.observe.progress import size
+from towpath.train.progress import counting_bar, size
 
 app = Commands()
 
@@ -97,7 +96,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     Exit code: 0; 2 if it cannot be read.
     """
     from towpath.checkpoint import latest, read_manifest
-    from towpath.checkpoint.disk.safe_open import visible
+    from towpath.checkpoint.safe_open import visible
 
     found = _checkpoints(folder)
     path = found[0] if found == [folder] else latest(folder) or found[0]
@@ -125,9 +124,10 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """The newest first."""
-    from towpath.checkpoint.disk import folders
+    from towpath.checkpoint import folders
 
-    found = [folder] if folders.is_checkpoint(folder) and folder.is_dir() else folders.checkpoints(folders.home(folder))
+    one = folders.is_checkpoint(folder) and folder.is_dir()
+    found = [folder] if one else folders.checkpoints(folders.search_folder(folder))
     if not found:
         raise CheckpointError(f"{folder}: there is no checkpoint (a folder named step-000120, say). Check the path.")
     return found

@@ -16,10 +16,9 @@ from towpath.errors import ConfigError
 from towpath.output_file import check_output_file
 from towpath.train.config import DataConfig
 from towpath.train.data import corpus
-from towpath.train.data.prepare import SHARD_TOKENS, Outcome, Plan, prepare
-from towpath.train.data.shards import Manifest
-from towpath.train.observe.bar import progress_bar
-from towpath.train.observe.progress import size
+from towpath.train.data.prepare import SHARD_TOKENS, Prepared, prepare
+from towpath.train.data.token_files import Manifest
+from towpath.train.progress import progress_bar, size
 
 app = Commands()
 
@@ -62,8 +61,9 @@ def prepare_command(
     found = corpus.find(DataConfig(text=tuple(sources or ()), dataset=dataset, column=column, tokenizer=tokenizer))
     with progress_bar("Tokens of " + found.about) as progress:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        plan = Plan(workers=workers or cores, shard_tokens=shard_tokens, progress=progress)
-        outcome = prepare(found, tokenizer, output, plan)
+        outcome = prepare(
+            found, tokenizer, output, workers=workers or cores, shard_tokens=shard_tokens, progress=progress
+        )
     out = Console(highlight=False, soft_wrap=True)
     out.print(_told(outcome.manifest, output), markup=False)
     for line in _left_out(outcome, found.skipped):
@@ -112,7 +112,7 @@ def _told(manifest: Manifest, folder: Path) -> str:
     )
 
 
-def _left_out(outcome: Outcome, skipped: int) -> Iterator[str]:
+def _left_out(outcome: Prepared, skipped: int) -> Iterator[str]:
     if skipped:
         yield f"Skipped in folders: {skipped} files that are hidden or not text by their names"
     if outcome.binary:

@@ -31,7 +31,7 @@ def demo(
     plots, which a browser opens without a network.
     """
     from towpath.train import demo as story
-    from towpath.train.observe.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
+    from towpath.train.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
 
     check_output_file("--output", output)
     names = strategies or list(story.STRATEGIES)

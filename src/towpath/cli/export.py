@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from towpath.errors import CheckpointError
-from towpath.train.observe.bar import counting_bar
-from towpath.train.observe.progress import size
+from towpath.train.progress import counting_bar, size
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print what was written, for machines.")]
 Config = Annotated[
@@ -46,7 +45,7 @@ def export(
     Exit code: 0; 2 if the checkpoint or the folder will not do.
     """
     from towpath import checkpoint as checkpoints
-    from towpath.checkpoint.disk import folders
+    from towpath.checkpoint import folders
 
     source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
     if source is None:
@@ -96,8 +95,8 @@ def import_(
 def _config(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    from towpath.checkpoint.disk.safe_open import named_file
-    from towpath.checkpoint.export import read_config
+    from towpath.checkpoint.exporting import read_config
+    from towpath.checkpoint.safe_open import named_file
 
     return read_config(named_file(path))
 

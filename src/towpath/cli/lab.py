@@ -18,7 +18,7 @@ from towpath.lab.launch import check_script
 from towpath.lab.run import describe
 from towpath.output_file import check_output_file
 from towpath.topology.cluster import Topology
-from towpath.train.observe.progress import size
+from towpath.train.progress import size
 
 app = Commands()
 

@@ -17,7 +17,7 @@ import typer
 
 import towpath
 from towpath.cli import checkpoint, data, export, lab
-from towpath.cli.bench import PASSED_ON, bench
+from towpath.cli.bench import bench
 from towpath.cli.commands import Commands
 from towpath.cli.demo import demo
 from towpath.cli.output import Output
@@ -46,7 +46,7 @@ app.command()(plan)
 app.command()(explain)
 app.command()(simulate)
 app.command()(probe)
-app.command(context_settings=PASSED_ON)(bench)
+app.command()(bench)
 app.add_typer(data.app, name="data")
 app.add_typer(lab.app, name="lab")
 app.add_typer(checkpoint.app, name="checkpoint")

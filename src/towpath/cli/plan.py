@@ -23,14 +23,14 @@ from towpath.core.pipeline import SCHEDULES
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.output_file import check_output_file
-from towpath.planner import clusters, tables
-from towpath.planner import model as models
+from towpath.planner import tables
+from towpath.planner.catalog import describe_model, load_cluster
 from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import Layout, PricedPipeline
+from towpath.planner.pipelines import Layout, PipelinePrediction
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
-from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
-from towpath.sim.lateness import Late, Uneven, lateness
-from towpath.train.observe.bar import progress_bar
+from towpath.planner.solver import MOST, Batching, Infeasible, Prediction, Ranking, Solver
+from towpath.sim.timeline import Delay, RankVariation, expected_delay
+from towpath.train.progress import progress_bar
 
 _IN_REPORT = 40  # strategies of which a report shows time against memory
 
@@ -191,7 +191,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
         settings += [f"train.checkpointing={str(batching.checkpointing).lower()}"]
         first = found.ranked[0]
-        settings += of_stages(first) if isinstance(first, PricedPipeline) else []
+        settings += of_stages(first) if isinstance(first, PipelinePrediction) else []
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
     if report is not None:
         print(f"Plots: {report}")
@@ -222,16 +222,16 @@ def explain(
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
     names = [first] if second is None else [first, second]
-    sides: list[Priced] = []
+    sides: list[Prediction] = []
     with progress_bar("Explaining") as say:
         for name in names:
-            sides.append(solver.price(_strategy(name, solver, offload), batching))
+            sides.append(solver.predict(_strategy(name, solver, offload), batching))
             say(len(sides), len(names))
     if as_json:
-        told = {"verdict": tables.verdict(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
+        told = {"verdict": tables.explain(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
         print(json.dumps(told, indent=2))
         return
-    _show_step(sides, solver, tables.verdict(sides, solver))
+    _show_step(sides, solver, tables.explain(sides, solver))
 
 
 def simulate(
@@ -282,20 +282,20 @@ def simulate(
         _show_simulated(simulated(solver, model, length, layout, batching, trace), solver, None, trace, as_json)
         return
     made = _strategy(strategy, solver, offload)
-    uneven = Uneven(jitter, dict(_straggler(text) for text in straggler or ()))
+    uneven = RankVariation(jitter, dict(_straggler(text) for text in straggler or ()))
     uneven.check(made.topology.world)
     late = None
     with progress_bar("Simulating") as say:
         if trace is not None:
             _write_trace(trace, solver, made, batching, say)
-        priced = solver.price(made, batching)
-        if uneven != Uneven():
-            moments = solver.timeline(made, batching, say).moments
-            late = lateness(moments, uneven, made.topology.world, say=say)
+        priced = solver.predict(made, batching)
+        if uneven != RankVariation():
+            moments = solver.timeline(made, batching, say).thread_events
+            late = expected_delay(moments, uneven, made.topology.world, say=say)
     _show_simulated(priced, solver, late, trace, as_json)
 
 
-def _show_simulated(priced: Priced, solver: Solver, late: Late | None, trace: Path | None, as_json: bool) -> None:
+def _show_simulated(priced: Prediction, solver: Solver, late: Delay | None, trace: Path | None, as_json: bool) -> None:
     if as_json:
         found = tables.as_json(priced, solver)
         print(json.dumps(found if late is None else found | {"late_seconds": asdict(late)}, indent=2))
@@ -317,7 +317,7 @@ def _straggler(text: str) -> tuple[int, float]:
         raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
 
 
-def _show_step(sides: Sequence[Priced], solver: Solver, conclusion: str) -> None:
+def _show_step(sides: Sequence[Prediction], solver: Solver, conclusion: str) -> None:
     """One strategy's step, or those of several side by side."""
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
@@ -325,7 +325,7 @@ def _show_step(sides: Sequence[Priced], solver: Solver, conclusion: str) -> None
     for column in table.columns[1:]:
         column.justify = "right"
     table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
-    for cells in tables.comparison(sides, solver):
+    for cells in tables.compare(sides, solver):
         table.add_row(*cells)
     console.print(table)
     console.print(conclusion)
@@ -341,10 +341,10 @@ def _solver(
     optimizer: str,
     batch: int,
 ) -> Solver:
-    found = clusters.load(cluster, nodes)
+    found = load_cluster(cluster, nodes)
     limit = found.memory if memory is None else max(1, int(memory * GIB))
     asked = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
-    return Solver(models.describe(model, length), found, asked)
+    return Solver(describe_model(model, length), found, asked)
 
 
 def _strategy(name: str, solver: Solver, offload: Offload | None) -> Strategy:
@@ -406,8 +406,7 @@ def _found_as_json(found: Ranking, solver: Solver) -> dict[str, Any]:
 def _write_trace(
     path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
 ) -> None:
-    from towpath.train.observe import perfetto
-    from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
+    from towpath.train.trace import simulated_intervals, write_trace  # with the engine's trace, and so with torch
 
-    intervals = intervals_of(solver.timeline(strategy, batching, say).events)
-    perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
+    intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
+    write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})

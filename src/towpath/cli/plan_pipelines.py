@@ -9,10 +9,10 @@ from pathlib import Path
 
 from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
 from towpath.errors import ConfigError
-from towpath.planner import model as models
-from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline, Walks
+from towpath.planner.catalog import model_shape
+from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines, Walks
 from towpath.planner.solver import Batching, Infeasible, Ranking, Solver
-from towpath.train.observe.bar import progress_bar
+from towpath.train.progress import progress_bar
 
 _WITHOUT_TORCH = ("GPipe", "1F1B")
 
@@ -59,22 +59,21 @@ def with_pipelines(
 
 def simulated(
     solver: Solver, name: str, length: int | None, layout: Layout, batching: Batching, trace: Path | None
-) -> PricedPipeline:
+) -> PipelinePrediction:
     """One step of a pipeline; in `trace`, if that is given, what one copy of each of its ranks does."""
     pipelines = _pipelines(solver, name, length, (layout.schedule,))
     pipelines.check(layout, batching)
     if trace is not None:
-        from towpath.train.observe import perfetto
-        from towpath.train.observe.simulated import intervals_of  # with the engine's trace, and so with torch
+        from towpath.train.trace import simulated_intervals, write_trace  # with the engine's trace, and so with torch
 
         timeline = pipelines.replay(layout, batching)
-        ranks = {rank: intervals_of(each.events) for rank, each in enumerate(timeline.ranks)}
-        perfetto.write(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
-    return pipelines.price(layout, batching)
+        ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}
+        write_trace(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
+    return pipelines.predict(layout, batching)
 
 
 def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
-    shape, called, tokens = models.shape_of(name, length)
+    shape, called, tokens = model_shape(name, length)
     return Pipelines(
         lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, _walks(schedules)
     )
@@ -89,7 +88,7 @@ def _walks(schedules: Sequence[str]) -> Walks:
     return walks
 
 
-def settings(priced: PricedPipeline) -> list[str]:
+def settings(priced: PipelinePrediction) -> list[str]:
     """Of `towpath train`."""
     layout = priced.layout
     found = [f"parallel.pipeline={layout.pipeline}", f"parallel.schedule={layout.schedule}"]

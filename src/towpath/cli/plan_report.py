@@ -14,19 +14,21 @@ from towpath.errors import TowpathError
 from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.solver import Batching, Priced, Ranking, Solver
-from towpath.train.observe.plots import (
-    COLOURS,
+from towpath.planner.solver import Batching, Prediction, Ranking, Solver
+from towpath.train.report import (
+    COLORS,
     Curve,
     axes_of,
     draw_curves,
     draw_stacked,
     draw_timelines,
+    figure_html,
     set_log_scale,
     svg,
+    table_html,
+    write_page,
 )
-from towpath.train.observe.report import figure_html, table_html, write_page
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.trace import simulated_intervals
 
 # What is drawn over link rates and numbers of nodes: of lossless presets those that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
@@ -59,7 +61,7 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        Step(name, intervals_of(solver.timeline(strategy, best.batching).events))
+        Step(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
@@ -111,7 +113,7 @@ def curves(
 
 def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
     try:
-        priced = solver.price(presets.strategy(name, solver.cluster.topology), batching)
+        priced = solver.predict(presets.strategy(name, solver.cluster.topology), batching)
     except TowpathError:  # a preset that this shape does not have
         return None
     return priced.seconds if priced.peak_bytes <= solver.request.memory else None
@@ -145,20 +147,20 @@ def caption(curves: Sequence[Curve]) -> str:
 # Drawing -------------------------------------------------------------------------------------------------------------
 
 
-def front(ranked: Sequence[Priced]) -> list[Priced]:
+def front(ranked: Sequence[Prediction]) -> list[Prediction]:
     """Of each memory the quickest, as long as more memory brings more speed; the quickest first."""
-    chosen: list[Priced] = []
+    chosen: list[Prediction] = []
     for priced in sorted(ranked, key=lambda p: (p.seconds, p.peak_bytes)):
         if not chosen or priced.peak_bytes < chosen[-1].peak_bytes:
             chosen.append(priced)
     return chosen
 
 
-def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
+def draw_front(figure: Any, ranked: Sequence[Prediction]) -> None:
     axes = axes_of(figure, "GiB of a rank", "seconds of a step")
-    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLOURS[7], markersize=3)
+    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLORS[7], markersize=3)
     best = front(ranked)
-    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLOURS[0], markersize=5)
+    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLORS[0], markersize=5)
     for priced in best:
         axes.annotate(
             tables.label(priced.strategy), (priced.peak_bytes / GIB, priced.seconds), xytext=(5, 4),
@@ -166,7 +168,7 @@ def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
         )  # fmt: skip
 
 
-def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
+def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
     parts |= {f"waiting for {k.value}": [p.exposed.get(k, 0.0) for p in shown] for k in TransferKind
@@ -188,7 +190,7 @@ def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
         return
     draw_curves(axes, drawn)
     for at, _, to in crossings(drawn):
-        axes.axvline(at, color=COLOURS[7], linestyle=":", linewidth=1)
+        axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
         axes.annotate(
             to, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
             va="bottom", ha="center",

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from towpath.errors import ConfigError
 from towpath.output_file import check_output_file
-from towpath.planner.probe_checks import collective_seconds, slowdowns
-from towpath.planner.profile import Profile
+from towpath.planner.profile import Profile, collective_seconds, slowdowns
 from towpath.planner.tables import seconds
 
 
@@ -64,7 +63,7 @@ def _measured(budget: float) -> Profile | None:
 
     from towpath.auto.probe import probe as measure
     from towpath.topology.init import init
-    from towpath.train.observe.bar import progress_bar
+    from towpath.train.progress import progress_bar
 
     init()
     try:
@@ -108,7 +107,7 @@ def _pairs(profile: Profile) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for slowdown in slowdowns(profile):
-        table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.foretold:.2f} ×")
+        table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.predicted:.2f} ×")
     return table
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from towpath.planner.probe_checks import collective_seconds
-from towpath.planner.profile import Profile
-from towpath.train.observe.plots import colour, standalone_svg
+from towpath.planner.profile import Profile, collective_seconds
+from towpath.train.report import color, standalone_svg
 
 _LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")
 
@@ -37,9 +36,9 @@ def _draw_links(axes: Any, profile: Profile) -> None:
         usual = [point.usual for point in points]
         spread = [[u - min(p.seconds) for u, p in zip(usual, points, strict=True)]]
         spread.append([max(p.seconds) - u for u, p in zip(usual, points, strict=True)])
-        axes.errorbar(sizes, usual, yerr=spread, fmt="o", markersize=3, color=colour(number), linewidth=0.8)
+        axes.errorbar(sizes, usual, yerr=spread, fmt="o", markersize=3, color=color(number), linewidth=0.8)
         fitted = [fit.latency + size / fit.rate for size in sizes]
-        axes.plot(sizes, fitted, color=colour(number), linewidth=1.2, label=f"{what} (within {fit.error:.0%})")
+        axes.plot(sizes, fitted, color=color(number), linewidth=1.2, label=f"{what} (within {fit.error:.0%})")
 
 
 def _draw_routes(axes: Any, profile: Profile) -> None:
@@ -47,6 +46,6 @@ def _draw_routes(axes: Any, profile: Profile) -> None:
     for number, what in enumerate(dict.fromkeys(point.what for point in profile.routes())):
         points = profile.of(what)
         sizes = [point.size for point in points]
-        axes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=colour(number))
+        axes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=color(number))
         foretold = [collective_seconds(profile, point) for point in points]
-        axes.plot(sizes, foretold, color=colour(number), linewidth=1.0, label=what)
+        axes.plot(sizes, foretold, color=color(number), linewidth=1.0, label=what)

@@ -48,6 +48,6 @@ def train(
 
         read.train.micro_steps(ranks)
         raise typer.Exit(run_ranks(["train", str(config), *(overrides or ())], ranks))
-    from towpath.train.run import train as run
+    from towpath.train.trainer import train as run
 
     raise typer.Exit(run(read))

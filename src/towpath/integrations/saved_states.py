@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
 from towpath.checkpoint import Saver, State, latest, load
-from towpath.checkpoint.dcp.calls import described
-from towpath.checkpoint.disk.folders import step_of
+from towpath.checkpoint.folders import step_of
+from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.engine.executor import engine_of
 from towpath.errors import CheckpointError

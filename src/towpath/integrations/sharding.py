@@ -23,7 +23,7 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError
 from towpath.optim import members_of, whole_of
-from towpath.planner.workload import Workload
+from towpath.planner.request import Workload
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
-from towpath.checkpoint.memory.parts import Parts
+from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_gradients
@@ -56,7 +56,7 @@ from towpath.pipeline.agreement import (
     exchanged_tensors,
     shapes_of,
 )
-from towpath.pipeline.checkpoint_parts import parts_of, prefixes_of
+from towpath.pipeline.checkpoint_contents import contents_of, prefixes_of
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import StageTrace, StepCounter
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, splits_backward
@@ -512,10 +512,10 @@ class Pipeline(Observable):
         found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
         return {} if dist.get_rank() else found
 
-    def checkpoint_parts(self) -> Parts:
+    def checkpoint_contents(self) -> RankContents:
         """Return what this rank has of a checkpoint, for `towpath.checkpoint.State(pipeline, optimizer)`."""
         how = f"{self._compression} {list(self.owners)}"
-        return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
+        return contents_of(self._mesh, self._stages, self._tied, self._prefixes, how)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.errors import ShardError
 from towpath.pipeline.agreement import meta_outputs
-from towpath.planner.model import Line, Measured, Model, StagedModel, Unit
+from towpath.planner.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
 
 # --- split ------------------------------------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ class DescribedStages:
     ) -> None:
         self._whole, self._model, self._example, self._precision = whole, model, example, precision
         self._blocks = _blocks_in(model, layouts)
-        self._unit_of: dict[int, Unit] = {}
+        self._unit_of: dict[int, ModelUnit] = {}
         for unit, layout in zip(whole.units, layouts, strict=True):
             self._unit_of |= {id(place.parameter): unit for bucket in layout.buckets for place in bucket.places}
 
@@ -290,17 +290,17 @@ class DescribedStages:
         units = [self._root_unit(root, number, count, tied), *map(self._unit, blocks)]
         return Model(f"{self._whole.name}, stage {number}", self._whole.length, tuple(units))
 
-    def _root_unit(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> Unit:
+    def _root_unit(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> ModelUnit:
         """Describe the root of a stage. The time of the model's root counts for the last stage alone."""
         own = [_without(bucket, tied) for bucket in layout.buckets]
         spec = UnitSpec("", tuple(bucket for bucket in own if bucket.numels), kept=True)
         root = self._whole.units[0]
         if number == count - 1:
             return replace(root, spec=spec)
-        no_time = Measured(Line(0.0, 0.0), Line(0.0, 0.0))
-        return Unit(spec, 0.0, 0.0, 0.0, measured=None if root.measured is None else no_time)
+        no_time = MeasuredPasses(LinearSeconds(0.0, 0.0), LinearSeconds(0.0, 0.0))
+        return ModelUnit(spec, 0.0, 0.0, 0.0, measured=None if root.measured is None else no_time)
 
-    def _unit(self, layout: UnitLayout) -> Unit:
+    def _unit(self, layout: UnitLayout) -> ModelUnit:
         """Describe a unit of a stage by the units of the model that its parameters are in."""
         elements: dict[int, int] = {}
         units = {id(unit): unit for unit in self._whole.units}
@@ -308,13 +308,13 @@ class DescribedStages:
             for place in bucket.places:
                 home = id(self._unit_of[id(place.parameter)])
                 elements[home] = elements.get(home, 0) + place.numel
-        parts: list[Unit] = []
+        parts: list[ModelUnit] = []
         for home, numel in elements.items():
             unit = units[home]
             part = unit.computing(numel / unit.numel)
             # The memory that one block needs for a moment does not depend on the number of blocks.
             parts.append(replace(part, passing=unit.passing, passing_fp32=unit.passing_fp32))
-        return replace(reduce(Unit.beside, parts), spec=layout.spec, modules=len(layout.modules))
+        return replace(reduce(ModelUnit.combined_with, parts), spec=layout.spec, modules=len(layout.modules))
 
 
 def _without(bucket: BucketLayout, tied: Mapping[int, int]) -> BucketSpec:

@@ -1,0 +1,131 @@
+"""The part of a checkpoint that each rank of a pipeline has. Names of tensors are unique over all stages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from towpath.checkpoint.rank_contents import (
+    EngineState,
+    NamedTensors,
+    RankContents,
+    RankState,
+    gather_or_raise,
+    named_tensors,
+)
+from towpath.engine.codec_state import fingerprint
+from towpath.engine.executor import engine_of
+from towpath.errors import CheckpointError
+from towpath.pipeline.embedding_sync import TiedEmbeddings
+from towpath.pipeline.stage import TowpathStage
+from towpath.topology.groups import Groups
+
+
+def prefixes_of(modules: Mapping[int, nn.Module], stages: int, group: dist.ProcessGroup) -> list[str]:
+    """Return what precedes the names of each stage's parameters. Every rank must call it, and gets the same.
+
+    It is "" if no two stages have a name in common, and otherwise the number of the stage, as in `nn.Sequential`.
+    """
+    mine = [(index, name) for index, module in modules.items() for name, _ in module.named_parameters()]
+    gathered = Groups(group).gather_objects(mine)
+    counts = Counter(name for each in gathered for _, name in each)
+    unique = all(count == 1 for count in counts.values())
+    return ["" if unique else f"{index}." for index in range(stages)]
+
+
+@dataclass(frozen=True, slots=True)
+class _SenderState:
+    """The state that a stage's senders carry from one message to the next."""
+
+    stage: TowpathStage
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors, by the name of their sender."""
+        found = self.stage.senders.items()
+        return {f"{name}/{i}": kept for name, sender in found for i, kept in enumerate(sender.state)}
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Do nothing: the values were written to the tensors of `state`, which are in use."""
+
+    def restart(self) -> None:
+        """Reset the state."""
+        for sender in self.stage.senders.values():
+            sender.restart()
+
+
+def _named_in(stages: Sequence[TowpathStage], prefixes: Sequence[str], twin: Mapping[str, str]) -> NamedTensors:
+    """Return the tensors of stages by their names in the pipeline. Tied parameters have that of the first stage."""
+    each = [(prefixes[s.stage_index], named_tensors(s.submod)) for s in stages]
+    parameters = {f"{prefix}{name}": p for prefix, one in each for name, p in one.parameters.items()}
+    buffers = {f"{prefix}{name}": b for prefix, one in each for name, b in one.buffers.items()}
+    aliases = {f"{prefix}{alias}": f"{prefix}{name}" for prefix, one in each for alias, name in one.aliases.items()}
+    return NamedTensors(
+        {twin.get(name, name): p for name, p in parameters.items()},
+        buffers,
+        {alias: twin.get(name, name) for alias, name in aliases.items()},
+    )
+
+
+def contents_of(
+    mesh: DeviceMesh, stages: Sequence[TowpathStage], tied: TiedEmbeddings | None, prefixes: Sequence[str], how: str
+) -> RankContents:
+    """Return what this rank has of a checkpoint. Every rank must call it.
+
+    `how` is what must be equal for the states of codecs to fit, next to the strategies of the stages.
+    """
+    groups = Groups()
+    if mesh.size() != groups.world:
+        raise CheckpointError(
+            f"the pipeline's mesh has {mesh.size()} ranks, and the job {groups.world}: a checkpoint is of a whole job."
+        )
+
+    # The names of the tied parameters in the last stage, with their names in the first stage.
+    twin: dict[str, str] = {}
+    if tied is not None and tied.module is not None:
+        first, last = tied.ends.names
+        twin = {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
+
+    engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
+    if tied is not None and tied.module is not None:
+        engines.append(("tied/", engine_of(tied.module)))
+    states: dict[str, RankState] = {prefix: EngineState(engine) for prefix, engine in engines}
+    states |= {f"messages of stage {s.stage_index}/": _SenderState(s) for s in stages}
+
+    def of_this_rank() -> tuple[dict[int, list[str]], dict[str, str], list[str]]:
+        tensors = [(s.stage_index, _named_in([s], prefixes, twin)) for s in stages]
+        names = {index: sorted({*each.parameters, *each.buffers}) for index, each in tensors}
+        aliases = {**_named_in(stages, prefixes, twin).aliases, **twin}
+        return names, aliases, [fingerprint(engine) for _, engine in engines]
+
+    gathered: list[tuple[dict[int, list[str]], dict[str, str], list[str]]]
+    gathered = gather_or_raise(groups, "the pipeline's stages", of_this_rank)
+    aliases = {alias: first for _, each, _ in gathered for alias, first in each.items()}
+    lowest: dict[str, int] = {}  # the first stage that has each name
+    for of_rank, _, _ in gathered:
+        for stage, names in of_rank.items():
+            lowest |= {name: min(stage, lowest.get(name, stage)) for name in names}
+    own, _, _ = gathered[groups.rank]
+    # A tensor that two stages of this rank share is no copy.
+    copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
+    codec_states = "\n".join([how, *(line for _, _, fingerprints in gathered for line in fingerprints)])
+    others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
+    return RankContents(
+        groups=groups,
+        named=lambda: replace(_named_in(stages, prefixes, twin), aliases=aliases),
+        nodes=list(range(groups.world)),
+        writes_copies=not any(mesh.get_local_rank(name) for name in others),
+        engines=tuple(engine for _, engine in engines),
+        states=states,
+        fingerprint=hashlib.sha256(codec_states.encode()).hexdigest(),
+        held=frozenset(lowest),
+        # If one engine spans both ends, each of their ranks writes a share of the tied parameters.
+        written_elsewhere=frozenset() if tied is not None and tied.fused else frozenset(copied),
+        copied_elsewhere=frozenset(copied),
+    )
