@@ -22,9 +22,8 @@ from towpath.cli import main
 from towpath.core import presets
 from towpath.core.schedule import schedule
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
-from towpath.planner import clusters
+from towpath.planner.catalog import describe_model, load_cluster
 from towpath.planner.cluster import GIB
-from towpath.planner.model import describe
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Topology
@@ -132,7 +131,7 @@ def _symbolic(extent: Any) -> str:
 
 def _crossing(name: str) -> str:
     """Return the kinds of transfer that cross nodes, with how often."""
-    units = tuple(unit.spec for unit in describe("gpt-2.5b", 1024).units)
+    units = tuple(unit.spec for unit in describe_model("gpt-2.5b", 1024).units)
     once, twice = (schedule(presets.strategy(name, _COUNTED), units, steps) for steps in (1, 2))
     parts: list[str] = []
     for what, kinds in _SENT.items():
@@ -158,13 +157,13 @@ _SHOWN: Sequence[tuple[str, Mapping[str, Any]]] = (
 
 def two_nodes() -> str:
     """Return simulated steps on two nodes of eight GPUs with 10 Gbit/s between them."""
-    cluster = clusters.load("ethernet-10g")
+    cluster = load_cluster("ethernet-10g")
     cluster = replace(cluster, hardware=replace(cluster.hardware, topology=_COUNTED))
-    solver = Solver(describe("gpt-2.5b", 1024), cluster, Request(batch=1, memory=cluster.memory))
+    solver = Solver(describe_model("gpt-2.5b", 1024), cluster, Request(batch=1, memory=cluster.memory))
 
     def row(name: str, options: Mapping[str, Any]) -> Iterable[str]:
         made = presets.strategy(name, cluster.topology, **options)
-        one, four = (solver.price(made, Batching(8, micro_steps, checkpointing=True)) for micro_steps in (1, 4))
+        one, four = (solver.predict(made, Batching(8, micro_steps, checkpointing=True)) for micro_steps in (1, 4))
         said = ", ".join(f'`{key}="{value}"`' for key, value in options.items())
         yield f"`{name}`{f', {said}' if said else ''}"
         yield from (f"{one.seconds:.1f} s", f"{four.seconds:.1f} s", f"{one.inter_bytes / 2e9:.1f}")
