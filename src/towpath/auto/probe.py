@@ -21,7 +21,7 @@ import torch.distributed as dist
 from towpath.auto import host_work
 from towpath.auto.probe_routes import route_probes
 from towpath.auto.probe_together import Doing, beside
-from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.kernels import kernels_for
 from towpath.core.formats import Codec, dtype_name, registered_formats
 from towpath.errors import TopologyError
 from towpath.planner.profile import (

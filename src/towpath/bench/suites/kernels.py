@@ -26,8 +26,7 @@ from towpath.bench.harness.contestants import Entry, ThisHost
 from towpath.bench.harness.figures import Check, medians
 from towpath.bench.harness.pool import started
 from towpath.bench.harness.suite import Settings, Suite
-from towpath.codecs.kernels import reference
-from towpath.codecs.kernels.dispatch import Kernels, kernels_for
+from towpath.codecs.kernels import Kernels, kernels_for, reference
 from towpath.core.formats import Codec
 
 MEGABYTES = {"cpu": 16, "cuda": 512}
