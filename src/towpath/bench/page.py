@@ -19,7 +19,7 @@ from towpath.bench.harness import results
 from towpath.bench.harness.help import HelpFormatter
 from towpath.bench.harness.suite import Parser
 from towpath.errors import ConfigError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 from towpath.train.observe.plots import svg
 from towpath.train.observe.report import figure_html, table_html, write_page
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from towpath.cli.commands import Commands
 from towpath.errors import ConfigError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 from towpath.train.config import DataConfig
 from towpath.train.data import corpus
 from towpath.train.data.prepare import SHARD_TOKENS, Outcome, Plan, prepare

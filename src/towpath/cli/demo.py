@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath import lab
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 
 
 def demo(

@@ -13,10 +13,10 @@ from rich.table import Table
 
 from towpath.cli.commands import Commands
 from towpath.errors import LabError
+from towpath.files import check_output_file
 from towpath.lab import Lab, Rate, Result
 from towpath.lab.launch import check_script
 from towpath.lab.run import describe
-from towpath.output_file import check_output_file
 from towpath.topology.cluster import Topology
 from towpath.train.observe.progress import size
 

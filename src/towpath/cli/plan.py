@@ -22,7 +22,7 @@ from towpath.core.formats import Precision
 from towpath.core.pipeline import SCHEDULES
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 from towpath.planner import clusters, tables
 from towpath.planner import model as models
 from towpath.planner.cluster import GIB

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from towpath.errors import ConfigError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 from towpath.planner.probe_checks import collective_seconds, slowdowns
 from towpath.planner.profile import Profile
 from towpath.planner.tables import seconds

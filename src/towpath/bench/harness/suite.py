@@ -24,7 +24,7 @@ from towpath.bench.harness.help import HelpFormatter
 from towpath.bench.harness.job import Job, decided, running_job
 from towpath.bench.harness.pool import Pool
 from towpath.errors import ConfigError, TowpathError
-from towpath.output_file import check_output_file
+from towpath.files import check_output_file
 
 ROUNDS = 6  # the fewest whose interval is one at 95 %; even, so that everybody has each place equally often
 QUICK_ROUNDS = 2

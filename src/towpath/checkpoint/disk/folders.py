@@ -16,8 +16,8 @@ from pathlib import Path
 
 from towpath.checkpoint.disk.manifest import NAME
 from towpath.checkpoint.disk.safe_open import DamagedError, is_folder
-from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
+from towpath.files import sync_folder
 
 IN_RUN = "checkpoints"  # where `towpath train` keeps them, in the folder of a run
 

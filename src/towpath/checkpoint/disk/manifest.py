@@ -34,8 +34,8 @@ from towpath.checkpoint.disk.safe_open import (
 )
 from towpath.checkpoint.disk.stored import BYTES_OF, File, Stored, StoredBox, check_boxes, check_files
 from towpath.checkpoint.disk.values import check_values
-from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
+from towpath.files import sync_folder
 
 NAME = "manifest.json"
 FORMAT = "towpath checkpoint 1"
