@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import towpath
 from towpath.errors import TopologyError
-from towpath.lab.launch import direct
+from towpath.lab.runs import direct
 from towpath.topology import init as module
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")

@@ -14,9 +14,8 @@ from rich.table import Table
 from towpath.cli.commands import Commands
 from towpath.errors import LabError
 from towpath.files import check_output_file
-from towpath.lab import Lab, Rate, Result
-from towpath.lab.launch import check_script
-from towpath.lab.run import describe
+from towpath.lab import Lab, LabResult, Rate
+from towpath.lab.runs import check_script, describe_exit
 from towpath.topology.cluster import Topology
 from towpath.train.observe.progress import size
 
@@ -70,7 +69,7 @@ def run(
     if json_file is not None:
         _write(json_file, _record(result, lab))
     if result.returncode != 0:
-        progress.print(f"towpath: {command[0]} failed: {describe(result.returncode)}", style="bold red")
+        progress.print(f"towpath: {command[0]} failed: {describe_exit(result.returncode)}", style="bold red")
         raise typer.Exit(1)
 
 
@@ -81,7 +80,7 @@ def _write(json_file: Path, record: dict[str, Any]) -> None:
         raise LabError(f"--json {json_file}: {error.strerror}.") from None
 
 
-def _table(result: Result, inter: Rate, intra: Rate | None) -> Table:
+def _table(result: LabResult, inter: Rate, intra: Rate | None) -> Table:
     table = Table(box=None, padding=(0, 3, 0, 0), header_style="")
     for heading in ("node", "cable sent", "cable received", "loopback"):
         table.add_column(heading, justify="right")
@@ -100,7 +99,7 @@ def _carried(count_bytes: int, seconds: float, rate: Rate | None) -> str:
     return text if rate is None else f"{text} {count_bytes / seconds / rate.bytes_per_second:5.1%}"
 
 
-def _record(result: Result, lab: Lab) -> dict[str, Any]:
+def _record(result: LabResult, lab: Lab) -> dict[str, Any]:
     return {
         "nodes": lab.topology.nodes,
         "ranks_per_node": lab.topology.ranks_per_node,
