@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import Commands
+from towpath.cli.terminal import Commands, load_torch
 from towpath.errors import CheckpointError
 from towpath.train.observe.bar import counting_bar
 from towpath.train.observe.progress import size
@@ -41,6 +41,7 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
 
     Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
+    load_torch()
     from towpath.checkpoint import read_manifest
 
     rows: list[dict[str, Any]] = []
@@ -75,6 +76,7 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
 
     Exit code: 0, or 1 if a checkpoint is damaged, or 2 if there is none.
     """
+    load_torch()
     from towpath import checkpoint
 
     paths = _checkpoints(folder)
@@ -96,6 +98,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
     Exit code: 0, or 2 if the checkpoint cannot be read.
     """
+    load_torch()
     from towpath.checkpoint import latest, read_manifest
     from towpath.checkpoint.disk.safe_open import visible
 
@@ -210,6 +213,7 @@ def export(
 
     Exit code: 0, or 2 if the checkpoint or the folder cannot be used.
     """
+    load_torch()
     from towpath import checkpoint as checkpoints
     from towpath.checkpoint.disk import folders
 
@@ -250,6 +254,7 @@ def import_(
 
     Exit code: 0, or 2 if the source or the folder cannot be used.
     """
+    load_torch()
     from towpath import checkpoint as checkpoints
 
     total = sum(p.stat().st_size for p in (source.glob("*.safetensors") if source.is_dir() else [source]) if p.exists())

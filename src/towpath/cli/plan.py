@@ -197,14 +197,14 @@ def plan(
     check_output_file("--report", report)
     stages = PipelineOptions(pipeline or (), tensor or (), schedule or (), compression or ())
     if stages.pipelines and report is not None:
-        raise ConfigError("--report draws strategies without pipelines only. Leave out --pipeline, or --report.")
+        raise ConfigError("--report draws strategies without pipelines only: leave out --pipeline, or --report.")
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, batch)
     weights, gradients = codecs_for_both(name.strip() for name in allow.split(",") if name.strip())
     request = replace(
         solver.request, weights=weights, gradients=gradients, checkpointing=checkpointing, offload=offload
     )
     if stages.pipelines and offload is not None:
-        raise ConfigError("--offload is planned without pipelines only. Leave out --pipeline, or --offload.")
+        raise ConfigError("--offload is planned without pipelines only: leave out --pipeline, or --offload.")
     solver = Solver(solver.model, solver.cluster, replace(request, micro_batches=tuple(micro_batch or ())))
     began = time.monotonic()
     with progress_bar("Planning") as say:
@@ -352,7 +352,7 @@ def simulate(
     if pipeline > 1:
         if jitter or straggler or offload:
             raise ConfigError(
-                "--jitter, --straggler and --offload are for steps without a pipeline. Leave them out, or --pipeline."
+                "--jitter, --straggler and --offload are for steps without a pipeline: leave out --pipeline, or them."
             )
         PipelineOptions((pipeline,), (tensor,), (schedule,), (compression,))
         layout = Layout(pipeline, schedule, strategy, compression, tensor)
@@ -429,7 +429,8 @@ def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strateg
     try:
         made = Strategy.from_toml(Path(name).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"strategy: cannot read {name}: {error}. Check the path, or name a preset.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"strategy: cannot read {name}: {reason}. Check the path, or name a preset.") from None
     if made.topology != solver.cluster.topology:
         raise ConfigError(
             f"strategy {name} is for {made.topology} ranks, and the cluster has {solver.cluster.topology}. Pass "
@@ -496,7 +497,7 @@ class PipelineOptions:
                     close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
                     raise ConfigError(f"{option} {name}: did you mean {close!r}? Known: {', '.join(known)}.")
         if not self.pipelines and (self.tensors or self.schedules or self.compressions):
-            raise ConfigError("--tensor, --schedule and --compression are options of a pipeline. Pass --pipeline, too.")
+            raise ConfigError("--tensor, --schedule and --compression are options of a pipeline: pass --pipeline, too.")
 
 
 def _with_pipelines(

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from towpath.cli.terminal import table_of
+from towpath.cli.terminal import load_torch, table_of
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
 from towpath.planner.probe_checks import collective_seconds, slowdowns
@@ -43,6 +43,7 @@ def probe(
 
     Exit code: 0, or 2 for a mistake.
     """
+    load_torch()
     from towpath.topology.groups import launched
 
     if not launched():

@@ -1,7 +1,8 @@
-"""Code that all commands share: the format of help, numbers with a range, tables, and an output that never fails."""
+"""Code that all commands share: the format of help, numbers with a range, tables, and output that never fails."""
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import select
@@ -11,6 +12,7 @@ from math import isfinite
 from typing import Any, TextIO, final
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
@@ -81,7 +83,7 @@ def above_zero(most: float) -> Callable[[str], float]:
     return number
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables and messages ----------------------------------------------------------------------------------------------
 
 
 def table_of(*headings: str, numbers: int, **options: Any) -> Table:
@@ -91,6 +93,13 @@ def table_of(*headings: str, numbers: int, **options: Any) -> Table:
     for column in table.columns[numbers:]:
         column.justify = "right"
     return table
+
+
+def load_torch() -> None:
+    """Import torch, which takes some seconds. On a terminal, rank 0 shows a message in the meantime."""
+    if "torch" not in sys.modules and os.environ.get("RANK", "0") == "0":
+        with Console(stderr=True).status("Loading torch"):
+            importlib.import_module("torch")
 
 
 # --- output -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from towpath import lab
-from towpath.cli.terminal import table_of
+from towpath.cli.terminal import load_torch, table_of
 from towpath.errors import ConfigError
 from towpath.files import check_output_file
 from towpath.train.config import Config
@@ -47,7 +47,7 @@ def train(
     if print_config:
         print(read, end="")
         return
-    # These imports load torch, which takes seconds.
+    load_torch()
     from towpath.topology.groups import launched
 
     if ranks is not None and launched():
@@ -83,6 +83,7 @@ def demo(
     the planner ranks first. If this machine allows no namespaces, the ranks share its loopback, and the demo reports
     it. The report has plots, which a browser shows without a network.
     """
+    load_torch()
     from towpath.train import demo as story
     from towpath.train.observe.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
 
