@@ -83,5 +83,5 @@ soak: $(READY)
 gpu: $(READY)
 	$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make gpu: torch sees no CUDA device here. Install a torch with CUDA into .venv, of the version in constraints.txt.")'
 	$(BIN)/python -m pytest -n 0 -v --record-to tests/results/gpu.json tests/gpu
-	$(BIN)/python benchmarks/kernels.py --device cuda
-	$(BIN)/python benchmarks/timeline.py --device cuda --trace benchmarks/results/trace-gpu.json
+	$(BIN)/python -m benchmarks kernels --device cuda
+	$(BIN)/python -m benchmarks timeline --device cuda --trace benchmarks/results/trace-gpu.json

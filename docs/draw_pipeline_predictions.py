@@ -1,11 +1,11 @@
-"""The results of benchmarks/pipeline_planner.py: a table in docs/planner.md."""
+"""The results of the suite `pipeline_planner`: a table in docs/concepts/planner-accuracy.md."""
 
 from __future__ import annotations
 
 import statistics
 from typing import Any
 
-from towpath.bench.harness import results
+from benchmarks.harness import results
 
 
 def last_runs() -> list[dict[str, Any]]:

@@ -1,24 +1,23 @@
-"""docs/which-by-rate.svg and docs/which-by-nodes.svg: the fastest strategy, according to the simulator."""
+"""The pictures which-by-rate.svg and which-by-nodes.svg: the fastest strategy, according to the simulator."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from towpath.cli.plan_report import curves, draw_nodes, draw_rates, nodes_of, rates_of
-from towpath.planner import clusters
-from towpath.planner.model import describe
+from towpath.planner.catalog import describe_model, load_cluster
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
-from towpath.train.observe.plots import standalone_svg
+from towpath.train.report import standalone_svg
 
-DOCS = Path(__file__).parent
+FOLDER = Path(__file__).parent / "pictures"
 MODEL, CLUSTER = "gpt-2.5b", "ethernet-10g"
 LENGTH, BATCHING = 1024, Batching(8, 1, checkpointing=True)
 
 
 def _solver() -> Solver:
-    cluster = clusters.load(CLUSTER)
-    return Solver(describe(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
+    cluster = load_cluster(CLUSTER)
+    return Solver(describe_model(MODEL, LENGTH), cluster, Request(batch=1, memory=cluster.memory))
 
 
 def by_rate() -> str:
@@ -35,4 +34,4 @@ def _nothing() -> None:
     pass
 
 
-PICTURES = {DOCS / "which-by-rate.svg": by_rate, DOCS / "which-by-nodes.svg": by_nodes}
+PICTURES = {FOLDER / "which-by-rate.svg": by_rate, FOLDER / "which-by-nodes.svg": by_nodes}

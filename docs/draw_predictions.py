@@ -1,4 +1,4 @@
-"""The results of benchmarks/planner.py: a table in docs/planner.md and docs/timelines.svg."""
+"""Draw the results of the suite `planner`: a table of docs/concepts/planner-accuracy.md, and timelines.svg."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from towpath.bench.harness import results
+from benchmarks.harness import results
 from towpath.cli.plan_report import TimelineRow
 from towpath.observing import Interval
-from towpath.train.observe.plots import draw_timelines, standalone_svg
+from towpath.train.report import draw_timelines, standalone_svg
 
-PICTURE = Path(__file__).with_name("timelines.svg")
+PICTURE = Path(__file__).parent / "pictures" / "timelines.svg"
 DRAWN = "200mbit, 2 × 2, small, 1 micro-steps"
 
 

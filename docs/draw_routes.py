@@ -1,4 +1,4 @@
-"""The pictures and tables of docs/routes.md, from the plans of the routes.
+"""The pictures and tables of docs/concepts/routes.md, from the plans of the routes.
 
 `towpath.core.routes.sends` says which rank sends what to which, and in which step.
 """
@@ -17,15 +17,15 @@ from typing import Any
 from docs import figures
 
 import towpath
+from benchmarks.harness import results
 from towpath import Topology, Transport
-from towpath.bench.harness import results
 from towpath.core.placement import GroupCollective
 from towpath.core.routes import COLLECTIVES, ROUTES, Grid, Group, Op, Send, parts_of, sends, wire_elements
 from towpath.core.strategy import WITH_TRANSPORT, TransferKind
 from towpath.core.transfer import Range, Transfer
-from towpath.train.observe.plots import light_and_dark
+from towpath.train.report import light_and_dark
 
-DOCS = Path(__file__).parent
+FOLDER = Path(__file__).parent / "pictures"
 SHAPE, SMALL = Topology(2, 4), Topology(2, 2)
 REGION_MEBIBYTES = 64
 # What the links of a node carry in one unit of time, in slices: its cable (each way), and those inside it together.
@@ -40,7 +40,7 @@ def plan_of(op: Op, route: str, shape: Topology) -> list[Send]:
 
 
 def parts_in(route: str, shape: Topology) -> int:
-    """Of a slice of the region that the page speaks of, which is long."""
+    """Return the number of parts that a route cuts a long slice into."""
     return parts_of(route, Grid.of(nodes_of(shape)), REGION_MEBIBYTES * 2**20 // shape.world)
 
 
@@ -295,7 +295,7 @@ def _letter(slot: int) -> str:
 
 
 def _step(canvas: Canvas, left: float, top: float, posted: Sequence[Send], shape: Topology) -> None:
-    """Nodes side by side, their members one above the other; a pair's two directions run beside each other."""
+    """Draw nodes side by side, with their members one above the other, and an arrow for each direction of a pair."""
     assert shape == SMALL, "the labels are laid out for two nodes of two"
     where = {m: (left + 66 + 180 * shape.node_of(m), top + 56 + 96 * shape.local_of(m)) for m in range(shape.world)}
     for node in range(shape.nodes):
@@ -329,7 +329,7 @@ Formula = Callable[[int, int], int]  # of N nodes and R ranks a node, in slices
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What a gather or a reduce-scatter sends on the links of each node, for the reader and for the test."""
+    """The slices that a gather or a reduce-scatter sends on the links of each node, as text and as functions."""
 
     cable: str
     inside: str
@@ -408,7 +408,7 @@ def presets_table(shape: Topology = SHAPE) -> str:
     names: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in towpath.strategies():
         strategy = towpath.strategy(name, shape)
-        if any(strategy.transport(kind).encoding for kind in TransferKind):  # docs/codecs.md
+        if any(strategy.transport(kind).encoding for kind in TransferKind):  # docs/concepts/codecs.md
             continue
         moving = [kind for kind in WITH_TRANSPORT if getattr(strategy.moves, kind.value)]
         routes: dict[str, list[str]] = defaultdict(list)
@@ -421,7 +421,7 @@ def presets_table(shape: Topology = SHAPE) -> str:
 
 
 def measured_table() -> str:
-    """Return the ratios of benchmarks/collectives.py."""
+    """Return the ratios of `python -m benchmarks collectives`."""
     rows: list[list[str]] = []
     for run in measured(in_parts=False):
         case: Mapping[str, Any] = run["case"]
@@ -456,4 +456,4 @@ TABLES = {
     "routes-measured": measured_table,
     "routes-parts": parts_table,
 }
-PICTURES = {DOCS / "routes-gather.svg": draw_gathers, DOCS / "routes-ho-ring.svg": draw_steps}
+PICTURES = {FOLDER / "routes-gather.svg": draw_gathers, FOLDER / "routes-ho-ring.svg": draw_steps}

@@ -1,6 +1,6 @@
-"""Draws docs/step.svg: one training step of a small GPT under three strategies, from a run on the shaped cluster.
+"""Draw docs/pictures/step.svg: a training step of a small GPT under three strategies, from a run on the lab.
 
-python docs/draw_step.py [-o docs/step.svg] [--inter 200mbit] [STRATEGY …]
+python docs/draw_step.py [-o docs/pictures/step.svg] [--inter 200mbit] [STRATEGY …]
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from towpath import lab
 from towpath.train import demo
-from towpath.train.observe.plots import Outcome, draw_timelines, standalone_svg
+from towpath.train.report import Outcome, draw_timelines, standalone_svg
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("strategies", nargs="*", default=["zero3", "zero++", "paro-iig"])
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_name("step.svg"))
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent / "pictures" / "step.svg")
     parser.add_argument("--inter", default="200mbit")
     options = parser.parse_args()
     outcomes: list[Outcome] = []

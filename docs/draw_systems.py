@@ -1,4 +1,4 @@
-"""What docs/systems/ shows of each system: a picture of its schedule, and a table of its bytes and memory.
+"""Pictures and tables of docs/concepts/systems/: the schedule of each system, and its bytes and memory.
 
 The pictures are steps that the simulator replays: what the engine would do, at the times that `ethernet-10g` gives it.
 The tables are `towpath.schedule` of a GPT of 2.5 billion parameters.
@@ -17,18 +17,19 @@ from towpath.core.pipeline import Compression, compression
 from towpath.core.schedule import Schedule
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Strategy, TransferKind
-from towpath.planner import clusters, tables
+from towpath.planner import tables
+from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
-from towpath.planner.model import Transformer, describe, shape_of
+from towpath.planner.model import Transformer
 from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 from towpath.topology.cluster import Extent, Topology
-from towpath.train.observe.plots import draw_timelines, standalone_svg
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.report import draw_timelines, standalone_svg
+from towpath.train.trace import simulated_intervals
 
-PAGES = Path(__file__).parent / "systems"
-CLUSTER = clusters.load("ethernet-10g")
+PAGES = Path(__file__).parent / "concepts" / "systems"
+CLUSTER = load_cluster("ethernet-10g")
 TOPOLOGY = CLUSTER.topology
 COUNTED, LENGTH, MICRO_STEPS = "gpt-2.5b", 1024, 2
 # Few blocks, so that each transfer can be seen.
@@ -36,7 +37,7 @@ DRAWN = Transformer(vocabulary=32_000, width=4_096, depth=6, heads=32, hidden=11
 DRAWN_LENGTH, DRAWN_BATCHING = 2_048, Batching(2, MICRO_STEPS)
 
 # Eight nodes: four stages, each in two copies on nodes of their own, whose ranks share its layers (tensor parallelism).
-PIPELINE_CLUSTER = clusters.load("ethernet-10g", nodes=8)
+PIPELINE_CLUSTER = load_cluster("ethernet-10g", nodes=8)
 STAGES, TENSOR, MICRO_BATCHES = 4, 4, 8
 PIPELINES = {
     "none, embeddings summed twice": Compression(fused_embeddings=False),
@@ -85,7 +86,7 @@ def _steps(names: Sequence[str]) -> Iterator[TimelineRow]:
     model = DRAWN.model("drawn", DRAWN_LENGTH)
     solver = Solver(model, CLUSTER, Request(batch=1, memory=CLUSTER.memory))
     for name in names:
-        yield TimelineRow(name, intervals_of(solver.timeline(strategy(name), DRAWN_BATCHING).events))
+        yield TimelineRow(name, simulated_intervals(solver.timeline(strategy(name), DRAWN_BATCHING).events))
 
 
 def _stages() -> Iterator[TimelineRow]:
@@ -94,7 +95,7 @@ def _stages() -> Iterator[TimelineRow]:
     for name in DRAWN_PIPELINES:
         layout = Layout(STAGES, compression=PIPELINES[name], tensor=TENSOR)
         for rank, timeline in enumerate(pipelines.replay(layout, Batching(1, MICRO_BATCHES)).ranks):
-            yield TimelineRow(f"{name}\nstage {rank}", intervals_of(timeline.events))
+            yield TimelineRow(f"{name}\nstage {rank}", simulated_intervals(timeline.events))
 
 
 def _pipelines(shape: Transformer, name: str, length: int) -> Pipelines:
@@ -126,7 +127,7 @@ def table(system: System) -> str:
 
 @cache
 def _schedule(name: str) -> Schedule:
-    units = tuple(unit.spec for unit in describe(COUNTED, LENGTH).units)
+    units = tuple(unit.spec for unit in describe_model(COUNTED, LENGTH).units)
     return derive_schedule(strategy(name), units, MICRO_STEPS, Request(batch=1, memory=1).precision)
 
 
@@ -147,10 +148,10 @@ def _optimizer_bytes(made: Schedule) -> int:
 
 
 def pipeline_table() -> str:
-    pipelines = _pipelines(*shape_of(COUNTED, LENGTH))
+    pipelines = _pipelines(*model_shape(COUNTED, LENGTH))
     lines = ["| compression | GB out of a node | GiB of the rank that needs most |", "|---|---|---|"]
     for name, packed in PIPELINES.items():
-        found = pipelines.price(Layout(STAGES, compression=packed, tensor=TENSOR), Batching(1, MICRO_BATCHES))
+        found = pipelines.predict(Layout(STAGES, compression=packed, tensor=TENSOR), Batching(1, MICRO_BATCHES))
         sent = found.inter_bytes / PIPELINE_CLUSTER.topology.nodes / 1e9
         lines.append(f"| {name} | {sent:.3f} | {found.peak_bytes / GIB:.2f} |")
     return "\n".join(lines)

@@ -5,8 +5,6 @@ Every table shows the last run of each case, with the commit that was measured. 
 
 from __future__ import annotations
 
-import importlib
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,24 +13,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from towpath.bench import summary
-from towpath.bench.drawing import draw_speedups
-from towpath.bench.harness import figures, results
-from towpath.bench.table import best_lossless_peer
-from towpath.train.observe.plots import standalone_svg
+from benchmarks import report
+from benchmarks.harness import figures, results
+from towpath.train.report import standalone_svg
 
 Line = Mapping[str, Any]
 Row = Sequence[str]
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+PICTURES_FOLDER = DOCS / "pictures"
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
 
 HEADINGS = ("case", "figure", "result", "95 % interval", "commit")
-# Rows of docs/lora.md; all others are in the generated page.
+# Rows of docs/guides/lora.md; all others are in the generated page.
 _LORA = ("fsdp2", "fsdp2 tuned", "torch-ddp tuned", "zero3", "mics", "ddp frozen=1x1")
 _SPEEDUP = ", times as fast"
-# Recorded results keep the words of their time; the pages use these.
+# Words of recorded figures, and those of the pages.
 _WORDS = {
     ": times as fast": ": speed-up over no compression",
     "accounted": "CPU seconds / (seconds × cores)",
@@ -42,8 +39,6 @@ _WORDS = {
     "the engine's own time on the host / step": "host time of the engine / step",
     "limited half way between": "memory limit halfway between the two",
     "bytes planned beside those scheduled": "bytes planned / bytes scheduled − 1",
-    "step / floor of perfect overlap": "step / lower bound with perfect overlap",
-    "oracle": "reference",
     "rows_lost": "training rows lost",
 }
 
@@ -63,8 +58,8 @@ PAGES: Mapping[str, Page] = {
     "strategies": Page(
         "Strategies",
         "Steps of our strategies against tuned DDP, FSDP2 and HSDP.",
-        "towpath bench strategies",
-        "A case names its nodes and ranks, its link and its micro-steps. `regime4` is a communication-to-computation "
+        "python -m benchmarks strategies",
+        "A case names its nodes and ranks, its link and its micro-steps. `ratio4` is a communication-to-computation "
         "ratio of 4. The measured ratio is the first row of each case. Blocks of `waiting` cases sleep instead of "
         "computing. Ranks of `in-step` cases start each micro-step together. A speed-up compares medians of the "
         "rounds. It is above 1 where the first strategy is faster.",
@@ -72,111 +67,111 @@ PAGES: Mapping[str, Page] = {
     "scaling": Page(
         "Scaling",
         "Steps on one to eight nodes, with constant work per rank and with constant work in total.",
-        "towpath bench scaling",
+        "python -m benchmarks scaling",
         "Links between nodes have 200 Mbit/s. `weak` cases keep the work of each rank constant, and `strong` cases the "
         "work of all ranks together. CPU time near the wall time means that the cores limit the step, not the links.",
     ),
     "overhead": Page(
         "Overhead",
         "One rank against the unsharded module, and the time that the engine takes on the host.",
-        "towpath bench overhead",
+        "python -m benchmarks overhead",
     ),
     "memory": Page(
         "Memory",
         "Peak memory of starting a model of a billion parameters, and of training under a memory limit.",
-        "towpath bench memory",
+        "python -m benchmarks memory",
     ),
     "lora": Page(
         "LoRA",
         "Steps in which only PEFT's adapters train.",
-        "towpath bench lora",
+        "python -m benchmarks lora",
         "`compute` is the forward and backward pass alone. `bare barrier` adds clipping, AdamW and one barrier a step. "
         "Blocks of `lora-elsewhere` sleep instead of computing.",
     ),
     "muon": Page(
         "Muon",
         "`optimizer.step()` of Muon on matrix owners, against gathering every gradient on every rank.",
-        "python benchmarks/muon.py",
+        "python -m benchmarks muon",
     ),
     "ablations": Page(
         "Ablations",
         "One part at a time: kernels, message sizes, routes, group sizes and placements.",
-        "python benchmarks/ablations.py",
+        "python -m benchmarks ablations",
         "A figure is a ratio of steps. It is below 1 where the first is faster. Blocks sleep instead of computing.",
     ),
     "quality": Page(
         "Quality of codecs",
         "Validation loss of training with codecs.",
-        "python benchmarks/quality.py",
+        "python -m benchmarks quality",
     ),
     "quality_pipeline": Page(
         "Quality of pipeline compression",
         "Validation loss of pipelines with compressed messages.",
-        "python benchmarks/quality_pipeline.py",
+        "python -m benchmarks quality_pipeline",
     ),
     "collectives": Page(
         "Collectives",
         "Seconds of one collective on each route, against the flat route.",
-        "towpath bench collectives",
+        "python -m benchmarks collectives",
     ),
     "kernels": Page(
         "Codec kernels",
         "Encoding and decoding, against a copy in memory and against the reference implementation.",
-        "towpath bench kernels",
+        "python -m benchmarks kernels",
         "`encode/copy` is a throughput: 1 is as fast as a copy. `encode/reference` is a speed-up.",
     ),
     "kernels-avx2": Page(
         "Codec kernels on AVX2",
         "The same on a CPU without AVX-512.",
-        "towpath bench kernels",
+        "python -m benchmarks kernels",
     ),
     "planner": Page(
         "Planner",
         "Predicted against measured steps, and the cost of the planner's choice.",
-        "python benchmarks/planner.py",
+        "python -m benchmarks planner",
     ),
     "pipeline_planner": Page(
         "Planner for pipelines",
         "Predicted against measured steps of pipelines.",
-        "python benchmarks/pipeline_planner.py",
+        "python -m benchmarks pipeline_planner",
     ),
     "pipeline": Page(
         "Pipelines",
         "Pipelines against PyTorch's own with DDP stages, and the speed-up from compression.",
-        "python benchmarks/pipeline.py",
+        "python -m benchmarks pipeline",
     ),
     "engine": Page(
         "Engine",
-        "Earlier pairs of strategies and peers, overlap, and memory over many steps.",
-        "python benchmarks/engine.py",
+        "Overlap and memory over many steps, and earlier pairs of strategies and peers.",
+        "python -m benchmarks engine",
     ),
     "step_check": Page(
         "Step check",
         "The time that ranks need to compare which parameters got a gradient.",
-        "python benchmarks/step_check.py",
+        "python -m benchmarks step_check",
     ),
     "checkouts": Page(
         "Commits",
         "Steps of another commit against steps of this one.",
-        "python benchmarks/checkouts.py",
+        "python -m benchmarks checkouts",
         "A figure is old seconds / new seconds. It is above 1 where the later commit is faster.",
     ),
     "checkouts-itself": Page(
         "A commit against itself",
         "The noise of the comparison of commits.",
-        "python benchmarks/checkouts.py",
+        "python -m benchmarks checkouts",
     ),
-    "train": Page("towpath train", "`towpath train` against a hand-written loop.", "python benchmarks/train.py"),
+    "train": Page("towpath train", "`towpath train` against a hand-written loop.", "python -m benchmarks train"),
     "checkpoints": Page(
         "Checkpoints",
         "The time for which a checkpoint in the background stops training, against one in the foreground.",
-        "python benchmarks/checkpoints.py",
+        "python -m benchmarks checkpoints",
     ),
-    "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python benchmarks/soak.py"),
+    "soak": Page("Soak", "A run whose ranks are killed and restarted again and again.", "python -m benchmarks soak"),
     "timeline": Page(
         "Overlap on a GPU",
         "The share of communication that runs while the GPU computes, on one H100.",
-        "python benchmarks/timeline.py --device cuda",
+        "python -m benchmarks timeline --device cuda",
     ),
 }
 
@@ -217,18 +212,18 @@ def rows(suite: str, run: Line) -> Iterable[Row]:
 
 def _compared(run: Line) -> Iterable[Mapping[str, Any]]:
     """Yield the ratio of a run, the speed-up of each of our candidates, and what else was recorded."""
-    if (ratio := run.get("regime", {}).get("found in the race")) is not None:
+    if (ratio := run.get("comm_ratio", {}).get("found")) is not None:
         yield {"what": "communication / computation", "found": ratio}
-    ours = [name for name in run["communication_share"] if run["contestants"][name]["ours"]]
-    told: set[str] = set()
-    if (fastest := best_lossless_peer(run)) is not None:
+    ours = [name for name in run["communication_share"] if run["candidates"][name]["ours"]]
+    shown: set[str] = set()
+    if (fastest := report.best_lossless_peer(run)) is not None:
         peer = next(name for name, seconds in run["median_seconds"].items() if seconds == fastest)
         for name in ours:
-            told.add(what := f"{name} against {peer}")
+            shown.add(what := f"{name} against {peer}")
             yield figures.ratio(run["seconds"], peer, name).recorded() | {"what": what + _SPEEDUP}
     for check in run["checks"]:
         what = check["what"].partition(": ")[2] if check["what"].endswith(_SPEEDUP) else check["what"]
-        if what.removesuffix(_SPEEDUP) not in told:
+        if what.removesuffix(_SPEEDUP) not in shown:
             yield {**check, "what": what}
 
 
@@ -248,9 +243,10 @@ def _result(check: Mapping[str, Any]) -> tuple[str, str]:
 
 def quality_table() -> str:
     """Return the final loss of each variant over that of `zero3` with the same seed, less one."""
-    draw_quality = _script("draw_quality")
-    quality = draw_quality.runs_of()
-    commits = {run["case"]["variant"]: results.measured_at(run) for run in quality}
+    from benchmarks.suites import quality
+
+    found = quality.runs_of()
+    commits = {run["case"]["variant"]: results.measured_at(run) for run in found}
     return table(
         ("variant", "mean", "95 % interval", "by seed", "commit"),
         [
@@ -261,16 +257,9 @@ def quality_table() -> str:
                 ", ".join(f"{share:+.2%}" for share in row.each),
                 commits[row.variant],
             )
-            for row in draw_quality.rows_of(quality)
+            for row in quality.rows_of(found)
         ],
     )
-
-
-@cache
-def _script(name: str) -> Any:
-    """Import a script of benchmarks/, which imports its neighbors by name."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    return importlib.import_module(name)
 
 
 def lora_table() -> str:
@@ -287,22 +276,29 @@ def lora_table() -> str:
 def speedups_table() -> str:
     """Return the four rows of README.md."""
     head = ("FSDP2 would communicate", "comparisons", "lossless", "compressed (lossy)")
-    rows = summary.readme_rows(_compared_strategies())
+    rows = report.readme_rows(_compared_strategies())
     return table(
         head, [("as long as it computes" if r == "1" else f"{r} times as long as it computes", *c) for r, *c in rows]
     )
 
 
 def families_table() -> str:
-    return table(summary.HEADINGS, summary.rows(_compared_strategies()))
+    return table(report.HEADINGS, report.rows(_compared_strategies()))
 
 
 def speedups_picture() -> str:
-    return standalone_svg(draw_speedups, _compared_strategies(), (10.4, 4.6))
+    return standalone_svg(report.draw_speedups, _compared_strategies(), (10.4, 4.6))
 
 
 def _compared_strategies() -> list[Line]:
     return [run for run in runs("strategies") if "failed" not in run]
+
+
+def _quality(picture: str) -> str:
+    """Return a picture of benchmarks/suites/quality.py, which loads torch."""
+    from benchmarks.suites import quality
+
+    return getattr(quality, picture)()
 
 
 TABLES = {
@@ -318,9 +314,9 @@ TABLES = {
 }
 
 PICTURES = {
-    DOCS / "speedups.svg": speedups_picture,
-    results.FOLDER / "quality.svg": lambda: _script("draw_quality").picture(),
-    results.FOLDER / "quality_pipeline.svg": lambda: _script("draw_quality_pipeline").picture(),
+    PICTURES_FOLDER / "speedups.svg": speedups_picture,
+    results.FOLDER / "quality.svg": lambda: _quality("picture"),
+    results.FOLDER / "quality_pipeline.svg": lambda: _quality("pipeline_picture"),
 }
 
 
@@ -355,6 +351,6 @@ def _heading(run: Line) -> str:
 
 def _place(run: Line) -> tuple[Any, ...]:
     """Return a sort key: by heading, by the seconds that blocks wait, and by the communication-to-computation ratio."""
-    workload, ratio = run["case"]["workload"], summary.comm_ratio_of(run)
-    column = len(summary.COMM_RATIOS) if ratio is None else summary.COMM_RATIOS.index(ratio)
+    workload, ratio = run["case"]["workload"], report.comm_ratio_of(run)
+    column = len(report.COMM_RATIOS) if ratio is None else report.COMM_RATIOS.index(ratio)
     return _heading(run), workload.get("in_step", False), workload["wait_seconds"] or 0.0, column

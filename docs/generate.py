@@ -2,9 +2,9 @@
 
     python -m docs.generate            writes what has changed (two minutes)
     python -m docs.generate --check    lists what would change
-    python -m docs.generate --fast     leaves out the slow tables of docs/papers.md (15 seconds)
+    python -m docs.generate --fast     leaves out the slow tables of docs/concepts/papers*.md (15 seconds)
 
-A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/step.svg has a
+A page has `<!-- figures: NAME -->` above a table and `<!-- end of figures -->` below it. docs/pictures/step.svg has a
 script of its own, docs/draw_step.py, because it shows a run.
 """
 
@@ -15,7 +15,16 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from docs import draw_pipeline_predictions, draw_plans, draw_predictions, draw_routes, draw_systems, figures, papers
+from docs import (
+    draw_pipeline_predictions,
+    draw_plans,
+    draw_predictions,
+    draw_routes,
+    draw_systems,
+    figures,
+    papers,
+    reference_tables,
+)
 
 ROOT = figures.ROOT
 _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL)
@@ -27,6 +36,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     **draw_pipeline_predictions.TABLES,
     **draw_routes.TABLES,
     **draw_systems.TABLES,
+    **reference_tables.TABLES,
 }
 PICTURES: Mapping[Path, Callable[[], str]] = {
     **figures.PICTURES,
@@ -67,7 +77,7 @@ def text_of(file: Path, slow: bool = True) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing, and fail if something would change")
-    parser.add_argument("--fast", action="store_true", help="leave out the slow tables of docs/papers.md")
+    parser.add_argument("--fast", action="store_true", help="leave out the slow tables of docs/concepts/papers*.md")
     options = parser.parse_args()
     changed = 0
     for file in files():

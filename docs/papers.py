@@ -1,4 +1,4 @@
-"""What the papers measured, and what the simulator says of the same runs: the tables of docs/papers.md.
+"""Tables of docs/concepts/papers*.md: what the papers measured, and what the simulator predicts for the same runs.
 
 `python -m docs.generate` writes them; the slow ones take a minute.
 """
@@ -20,15 +20,13 @@ from towpath.core.strategy import MoveShape, TransferKind, move_shapes
 from towpath.core.transport import Transport
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.pipeline.schedules import walks
-from towpath.planner import clusters
+from towpath.planner.catalog import MODELS, load_cluster
 from towpath.planner.cluster import Cluster
-from towpath.planner.memory import activation_bytes
-from towpath.planner.model import MODELS, Model, Unit
+from towpath.planner.model import Model, ModelUnit, activation_bytes
 from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import BF16, Request
-from towpath.planner.solver import Batching, Priced, Solver
-from towpath.sim.hardware import Hardware
-from towpath.sim.loads import TransferShape, loads_of, seconds_alone
+from towpath.planner.solver import Batching, Prediction, Solver
+from towpath.sim.hardware import Hardware, TransferShape, phase_costs, seconds_alone
 from towpath.topology.cluster import Extent
 
 BLOCKS, MATRICES = "blocks", "matrices"
@@ -38,7 +36,7 @@ NEAR = 0.15  # what the papers' figures are to be met within
 
 @lru_cache(maxsize=64)
 def model_of(name: str, length: int, units: str) -> Model:
-    """`units`: what travels at once: a block, as in Towpath; or each matrix by itself, as in the papers' systems."""
+    """Return a model whose units are blocks, as in Towpath, or single matrices, as in the papers' systems."""
     shape, _ = MODELS[name]
     whole = shape.model(name, length)
     if units == BLOCKS:
@@ -48,7 +46,7 @@ def model_of(name: str, length: int, units: str) -> Model:
         for i, matrix in enumerate(shape.matrices):
             spec = UnitSpec(f"{block}.{i}", (BucketSpec((prod(matrix),)),))
             scores = shape.attention_flops(length) if i == _AFTER_ATTENTION else 0
-            found.append(Unit(spec, 2.0 * prod(matrix) + scores, 0, 0))
+            found.append(ModelUnit(spec, 2.0 * prod(matrix) + scores, 0, 0))
     return Model(name, length, tuple(found))
 
 
@@ -71,14 +69,14 @@ class System:
     preset: str
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
-    def step(self, setting: Setting, units: str) -> Priced:
+    def step(self, setting: Setting, units: str) -> Prediction:
         strategy = presets.strategy(self.preset, setting.cluster.topology, **self.options)
         # What holds all parameters gathers none: its gradients go in buckets, whatever the modules are.
         units = BLOCKS if strategy.placement.params.size == 1 else units
         model = model_of(setting.model, setting.length, units)
         batch = setting.micro_batch * setting.micro_steps * setting.cluster.topology.world
         solver = Solver(model, setting.cluster, Request(batch=batch, memory=1 << 60))
-        return solver.price(strategy, Batching(setting.micro_batch, setting.micro_steps, setting.checkpointing))
+        return solver.predict(strategy, Batching(setting.micro_batch, setting.micro_steps, setting.checkpointing))
 
 
 @dataclass(frozen=True)
@@ -93,12 +91,12 @@ class Row:
     setting: Setting
 
     def simulated(self, units: str) -> tuple[float, float]:
-        """With all that can overlap overlapped; and with nothing."""
+        """Return the speed-up with full overlap, and without any."""
         base, system = self.base.step(self.setting, units), self.system.step(self.setting, units)
         return base.seconds / system.seconds, _one_after_the_other(base) / _one_after_the_other(system)
 
 
-def _one_after_the_other(priced: Priced) -> float:
+def _one_after_the_other(priced: Prediction) -> float:
     return priced.computing + sum(priced.in_flight.values())
 
 
@@ -107,7 +105,7 @@ ZEROPP_PLAIN = System("hpz")
 
 
 def _cluster(name: str, nodes: int, gigabytes: float | None = None) -> Cluster:
-    cluster = clusters.load(name).on(nodes)
+    cluster = load_cluster(name).on(nodes)
     if gigabytes is None:
         return cluster
     hardware = cluster.hardware
@@ -221,9 +219,12 @@ OPTIMUS_CABLES = (None, 5.0)
 
 @lru_cache(maxsize=64)
 def optimus_seconds(model: str, compression: str, cable: float | None) -> tuple[float, float]:
-    """Of a step on 128 A100: four ranks of a pipeline (interleaved), four copies, eight tensor-parallel ranks; 512
-    sequences, eight at once. With gradients that travel as soon as they are there; and, as Megatron does it, when all
-    of them are."""
+    """Return the seconds of a step on 128 A100 with early gradients, and with late ones.
+
+    Four ranks of an interleaved pipeline have four copies and eight tensor-parallel ranks. A step has 512 sequences,
+    eight at once. Early gradients are sent as soon as they are ready. Late ones are sent after all of them are, as
+    Megatron does it.
+    """
     shape, length = MODELS[model]
     cluster = _cluster("dgx-a100-200g", 16, cable)
     pipelines = Pipelines(
@@ -235,7 +236,7 @@ def optimus_seconds(model: str, compression: str, cable: float | None) -> tuple[
         rank.in_flight.get(TransferKind.GRAD_SYNC, 0.0) - rank.exposed.get(TransferKind.GRAD_SYNC, 0.0)
         for rank in replayed.ranks
     )
-    seconds = replayed.summed_up().seconds
+    seconds = replayed.combined().seconds
     return seconds, seconds + max(hidden)
 
 
@@ -269,7 +270,7 @@ def collective_seconds(route: str, cluster: Cluster, gigabytes: float) -> float:
 
 
 def _alone(move: MoveShape, transport: Transport, numel: int, hardware: Hardware) -> float:
-    return seconds_alone(loads_of(TransferShape.of_move(move, transport, numel, "bfloat16"), hardware), hardware)
+    return seconds_alone(phase_costs(TransferShape.of_move(move, transport, numel, "bfloat16"), hardware), hardware)
 
 
 # The placements of Lins ----------------------------------------------------------------------------------------------
@@ -324,7 +325,7 @@ def lins_placements(name: str, checkpointing: bool) -> list[Placed]:
 
 
 def _tree_all_reduce(move: MoveShape, numel: int, hardware: Hardware) -> float:
-    loads = loads_of(TransferShape.of_move(move, Transport("flat"), numel, "bfloat16"), hardware)
+    loads = phase_costs(TransferShape.of_move(move, Transport("flat"), numel, "bfloat16"), hardware)
     moved = sum(max(need / hardware.capacities[name] for name, need in load.needs.items()) for load in loads)
     latency = hardware.inter.latency if move.grid.nodes > 1 else hardware.intra.latency
     return moved + 2 * ceil(log2(move.members)) * latency

@@ -1,4 +1,4 @@
-"""What mkdocs asks when it builds the site (mkdocs.yml): pages that lie outside docs/, and files that pages link to.
+"""Hooks of mkdocs (mkdocs.yml): they add pages from outside docs/, and files that pages link to.
 
 The home page is README.md. The other entries of `PAGES` are pages too. Any other file of the repository that a page
 links to, such as a script, is copied into the site under `repository/`. A Markdown file that is copied, for example
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[1]
 DOCS = "docs"
 PAGES = {
     "README.md": "index.md",
-    "CONTRIBUTING.md": "contributing.md",
-    "CHANGELOG.md": "changelog.md",
-    "examples/README.md": "examples.md",
+    "CONTRIBUTING.md": "guides/contributing.md",
+    "CHANGELOG.md": "reference/changelog.md",
+    "examples/README.md": "start/examples.md",
     "benchmarks/README.md": "comparisons/index.md",
 }
 # Pages generated from results (docs/figures.py).
@@ -54,7 +54,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """With links as they are from the page's place in the site."""
+    """Return the page with links relative to its place in the site."""
     uri = page.file.src_uri
     source = next((source for source, at in PAGES.items() if at == uri), f"{DOCS}/{uri}")
     if uri.startswith(f"{COPIED}/"):

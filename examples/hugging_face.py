@@ -10,6 +10,7 @@ Python's standard library, as bytes. Needs `pip install 'towpath[hf]'`.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -17,19 +18,34 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import towpath
-from towpath.train.config import DataConfig
-from towpath.train.data.sources import open_tokens
 
 BATCH, LENGTH = 8, 128
+
+# The sources of Python's standard library, as bytes: a text that every machine has.
+FILES = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+class Bytes:
+    """Windows of a text, each byte a token."""
+
+    def __init__(self) -> None:
+        text = b"\0".join(file.read_bytes() for file in FILES)
+        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def batch(self, number: int, count: int) -> torch.Tensor:
+        """Return batch `number`. It is the same on every rank."""
+        generator = torch.Generator().manual_seed(number)
+        starts = torch.randint(len(self.tokens) - LENGTH, (count, 1), generator=generator)
+        return self.tokens[starts + torch.arange(LENGTH)].long()
 
 
 def main(strategy: str = "paro-iig", steps: str = "10", folder: str = "") -> None:
     device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
-    tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
+    data = Bytes()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=tokens.vocabulary,
+        vocab_size=256,
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=6,
@@ -41,8 +57,7 @@ def main(strategy: str = "paro-iig", steps: str = "10", folder: str = "") -> Non
     model = towpath.shard(LlamaForCausalLM(config).to(device), strategy)  # pyright: ignore[reportArgumentType]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(int(steps)):
-        inputs, _ = tokens.train.batch((step * world + rank) * BATCH, BATCH)
-        inputs = inputs.to(device)
+        inputs = data.batch(step * world + rank, BATCH).to(device)
         loss = model(input_ids=inputs, labels=inputs).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

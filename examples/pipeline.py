@@ -10,6 +10,8 @@ that others wait for go in low rank.
 from __future__ import annotations
 
 import sys
+import sysconfig
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,27 @@ from torch.nn import functional as F
 
 import towpath
 from towpath.pipeline import Pipeline, compression, split
-from towpath.train.config import DataConfig
-from towpath.train.data.sources import open_tokens
 from towpath.train.models.gpt import GPT, Shape
 
 MICRO_BATCHES, BATCH, LENGTH = 8, 2, 128
+
+# The sources of Python's standard library, as bytes: a text that every machine has.
+FILES = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+
+
+class Bytes:
+    """Windows of a text, each byte a token."""
+
+    def __init__(self) -> None:
+        text = b"\0".join(file.read_bytes() for file in FILES)
+        self.tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def batch(self, number: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the inputs of batch `number` and, one byte later, its targets. They are the same on every rank."""
+        generator = torch.Generator().manual_seed(number)
+        starts = torch.randint(len(self.tokens) - LENGTH, (count, 1), generator=generator)
+        windows = self.tokens[starts + torch.arange(LENGTH + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -32,8 +50,8 @@ def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def main(steps: str = "5") -> None:
     device = towpath.init()
     rank, world = dist.get_rank(), dist.get_world_size()
-    tokens = open_tokens(DataConfig(), LENGTH, first_here=rank == 0, wait=dist.barrier)
-    shape = Shape(vocabulary=tokens.vocabulary, width=256, depth=8, heads=8, kv_heads=8, hidden=704, tied=True)
+    data = Bytes()
+    shape = Shape(vocabulary=256, width=256, depth=8, heads=8, kv_heads=8, hidden=704, tied=True)
     with torch.device("meta"):  # without memory: each machine draws the weights of its own stage
         model = GPT(shape)
     example = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
@@ -51,8 +69,7 @@ def main(steps: str = "5") -> None:
     print(f"rank {rank}: {held / 1e6:.1f} of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} million parameters")
     optimizer = torch.optim.AdamW(list(pipeline.parameters()), lr=1e-3)
     for step in range(int(steps)):
-        batch = tokens.train.batch(step * MICRO_BATCHES * BATCH, MICRO_BATCHES * BATCH)
-        inputs, targets = (tensor.to(device) for tensor in batch)
+        inputs, targets = (tensor.to(device) for tensor in data.batch(step, MICRO_BATCHES * BATCH))
         loss = pipeline.step(inputs, target=targets)
         norm = pipeline.clip_grad_norm_(1.0)
         optimizer.step()

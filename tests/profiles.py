@@ -16,8 +16,8 @@ from towpath.planner.profile import (
     HostShape,
     Point,
     Profile,
-    beside_name,
     host_name,
+    pair_name,
     route_name,
 )
 from towpath.topology.cluster import Topology
@@ -78,16 +78,16 @@ def made_profile(host: str = "here", cable: float = 2e7, host_work: Sequence[Poi
         Point(route_name(Op.ALL_GATHER, route, mesh), 1 << 20, (0.1, 0.1))
         for route, mesh in (("ho-ring", "all ranks"), ("flat", "in nodes"), ("flat", "across nodes"))
     ]
-    together = [Point(beside_name(PRODUCT, NOTHING), 100, (4e-5,))]
+    together = [Point(pair_name(PRODUCT, NOTHING), 100, (4e-5,))]
     for link, latency, rate in ((INTER, 1e-4, cable / 2), (INTRA, 5e-5, 5e8)):
         (small, least), (large, most) = line(latency, rate, 4096, 1 << 20)
         one = next(p.usual for p in links if p.what == link.replace("all", "one") and p.size == small)
         together += [
-            Point(beside_name(PRODUCT, link), 100, (6e-5,)),
-            Point(beside_name(link, NOTHING), small, (least,)),
-            Point(beside_name(link, NOTHING), large, (most,)),
-            Point(beside_name(link, PRODUCT), small, (one + BUSY_LATENCY[link],)),
-            Point(beside_name(link, PRODUCT), large, (2 * most,)),
+            Point(pair_name(PRODUCT, link), 100, (6e-5,)),
+            Point(pair_name(link, NOTHING), small, (least,)),
+            Point(pair_name(link, NOTHING), large, (most,)),
+            Point(pair_name(link, PRODUCT), small, (one + BUSY_LATENCY[link],)),
+            Point(pair_name(link, PRODUCT), large, (2 * most,)),
         ]
     work = host_work or host_points(unit=0.0, parameter=0.0, transfer=0.0)
     points = (*links, *alone, *routes, *together, *work)

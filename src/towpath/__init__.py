@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from towpath import lab as lab
     from towpath import optim as optim
     from towpath import pipeline as pipeline
+    from towpath import planning as planning
     from towpath.api import (
         broadcast_buffers,
         full_parameters,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from towpath.engine.saved_activations import offload_activations
     from towpath.errors import TowpathError
     from towpath.observing import Stats, stats, tracing
-    from towpath.planner.workload import Workload
+    from towpath.planner.request import Workload
     from towpath.topology.cluster import Extent, Topology
     from towpath.topology.init import init
 
@@ -78,7 +79,7 @@ __all__ = [
 ]
 
 # Modules that are attributes after `import towpath` alone.
-_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline")
+_MODULES = ("checkpoint", "codecs", "errors", "integrations", "lab", "optim", "pipeline", "planning")
 
 _HOMES = {
     "Extent": "topology.cluster",
@@ -91,7 +92,7 @@ _HOMES = {
     "Topology": "topology.cluster",
     "TowpathError": "errors",
     "Transport": "core.transport",
-    "Workload": "planner.workload",
+    "Workload": "planner.request",
     "init": "topology.init",
     "offload_activations": "engine.saved_activations",
     "register_forward_method": "engine.hooks",
@@ -105,6 +106,10 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"towpath.{name}")
+    if name == "Wire":
+        raise AttributeError(
+            "towpath.Wire is now towpath.Transport; see docs/reference/names-of-0.2.md for all new names"
+        )
     if name not in __all__:
         raise AttributeError(f"module 'towpath' has no attribute {name!r}; it has {', '.join((*__all__, *_MODULES))}")
     return getattr(importlib.import_module(f"towpath.{_HOMES.get(name, 'api')}"), name)

@@ -1,7 +1,7 @@
 """The functions that users call: `shard`, `full_parameters`, `schedule`, and functions for sharded models.
 
-`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/architecture.md follows a
-call from here down to a collective.
+`shard` prepares a model, and the hooks that it attaches do the rest during training. docs/reference/architecture.md
+follows a call from here down to a collective.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from towpath.core.schedule import Schedule, decided, depends_on_memory
 from towpath.core.schedule import schedule as derive_schedule
 from towpath.core.strategy import Offload, Strategy
 from towpath.core.units import units_from_numels
-from towpath.engine.build import agreement, build, check_exchangeable
+from towpath.engine.build import agree, agreement, build, check_exchangeable
 from towpath.engine.executor import Batch, engine_of
 from towpath.engine.hooks import attach, check_arguments
 from towpath.engine.layout import UnitChoice, UnitLayout, describe, device_of_parameters, lay_out, least_free_bytes
@@ -36,7 +36,7 @@ from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import ShardError, StrategyError, TopologyError
 from towpath.logs import logger
-from towpath.planner.workload import Workload
+from towpath.planner.request import Workload
 from towpath.sharded_module import ShardedModule, attach_api, check_class
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, check_process_group, detect_shape
@@ -110,6 +110,22 @@ def shard(
     return _shard(model, strategy, topology, units, precision, group, mesh, values, workload, offload, check_every)
 
 
+@contextmanager
+def _lost_peers_named() -> Generator[None]:
+    """Raise `ShardError` with advice if a collective of `shard()` fails, because a rank has died or is elsewhere."""
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):  # gloo raises RuntimeErrors
+            raise
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ShardError(
+            f"rank {rank}: shard() failed: {error}\nIf this speaks of a connection or of time, another rank has died, "
+            "has raised an error, or did not call shard(): see what the other ranks printed."
+        ) from error
+
+
+@_lost_peers_named()
 def _shard(
     model: Model,
     strategy: str | Strategy,
@@ -130,7 +146,10 @@ def _shard(
     groups = Groups(group)
     check_devices(groups, device_of_parameters(model.parameters(), groups))
     groups.connect()
-    if topology is None and not isinstance(strategy, Strategy):
+    detects = topology is None and not isinstance(strategy, Strategy)
+    # Otherwise, the host names of ranks that detect the topology would meet what other ranks compare next.
+    agree(groups, [f"the topology is {'to be detected' if detects else 'passed, or part of the strategy'}"], None)
+    if detects:
         topology = Topology(*detect_shape(groups))
     with agreement(groups) as lines:
         precision = Precision.of(precision)

@@ -5,9 +5,10 @@ Use `stats` for bytes and seconds per transfer, and for memory. Use `tracing` to
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "INSIDE",
     "WAITING",
     "Interval",
+    "Observable",
     "Stats",
     "Sums",
     "Trace",
@@ -64,6 +66,9 @@ class Stats:
         """Return the counts since `earlier`, which must be of the same model. Memory and `last_step` stay as they are.
 
         Use it to measure some steps: take `stats` before and after them.
+
+        Args:
+            earlier: The stats before these steps.
         """
         before = {t.transfer: t for t in earlier.transfers}
         transfers = tuple(t.since(before[t.transfer]) if t.transfer in before else t for t in self.transfers)
@@ -115,15 +120,42 @@ class Stats:
         return "\n".join(lines)
 
 
-def stats(model: nn.Module) -> Stats:
+class Observable(ABC):
+    """A model of several sharded modules, such as a pipeline's stages. The functions of this file call its methods."""
+
+    @abstractmethod
+    def stats(self) -> Stats:
+        """Return what `towpath.stats` returns, of all stages."""
+
+    @abstractmethod
+    def sums(self) -> Sums:
+        """Return the totals over all transfers so far, of all stages."""
+
+    @property
+    @abstractmethod
+    def running_trace(self) -> Trace | None:
+        """The trace of the `tracing` context that is active, or None."""
+
+    @abstractmethod
+    def tracing(self) -> AbstractContextManager[Trace]:
+        """Record this rank's stages for the duration of a context. Yield the trace."""
+
+    @abstractmethod
+    def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
+        """Return the intervals of all ranks' traces by rank, on rank 0. Other ranks get an empty dict."""
+
+
+def stats(model: nn.Module | Observable) -> Stats:
     """Return calls, bytes and seconds of each transfer so far, and the memory by kind. Printing it gives a table.
 
     Args:
-        model: A model that `shard` returned.
+        model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
 
     Raises:
         ShardError: The model is not sharded.
     """
+    if isinstance(model, Observable):
+        return model.stats()
     engine = engine_of(model)
     memory, host_memory = _memory_bytes(engine), _host_memory_bytes(engine)
     memory["optimizer"], on_host = _optimizer_bytes(engine)
@@ -134,41 +166,49 @@ def stats(model: nn.Module) -> Stats:
     return Stats(transfers, record.last_step, memory, _buffers_made(engine), record.host.seconds, host_memory)
 
 
-def sums(model: nn.Module) -> Sums:
+def sums(model: nn.Module | Observable) -> Sums:
     """Return the totals over all transfers so far. This takes less time than `stats`, so use it in each step.
 
     Args:
-        model: A model that `shard` returned.
+        model: A model that `shard` returned, or a `Pipeline`. Every rank of a pipeline must call it.
 
     Raises:
         ShardError: The model is not sharded.
     """
+    if isinstance(model, Observable):
+        return model.sums()
     return engine_of(model).comm.record.sums()
 
 
-def running_trace(model: nn.Module) -> Trace | None:
+def running_trace(model: nn.Module | Observable) -> Trace | None:
     """Return the trace of the `tracing` context that is active for `model`, or None.
 
     Raises:
         ShardError: The model is not sharded.
     """
+    if isinstance(model, Observable):
+        return model.running_trace
     return engine_of(model).comm.record.trace
 
 
 @contextmanager
-def tracing(model: nn.Module) -> Generator[Trace]:
+def tracing(model: nn.Module | Observable) -> Generator[Trace]:
     """Record the steps of a sharded model for the duration of a context. Yield the trace.
 
     After the context the trace's `intervals` hold the computation, the transfers and the codecs over time. Every rank
     must trace the same steps. Ranks start a trace together, which makes their times comparable.
 
     Args:
-        model: A model that `shard` returned.
+        model: A model that `shard` returned, or a `Pipeline`.
 
     Raises:
         ShardError: The model is not sharded.
         StepError: A trace of the model is active already.
     """
+    if isinstance(model, Observable):
+        with model.tracing() as trace:
+            yield trace
+        return
     engine = engine_of(model)
     with traced([engine], [engine.comm.groups]) as trace:
         yield trace
@@ -199,18 +239,20 @@ def traced(engines: Sequence[Engine], meshes: Sequence[Groups]) -> Generator[Tra
     trace.end()
 
 
-def intervals_of_ranks(model: nn.Module, trace: Trace) -> dict[int, tuple[Interval, ...]]:
+def intervals_of_ranks(model: nn.Module | Observable, trace: Trace) -> dict[int, tuple[Interval, ...]]:
     """Return the intervals of all ranks' traces by rank, on rank 0. Other ranks get an empty dict.
 
     Every rank must call it. Use it to write one trace file for all ranks.
 
     Args:
-        model: A model that `shard` returned.
+        model: A model that `shard` returned, or a `Pipeline`.
         trace: This rank's trace, after its `tracing` context has ended.
 
     Raises:
         ShardError: The model is not sharded.
     """
+    if isinstance(model, Observable):
+        return model.intervals_of_ranks(trace)
     return dict(enumerate(engine_of(model).comm.groups.collect_objects(trace.intervals)))
 
 

@@ -132,7 +132,7 @@ class PretrainedModule(ShardedModule):
             CheckpointError: Saving failed on this rank.
             MismatchError: Saving failed on another rank.
         """
-        from towpath.checkpoint.pretrained import save_pretrained  # imported here, because checkpoints need much more
+        from towpath.checkpoint.state_dicts import save_pretrained  # imported here, because checkpoints need much more
 
         whole: Any = super()
         return save_pretrained(self, whole.save_pretrained, *args, **kwargs)

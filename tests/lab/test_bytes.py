@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from benchmarks import gpt
 from tests.ranks.strategies import ROUNDING, seldom, strategy_of
-from towpath.bench import gpt
 from towpath.core.transfer import Matrices
 from towpath.lab import Lab, link_counters
 from towpath.optim import owner_stepped

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import towpath
+from benchmarks import gpt
 from tests.ranks.strategies import seldom
-from towpath.bench import gpt
 from towpath.errors import StepError
 from towpath.lab import Lab
 from towpath.lab.links import CABLE

@@ -1,4 +1,4 @@
-"""The programs of docs/lab.md, which are about the laboratory itself."""
+"""The programs of docs/guides/lab.md, which are about the laboratory itself."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_the_program_of_the_page_raises_a_lab_and_uses_it(tmp_path: Path, monkey
     (tmp_path / "train.py").write_text(script)
     monkeypatch.chdir(tmp_path)
     around = {"train": functions.where, "signal": signal}
-    exec(compile(programs("lab.md")["lab"], "lab.md", "exec"), around)
+    exec(compile(programs("guides/lab.md")["lab"], "lab.md", "exec"), around)
     assert around["losses"] and around["result"].returncode != 0  # the last run was ended by a signal
 
 
 def test_what_a_region_sends_is_counted_as_the_page_says(lab: Labs) -> None:
-    carried = lab(2, 1).call(functions.counted_by, programs("lab.md")["counters"])
+    carried = lab(2, 1).call(functions.counted_by, programs("guides/lab.md")["counters"])
     assert all(400_000 <= each.sent_bytes < 480_000 for each in carried), carried

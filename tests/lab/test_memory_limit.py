@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from towpath.bench.memory_limit import MemoryGroup, memory_groups
+from benchmarks.suites.memory import MemoryGroup, memory_groups
 from towpath.errors import LabError
 
 MEGABYTE = 1_000_000

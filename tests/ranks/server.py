@@ -58,7 +58,7 @@ _PRELOAD = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.bert.modeling_bert",
     "towpath",
-    "towpath.train.run",
+    "towpath.train.trainer",
     "tests.ranks.twin",
     "towpath.pipeline",
 ]
@@ -174,12 +174,14 @@ def _serve(
     import torch.distributed as dist
 
     from towpath.core import routes
-    from towpath.train.observe import flops
+    from towpath.train import metrics_logger
 
     warnings_are_errors()
     torch.set_num_threads(1)
     routes.SMALLEST_PART_BYTES = 32  # the models here are small: routes are to cut up what they move all the same
-    flops._MEASURED_SECONDS = 0.0  # one product, not as many as fit: each training would else take three times as long
+    metrics_logger._MEASURED_SECONDS = (
+        0.0  # one product, not as many as fit: each training would else take three times as long
+    )
     rarely_collect()  # who asks the collector what there is need not go through what was loaded, either
     store = dist.FileStore(str(Path(folder, "store")), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=group_timeout))

@@ -34,8 +34,9 @@ from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.profile import Profile
 from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Ranking, Solver
-from towpath.train import run
 from towpath.train.config import Config
+from towpath.train.job import init_distributed
+from towpath.train.trainer import Trainer
 
 Worlds = Callable[[int], World]
 
@@ -322,10 +323,10 @@ def _options(folder: Path, profile: Path, *more: str) -> tuple[str, ...]:
 
 
 def _begun(options: tuple[str, ...]) -> Any:
-    with contextlib.redirect_stderr(io.StringIO()), run.joined() as job:
-        training = run.begin(Config.load(os.devnull, options), job)
-        training.step()
-    return training.strategy, training.config.micro_batch, training.config.checkpointing
+    with contextlib.redirect_stderr(io.StringIO()), init_distributed() as job:
+        training = Trainer(Config.load(os.devnull, options), job)
+        training.train_step()
+    return training.strategy, training.config.train.micro_batch, training.config.train.checkpointing
 
 
 NARROW, WIDE = 2e5, 2e12
@@ -358,7 +359,6 @@ def test_a_training_is_laid_out_as_the_planner_ranks_first(
 def _laid_out(options: tuple[str, ...]) -> Any:
     """What was planned of the bytes of a step, on rank 0; the layout, the topology of a stage, and what is sent."""
     from towpath.planner.pipelines import Pipelines
-    from towpath.train.passes import Stages
 
     planned: list[Any] = []
     solve = Pipelines.solve
@@ -367,13 +367,17 @@ def _laid_out(options: tuple[str, ...]) -> Any:
         planned.extend(found := solve(*args, **options))
         return found
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as said, run.joined() as job:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+        init_distributed() as job,
+    ):
         patch.setattr(Pipelines, "solve", noted)
-        training = run.begin(Config.load(os.devnull, options), job)
-        training.step()
+        training = Trainer(Config.load(os.devnull, options), job)
+        training.train_step()
         sent = None
-        if isinstance(training.passes, Stages):
-            schedule = training.passes.model.schedule(towpath.Topology(2, 2))
+        if training.pipelined:
+            schedule = training.model.schedule(towpath.Topology(2, 2))
             sent = (schedule.inter_bytes, schedule.intra_bytes)
     bytes_planned = (planned[0].inter_bytes, planned[0].intra_bytes) if planned else None
     return bytes_planned, said.getvalue(), training.parallel, training.strategy.topology, sent

@@ -30,10 +30,9 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.test_tensor_parallel_checkpoints import _one_model
 from towpath import Topology, checkpoint
-from towpath.checkpoint.dcp import storage
-from towpath.checkpoint.disk import claim as claims
-from towpath.checkpoint.disk import files
-from towpath.checkpoint.memory.snapshot import Snapshot
+from towpath.checkpoint import dcp as towpath_dcp
+from towpath.checkpoint import folders, safetensors
+from towpath.checkpoint.saving import Snapshot
 from towpath.errors import CheckpointError
 
 Worlds = Callable[[int], World]
@@ -213,19 +212,19 @@ def _count(root: Path, label: str) -> list[tuple[str, int, int]]:
     checkpoint.save(root, 1, checkpoint.State(model, optimizer))
     expected = content(model, optimizer)
     reads: list[tuple[str, int, int]] = []
-    real = files.take
+    real = safetensors.take
 
     def counting(path: Path, start: int, into: memoryview) -> None:
         reads.append((path.name, start, start + len(into)))
         real(path, start, into)
 
-    files.take = counting
+    safetensors.take = counting
     try:
         with torch.no_grad():
             model[0].weight.zero_()
         checkpoint.load(root, checkpoint.State(model, optimizer))
     finally:
-        files.take = real
+        safetensors.take = real
     assert differing(content(model, optimizer), expected) == []
     return reads
 
@@ -244,14 +243,14 @@ def _train_while_saving(root: Path) -> None:
     run.train(range(2))
     saver = checkpoint.Saver(root, run.state())
     trained = threading.Event()
-    real = files.put
+    real = safetensors.put
 
     def patient(file: Any, data: memoryview) -> None:
         assert trained.wait(30)
         real(file, data)
 
     late = _copy_as_late_as_can_be()
-    files.put = patient
+    safetensors.put = patient
     try:
         expected = run.content()
         saving = saver.save(2)
@@ -261,7 +260,7 @@ def _train_while_saving(root: Path) -> None:
         assert saving.outcome().ok
         saving = saver.save(4)  # into the same memory
         saver.settle()
-        assert saving.outcome().ok and saver._pool.made == 1
+        assert saving.outcome().ok and saver._memory.made == 1
         late.undo()
         trained.clear()
         saving = saver.save(5)
@@ -276,7 +275,7 @@ def _train_while_saving(root: Path) -> None:
         saver.settle()
         assert "written other than by the optimizer's step" in str(saving.outcome().failure)
     finally:
-        files.put = real
+        safetensors.put = real
         late.undo()
     resumed = Run.of("zero3", SHAPE)
     checkpoint.load(root / "step-000002", resumed.state())
@@ -335,7 +334,7 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
         outcomes.append(saver.save(step).outcome().failure)
         dist.barrier()
 
-    real_put, real_free = files.put, storage.free_bytes
+    real_put, real_free = safetensors.put, towpath_dcp.free_bytes
 
     def full(file: Any, data: memoryview) -> None:
         if rank() == 2 and len(data) > 3000:
@@ -348,11 +347,11 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
                 path.rename(root.parent / f"gone-{path.name}")
         real_put(file, data)
 
-    files.put = full
+    safetensors.put = full
     attempt(2)
-    files.put = vanishing
+    safetensors.put = vanishing
     attempt(3)
-    files.put = real_put
+    safetensors.put = real_put
     read_only = root.parent / f"read-only-{background}"
     if rank() == 0:
         (root.parent / f"file-{background}").write_text("no folder")
@@ -366,9 +365,9 @@ def _fail_to_write(root: Path, background: bool) -> list[str | None]:
         os.seteuid(0)
     dist.barrier()
     attempt(5, checkpoint.Saver(root.parent / f"file-{background}", run.state(), background=background))
-    storage.free_bytes = lambda folder: 5000
+    towpath_dcp.free_bytes = lambda folder: 5000
     attempt(6)
-    storage.free_bytes = real_free
+    towpath_dcp.free_bytes = real_free
     bad = {"loader": object()} if rank() == 1 else {}
     other = checkpoint.Saver(root, run.state(data=_Extra(bad)), background=background, lane="bad")
     attempt(7, other)
@@ -414,7 +413,7 @@ def _die_while_saving(root: Path, doomed: int) -> str | None:
     assert saver.save(1).outcome().ok
     dist.barrier()
     if rank() == doomed:
-        files.put = lambda file, data: os.kill(os.getpid(), signal.SIGKILL)
+        safetensors.put = lambda file, data: os.kill(os.getpid(), signal.SIGKILL)
     return saver.save(2).outcome().failure
 
 
@@ -430,7 +429,7 @@ def _lose_the_others(root: Path) -> list[str | None]:
     run.train([0])
     saver = checkpoint.Saver(root, run.state())
     if rank() == 1:
-        write = storage.FolderWriter.write_data
+        write = towpath_dcp.FolderWriter.write_data
 
         def lost(*args: Any) -> Any:
             write(*args)
@@ -438,7 +437,7 @@ def _lose_the_others(root: Path) -> list[str | None]:
             results.set_result([_Unpicklable()])
             return results
 
-        storage.FolderWriter.write_data = lost  # pyright: ignore
+        towpath_dcp.FolderWriter.write_data = lost  # pyright: ignore
     failures = [saver.save(step).outcome().failure for step in (1, 2)]
     run.train([1])
     return failures
@@ -738,7 +737,7 @@ def _contend(root: Path) -> list[bool]:
     held: list[bool] = []
     for number in range(20):
         folder = root / f"{number // 2}"
-        mine = claims.Claim(folder)
+        mine = folders.Claim(folder)
         dist.barrier()
         try:
             while not mine.take():

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import towpath
-from tests.ranks.server import World
+from tests.ranks.server import RankError, World, run_ranks
 from tests.ranks.strategies import in_turn, strategy_of
 from tests.ranks.twin import Twin
-from towpath.errors import StepError
+from towpath.errors import MismatchError, StepError
 
 Worlds = Callable[[int], World]
 
@@ -93,6 +93,55 @@ def _differ() -> list[str]:
         assert all(isinstance(p, towpath.ShardTensor) and p.grad is None for p in model.parameters()), label
         _loss(model, [1, 2], step=1).backward()  # as if the step before had not been
         assert not any(p.grad is None for p in model.experts.all[1].parameters())
+    return texts
+
+
+def test_ranks_that_detect_and_pass_the_topology_are_told_so(world: Worlds) -> None:
+    for text in world(2).run(_detect_on_rank_0):
+        assert "rank 0 has 'the topology is to be detected', rank 1 has 'the topology is passed" in text, text
+
+
+def _detect_on_rank_0() -> str:
+    with pytest.raises(MismatchError) as caught:
+        towpath.shard(Net(), "zero3", topology=None if dist.get_rank() == 0 else towpath.Topology(1, 2))
+    return str(caught.value)
+
+
+def test_a_rank_that_leaves_shard_is_an_error_with_advice() -> None:
+    with pytest.raises(RankError, match=r"ShardError: rank 0: shard\(\) failed: .*Connection"):
+        run_ranks(_leave_on_rank_1, 2)
+
+
+def _leave_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return
+    towpath.shard(Net(), "zero3", topology=towpath.Topology(2, 1))
+
+
+def test_models_in_another_order_are_found_at_the_boundary() -> None:
+    """Their transfers meet, because the models are alike and share process groups. Each log equals its counterpart."""
+    for texts in run_ranks(_swap_models, 2):
+        for text in texts:
+            assert "Let every rank run the forward and backward passes of all models in the same order" in text, text
+
+
+def _swap_models() -> list[str]:
+    shape, rank = towpath.Topology(2, 1), dist.get_rank()
+    twins = [Twin(Net, lambda model, _, __, step: _loss(model, [1], step), "zero3", shape) for _ in range(2)]
+    one, other = (twin.sharded for twin in twins)
+    with torch.no_grad():
+        _ = [_loss(model, [0]) for model in ((one, other) if rank == 0 else (other, one))]
+    texts = [_error(_loss(one, [1]).backward)]
+    for step in range(2):  # as if the forwards before had not been
+        for twin in twins:
+            twin.backward(step)
+            twin.check_gradients()
+            twin.step()
+    for label in ("zero3", "zero1", "ddp"):
+        one, other = _net(label, shape), _net(label, shape)
+        first, second = (one, other) if rank == 0 else (other, one)
+        texts.append(_error((_loss(first, [1]) + _loss(second, [1])).backward))
     return texts
 
 

@@ -24,6 +24,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from tests.ranks.twin import Twin, loss_on, mean_of_all_ranks
 from towpath import Extent, Topology, errors
+from towpath.engine.executor import engine_of
 
 Worlds = Callable[[int], World]
 
@@ -682,6 +683,61 @@ def _share_an_optimizer() -> None:
     towpath.shard(third, "zero3", topology=Topology(2, 1))
     with pytest.raises(errors.ShardError, match="has already stepped weight"):
         optimizer.step()
+
+
+class OfOneElement(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(5, 3)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_states_of_parameters_with_one_element_are_found(world: Worlds) -> None:
+    world(2).run(_step_one_element_before)
+
+
+def _step_one_element_before() -> None:
+    for how in ({"foreach": True}, {"foreach": False}, {"fused": True}):
+        model: Any = OfOneElement()
+        stepped = torch.optim.SGD([model.scale], lr=0.1, momentum=0.9, **how)
+        model(torch.ones(2, 5)).sum().backward()
+        stepped.step()
+        model.zero_grad()
+        towpath.shard(model, "zero3", topology=Topology(2, 1))
+        model(torch.ones(2, 5)).sum().backward()
+        with pytest.raises(errors.ShardError, match="SGD has already stepped scale"):
+            stepped.step()
+        fresh = torch.optim.NAdam(model.parameters())  # has 0-D states of its own
+        fresh.step()
+        fresh.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        fresh.step()
+
+
+def test_peers_are_told_why_a_ranks_step_was_refused() -> None:
+    with World(2) as ranks:
+        refused, told = ranks.run(_refuse_and_leave)
+    assert "AdamW has already stepped weight" in refused
+    assert "rank 0: step 1; AdamW.step() failed" in told and "make a new optimizer afterwards" in told, told
+
+
+def _refuse_and_leave() -> str:
+    model: Any = nn.Linear(5, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if dist.get_rank() == 0:
+        _stepped(model, optimizer)
+    towpath.shard(model, "zero3", topology=Topology(2, 1))
+    try:
+        for _ in range(2):
+            _stepped(model, optimizer)
+    except errors.ShardError as error:
+        for group in [*engine_of(model).comm.groups._made.values()]:
+            engine_of(model).comm.groups.leave(group)  # as if the process had ended
+        return str(error)
+    except errors.StepError as error:
+        return str(error)
+    raise AssertionError("the step was not refused")
 
 
 def test_one_rank_that_stepped_before_shard_leaves_none_waiting(world: Worlds) -> None:

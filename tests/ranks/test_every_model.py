@@ -881,7 +881,7 @@ def _lead_to_new_ones(before: str) -> None:
     replaced = [p for p in optimizer.param_groups[0]["params"] if isinstance(p, DTensor)]
     assert replaced
     towpath.shard(model, "zero3", topology=Topology(2, 1), group=mesh["dp"].get_group())
-    assert not any(p.to_local().numel() for p in replaced)
+    assert not any(p._local_tensor.numel() for p in replaced)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(2):  # the gradients of the first pass are dropped
         optimizer.zero_grad(set_to_none=step == 0)
@@ -902,6 +902,31 @@ def _lead_to_new_ones(before: str) -> None:
     parameters = optimizer.param_groups[0]["params"]
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
     assert all(p in optimizer.state for p in parameters)
+
+
+def test_a_replaced_parameter_loses_no_write_and_can_be_frozen(world: Worlds) -> None:
+    world(4).run(_use_replaced)
+
+
+def _use_replaced() -> None:
+    mesh = _mesh()
+    model = _tensor_parallel(ParallelModel().double(), mesh, SPLIT_MATRICES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    old = next(p for p in model.parameters() if isinstance(p, DTensor))
+    name = next(name for name, p in model.named_parameters() if p is old)
+    towpath.shard(model, "zero3", topology=Topology(2, 1), group=mesh["dp"].get_group())
+    uses: list[Callable[[], Any]] = [lambda: old.data.mul_(2), old.norm, old.full_tensor, old.to_local]
+    for use in uses:
+        with pytest.raises(errors.ShardTensorError, match="Take the parameters from model"):
+            use()
+    old.requires_grad_(False)
+    assert not model.get_parameter(name).requires_grad and not old.requires_grad
+    old.requires_grad = True
+    _rows(model, mesh["dp"].get_local_rank(), 0).backward()
+    assert model.get_parameter(name).grad is not None
+    optimizer.add_param_group({"params": [model.get_parameter(name)]})
+    with pytest.raises(errors.ShardError, match=f"{name} is in two places of SGD"):
+        optimizer.step()
 
 
 def test_whole_values_are_loaded_into_split_parameters(world: Worlds) -> None:

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Generator
-from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from tests.documented import ROOT
 from tests.ranks.launched import launched
 from tests.ranks.server import World
-from towpath.train.config import DataConfig
 
 Worlds = Callable[[int], World]
 LOSS = re.compile(r"loss ([\d.]+)")
@@ -62,8 +60,8 @@ def test_an_example_learns(world: Worlds, tmp_path: Path, name: str) -> None:
 def _printed(name: str, arguments: tuple[str, ...], folder: Path) -> str:
     with _started_here(folder), launched():
         module = _loaded(ROOT / "examples" / name)
-        if hasattr(module, "DataConfig"):  # not the whole standard library
-            module.DataConfig = partial(DataConfig, text=(str(folder / "text.txt"),))  # pyright: ignore
+        if hasattr(module, "FILES"):  # not the whole standard library
+            module.FILES = [folder / "text.txt"]  # pyright: ignore[reportAttributeAccessIssue]
         with contextlib.redirect_stdout(io.StringIO()) as out:
             module.main(*arguments)
     return out.getvalue()

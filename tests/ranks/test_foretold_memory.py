@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import towpath
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
-from towpath.auto.live import describe_live
+from towpath.auto.live import describe_module
 from towpath.core.unit_plan import plan_unit
 from towpath.engine.layout import lay_out
-from towpath.planner.memory import activation_bytes, engine_bytes
-from towpath.planner.model import describe
+from towpath.planner.catalog import describe_model
+from towpath.planner.model import activation_bytes, engine_bytes
 from towpath.planner.request import Optimizer
 from towpath.train.models.gpt import GPT, Shape
 
@@ -81,7 +81,7 @@ def _foretold_and_held(
     ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     made = towpath.strategy(strategy, SHAPE)
     layouts = lay_out(model, None, precision)
-    described = describe_live(model, [ids], ids.numel(), length=LENGTH, precision=precision)
+    described = describe_module(model, [ids], ids.numel(), length=LENGTH, precision=precision)
     plans = [plan_unit(made, layout.spec, precision) for layout in layouts]
     foretold = engine_bytes(plans, Optimizer.named("adamw"))
     foretold["activations"] = activation_bytes(described, precision, ids.numel(), again)
@@ -120,11 +120,11 @@ def _of_a_config_and_held(
 
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        described = describe(folder)
+        described = describe_model(folder)
     plans = [plan_unit(made, unit.spec, precision) for unit in described.units]
     foretold = engine_bytes(plans, Optimizer.named("adamw"))
     foretold["activations"] = activation_bytes(described, precision, ids.numel(), again)
-    live = describe_live(WithLoss(model), [ids], ids.numel(), precision=precision)
+    live = describe_module(WithLoss(model), [ids], ids.numel(), precision=precision)
 
     if again:
         model.activation_checkpointing_enable({"use_reentrant": False})

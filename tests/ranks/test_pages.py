@@ -147,7 +147,7 @@ def _for_planner(folder: Path) -> dict[str, Any]:
     return {**_plain(folder), "ids": torch.ones(2, WIDTH)}
 
 
-def _for_watching(folder: Path) -> dict[str, Any]:
+def _for_sharded(folder: Path) -> dict[str, Any]:
     around = _for_model(folder)
     model = towpath.shard(around["model"], "zero3")
     batch = torch.ones(3, WIDTH)
@@ -195,11 +195,15 @@ AROUND: dict[str, Callable[[Path], dict[str, Any]]] = {
     "peft": _for_peft,
     "data": _for_data,
     "pipeline": _for_pipeline,
-    "docs/checkpoints.md": _for_checkpoints,
-    "docs/lora.md": _for_lora,
-    "docs/model.md": _for_model,
-    "docs/planner.md": _for_planner,
-    "docs/watching.md": _for_watching,
+    "docs/guides/checkpoints.md": _for_checkpoints,
+    "docs/guides/state-dicts.md": _for_checkpoints,
+    "docs/guides/lora.md": _for_lora,
+    "docs/guides/after-shard.md": _for_model,
+    "docs/guides/rules-for-ranks.md": _for_sharded,
+    "docs/guides/auto.md": _for_planner,
+    "docs/guides/describe-a-model.md": _for_planner,
+    "docs/guides/find-what-is-slow.md": _for_sharded,
+    "docs/guides/monitoring.md": _for_sharded,
 }
 # On the laboratory (tests/lab/test_lab_page.py), without ranks (tests/unit/test_extending.py), or not here.
 ELSEWHERE = {"lab", "counters", "preset", "route", "unchecked"}

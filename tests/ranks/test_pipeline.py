@@ -6,7 +6,9 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from typing import Any
@@ -25,6 +27,7 @@ from towpath.core.pipeline import PassKind, messages
 from towpath.core.strategy import TransferKind
 from towpath.core.transport import Transport
 from towpath.errors import ShardError, StepError, StrategyError, TopologyError
+from towpath.observing import sums
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -86,11 +89,12 @@ def _pipeline(
     micro_batches: int,
     batch: int = BATCH,
     dtype: torch.dtype = torch.float64,
+    stage: type[nn.Module] = Stage,
     **options: Any,
 ) -> Any:
     mesh = init_device_mesh("cpu", (ranks, copies), mesh_dim_names=("pp", "dp"))
     count = ranks if schedule in SINGLE else 2 * ranks
-    made = [partial(Stage, seed, dtype) for seed in range(count)]
+    made = [partial(stage, seed, dtype) for seed in range(count)]
     example = torch.empty(batch, WIDTH, dtype=dtype)
     return Pipeline(
         made,
@@ -145,7 +149,7 @@ def _traced(schedule: str) -> tuple[dict[str, list[str]], int, int]:
     pipeline = _pipeline(2, 2, schedule, "zero1", 4)
     x, y = _batch(0, dist.get_rank() % 2, 4)
     pipeline.step(x, target=y)
-    with pipeline.tracing() as trace:
+    with towpath.tracing(pipeline) as trace:
         pipeline.step(x, target=y)
     tracks: dict[str, list[str]] = {}
     for each in trace.intervals:
@@ -200,6 +204,55 @@ def test_two_stages_of_two_ranks_are_one_process(world: Worlds, pair: tuple[str,
 @in_turn((*SINGLE, *SEVERAL), 1, "schedule")
 def test_four_stages_are_one_process(world: Worlds, schedule: str, steps: int) -> None:
     world(4).run(_exact, 4, 1, schedule, "ddp", 8, steps)
+
+
+# --- gradient accumulation -------------------------------------------------------------------------------------------
+
+
+@in_turn(list(product(("1F1B", "Interleaved1F1B", "ZBVZeroBubble"), ("zero1", "zero3", "hpz"))), 1, "case")
+def test_steps_inside_no_sync_accumulate(world: Worlds, case: tuple[str, str]) -> None:
+    world(4).run(_accumulated, *case)
+
+
+def _accumulated(schedule: str, strategy: str) -> None:
+    """Steps of four micro-batches are summed like one of twelve, and send what the schedule says."""
+    pipeline = _pipeline(2, 2, schedule, strategy, 4, stage=Plain)
+    whole = _pipeline(2, 2, schedule, strategy, 12, stage=Plain, loss=lambda o, target: 3 * _loss(o, target))
+    optimizers = [torch.optim.AdamW(list(p.parameters()), lr=1e-2, eps=1e-5) for p in (pipeline, whole)]
+    before = towpath.stats(pipeline)
+    for step in range(3):
+        x, y = _batch(step, dist.get_rank() % 2, 12)
+        batches = list(zip(x.chunk(3), y.chunk(3), strict=True))
+        for _ in range(2 if step == 1 else 1):
+            pipeline.zero_grad()  # drops what was accumulated
+            with pipeline.no_sync():
+                losses = [pipeline.step(x, target=y) for x, y in batches[:2]]
+        assert all(p.grad is None for p in pipeline.parameters())
+        losses.append(pipeline.step(batches[2][0], target=batches[2][1]))
+        whole.zero_grad()
+        assert float(whole.step(x, target=y)) == pytest.approx(float(sum(losses)), rel=1e-9)
+        for (name, mine), (_, theirs) in zip(pipeline.named_parameters(), whole.named_parameters(), strict=True):
+            assert torch.allclose(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=0, atol=1e-9), name
+        for optimizer in optimizers:
+            optimizer.step()
+    for index, module in pipeline.modules.items():
+        planned = pipeline.stage_schedule(index, accumulated=2).transfers
+        assert Counter(towpath.stats(module).last_step) == Counter(planned), index
+    job = pipeline.schedule(accumulated=2)
+    assert sums(pipeline).intra_bytes == 3 * job.intra_bytes
+    assert _message_bytes(towpath.stats(pipeline).since(before).transfers) == 3 * _message_bytes(job.transfers)
+
+
+def test_a_rank_alone_inside_no_sync_is_an_error_on_all(world: Worlds) -> None:
+    world(4).run(_alone_inside_no_sync)
+
+
+def _alone_inside_no_sync() -> None:
+    pipeline = _pipeline(2, 2, "1F1B", "zero1", 4)
+    x, y = _batch(0, dist.get_rank() % 2, 4)
+    inside = pipeline.no_sync() if dist.get_rank() == 2 else nullcontext()
+    with inside, pytest.raises(StepError, match=r"Pipeline.step\(\).* of step 1, and rank \d in Pipeline.step\(\)"):
+        pipeline.step(x, target=y)
 
 
 # --- encoded messages ------------------------------------------------------------------------------------------------
@@ -318,11 +371,7 @@ def _warm_up(schedule: str) -> tuple[list[float], list[float], dict[str, list[in
             pipeline.zero_grad()
     topology = towpath.Topology(2, 1)
     planned = [_message_bytes(made[0].schedule(topology, step=step).transfers) for step in range(4)]
-    done = made[0].stats().transfers
-    counted = _message_bytes(
-        t for t in done if t.transfer.kind in (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
-    )
-    return losses[0], losses[1], ends, planned, counted
+    return losses[0], losses[1], ends, planned, _message_bytes(made[0].stats().transfers)
 
 
 def _weighed(inner: Any, found: list[int], engine: Any) -> Any:
@@ -336,7 +385,7 @@ def _weighed(inner: Any, found: list[int], engine: Any) -> Any:
 
 def _message_bytes(transfers: Iterable[Any]) -> int:
     messages = (TransferKind.ACTIVATION, TransferKind.ACTIVATION_GRADIENT)
-    return sum(t.inter_bytes + t.intra_bytes for t in transfers if getattr(t, "kind", messages[0]) in messages)
+    return sum(t.inter_bytes + t.intra_bytes for t in transfers if getattr(t, "transfer", t).kind in messages)
 
 
 @in_turn((*SINGLE, *SEVERAL), 1, "schedule")
@@ -545,11 +594,11 @@ def _tokens(step: int, replica: int) -> torch.Tensor:
 class Plain(nn.Module):
     """Each block once, as a schedule takes it."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.double()
+        self.to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -20,7 +20,7 @@ from tests.ranks.server import World
 from tests.ranks.strategies import in_turn
 from tests.ranks.test_auto import laid_out
 from tests.ranks.test_pipeline import BATCH, LENGTH, SINGLE, WIDTH, _batch, _loss, _token_loss
-from towpath.errors import MismatchError, StepError
+from towpath.errors import MismatchError, ShardError, StepError
 from towpath.pipeline import Compression, Pipeline, split
 from towpath.train.models.gpt import GPT, Shape
 
@@ -53,6 +53,22 @@ def _made(schedule: str = "1F1B", strategy: str = "zero1", **options: Any) -> Pi
         "example": torch.empty(BATCH, WIDTH).double(),
     }
     return Pipeline(**given | options)
+
+
+def test_auto_and_sharded_stages_are_refused_with_what_to_do(world: Worlds) -> None:
+    for auto, sharded in world(4).run(_refuse_auto_and_sharded_stages):
+        assert 'does not take the strategy "auto": name one' in auto and "towpath plan" in auto, auto
+        assert "Layer, is sharded already. Build it anew" in sharded, sharded
+
+
+def _refuse_auto_and_sharded_stages() -> tuple[str, str]:
+    with pytest.raises(ShardError) as auto:
+        _made(strategy="auto")
+    stages = [Layer(seed) for seed in range(2)]
+    _made(stages=stages)
+    with pytest.raises((ShardError, MismatchError)) as sharded:
+        _made(stages=stages)
+    return str(auto.value), str(sharded.value)
 
 
 # --- layouts ---------------------------------------------------------------------------------------------------------

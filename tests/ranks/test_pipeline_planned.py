@@ -23,7 +23,7 @@ from towpath.core.pipeline import SCHEDULES
 from towpath.core.units import UnitSpec
 from towpath.pipeline import Compression, Pipeline
 from towpath.pipeline.schedules import walks
-from towpath.planner.model import Model, StagedModel, Unit
+from towpath.planner.model import Model, ModelUnit, StagedModel
 from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import Optimizer, Request
 from towpath.planner.solver import Batching
@@ -90,11 +90,11 @@ def _bytes(schedule: str, strategy: str, packed: Compression, fused: bool | None
     everyones: list[Any] = [None] * 2
     torch.distributed.all_gather_object(everyones, specs, group=pipeline._group)
     by_stage: dict[int, list[UnitSpec]] = {index: found for each in everyones for index, found in each.items()}
-    models = [Model("", TOKENS, tuple(Unit(spec, 0.0, 0.0, 0.0) for spec in by_stage[i])) for i in range(count)]
+    models = [Model("", TOKENS, tuple(ModelUnit(spec, 0.0, 0.0, 0.0) for spec in by_stage[i])) for i in range(count)]
     tied = VOCABULARY * WIDTH if fused is not None else 0
     staged = StagedModel(models[0], tuple(models), WIDTH, tied)
     cluster = replace(made_profile(), topology=topology).cluster()
     request = Request(8, 1 << 30, towpath.Precision(), optimizer=Optimizer.named("sgd"), checkpointing=False)
     planner = Pipelines(lambda _: staged, cluster, request, walks)
-    priced = planner.price(Layout(2, schedule, strategy, packed), Batching(1, 4))
+    priced = planner.predict(Layout(2, schedule, strategy, packed), Batching(1, 4))
     return (priced.inter_bytes, priced.intra_bytes), (scheduled.inter_bytes, scheduled.intra_bytes)

@@ -68,6 +68,12 @@ def _other_class(model: Any, alone: bool) -> None:
     _train(model, (torch.optim.Adam if alone else torch.optim.AdamW)(model.parameters(), lr=0.01), 2)
 
 
+def _other_groups(model: Any, alone: bool) -> None:
+    first, second, *_ = list(model.blocks)[:: -1 if alone else 1]
+    groups = [{"params": [first.weight], "lr": 0.1}, {"params": [second.weight], "lr": 0.01}]
+    _train(model, torch.optim.AdamW(groups), 2)
+
+
 def _no_step(model: Any, alone: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _loss(model).backward()
@@ -102,6 +108,7 @@ def _other_inputs(model: Any, alone: bool) -> None:
 DIFFERENCES: dict[Callable[[Any, bool], None], tuple[str, str]] = {
     _other_rate: ("AdamW.step() with lr=0.01", "AdamW.step() with lr=0.02"),
     _other_class: ("AdamW.step()", "Adam.step()"),
+    _other_groups: ("AdamW.step() with checksum_of_their_names=", "AdamW.step() with checksum_of_their_names="),
     _no_step: ("SGD.step()", "the end of the backward pass"),
     _no_zeroing: ("gradients_kept=0", "gradients_kept=6"),
     _no_zeroing_in_place: ("gradients_zeroed=", "gradients_zeroed=0"),

@@ -28,15 +28,14 @@ from torch import nn
 from tests.ranks.server import World
 from tests.ranks.strategies import seldom
 from towpath import checkpoint
-from towpath.checkpoint.dcp import storage
-from towpath.checkpoint.disk import files
+from towpath.checkpoint import dcp, safetensors
 from towpath.errors import TowpathError, TrainError
-from towpath.train import run, saves
+from towpath.train import checkpoints, trainer
 from towpath.train.config import Config, DataConfig
 from towpath.train.data.corpus import find
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.windows import Windows
-from towpath.train.loop import Step, Training
+from towpath.train.data.loader import TokenWindows
+from towpath.train.data.prepare import prepare
+from towpath.train.trainer import StepResult, Trainer
 
 Worlds = Callable[[int], World]
 Told = dict[int, tuple[int, signal.Signals]]
@@ -54,7 +53,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """Of a run so small that its steps are the time of their messages."""
     corpus, tokens = (tmp_path_factory.mktemp("data") / name for name in ("corpus.txt", "tokens"))
     corpus.write_text(" ".join(random.Random(0).choices(("lock", "barge", "weir", "horse", "canal"), k=4000)))
-    prepare(find(DataConfig(text=(str(corpus),))), "bytes", tokens, Plan())
+    prepare(find(DataConfig(text=(str(corpus),))), "bytes", tokens)
     model = ("model.width=16", "model.depth=1", "model.heads=2", "model.hidden=32")
     train = (f"train.steps={STEPS}", "train.batch=4", "train.micro_batch=1", "train.length=8", "train.threads=1")
     # Not 1e-8: AdamW would make whole steps of what rounding leaves of a gradient that is zero.
@@ -75,19 +74,19 @@ class Seen:
 def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[[int], object] | None = None) -> Seen:
     """`told`: by rank, after which step it gets which signal. `before(step)` is called on every rank."""
     seen = Seen()
-    own_step, own_batch = Training.step, Windows.batch
+    own_step, own_batch = Trainer.train_step, TokenWindows.batch
 
-    def step(training: Training, stop: bool = False) -> Step:
+    def step(training: Trainer, stop: bool = False) -> StepResult:
         if before is not None:
-            before(training.done + 1)
+            before(training.state.step + 1)
         done = own_step(training, stop)
         seen.losses.append(done.loss)
         after, number = (told or {}).get(training.job.rank, (0, signal.SIGTERM))
-        if after == done.number:
+        if after == done.step:
             signal.raise_signal(number)
         return done
 
-    def batch(windows: Windows, first: int, count: int) -> Any:
+    def batch(windows: TokenWindows, first: int, count: int) -> Any:
         seen.samples += range(first, first + count)
         return own_batch(windows, first, count)
 
@@ -97,10 +96,10 @@ def _train(options: tuple[str, ...], told: Told | None = None, before: Callable[
         contextlib.redirect_stderr(said),
         contextlib.redirect_stdout(io.StringIO()),
     ):
-        patch.setattr(Training, "step", step)
-        patch.setattr(Windows, "batch", batch)
+        patch.setattr(Trainer, "train_step", step)
+        patch.setattr(TokenWindows, "batch", batch)
         try:
-            seen.code = run.train(Config.load(os.devnull, options))
+            seen.code = trainer.train(Config.load(os.devnull, options))
         except TowpathError as error:
             seen.error = str(error)
     seen.said = said.getvalue()
@@ -259,15 +258,15 @@ def test_another_order_of_the_data_is_said(world: Worlds, options: tuple[str, ..
 
 def _groups_of(options: tuple[str, ...]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    own = Training.step
+    own = Trainer.train_step
 
-    def step(training: Training, stop: bool = False) -> Step:
+    def step(training: Trainer, stop: bool = False) -> StepResult:
         done = own(training, stop)
         found[:] = [{k: v for k, v in g.items() if k != "params"} for g in training.optimizer.param_groups]
         return done
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Training, "step", step)
+        patch.setattr(Trainer, "train_step", step)
         _train(options)
     return found
 
@@ -350,7 +349,7 @@ def _train_by_the_clock(options: tuple[str, ...]) -> Seen:
         seconds = 61.0 * step * dist.get_rank()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saves, "monotonic", lambda: seconds)
+        patch.setattr(checkpoints, "monotonic", lambda: seconds)
         return _train(options, None, before)
 
 
@@ -411,7 +410,7 @@ def test_what_is_being_written_when_the_run_fails_is_written_to_its_end(
 
 def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
     """And the newest checkpoint when the run is over."""
-    real_put, failed = files.put, threading.Event()
+    real_put, failed = safetensors.put, threading.Event()
 
     def put(file: Any, data: memoryview) -> None:
         failed.wait()
@@ -422,17 +421,17 @@ def _fail_while_it_saves(options: tuple[str, ...]) -> tuple[Seen, Path | None]:
             failed.set()
             raise TrainError("for the test")
 
-    files.put = put
+    safetensors.put = put
     try:
         seen = _train(options, None, before)
     finally:
-        files.put = real_put
+        safetensors.put = real_put
     return seen, checkpoint.latest(Path(Config.load(os.devnull, options).log.folder, "checkpoints"))
 
 
 def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], None]) -> Seen:
     """The disk is full in step 4; what is half written vanishes in step 6; nobody may write in step 8."""
-    real_put, real_free = files.put, storage.free_bytes
+    real_put, real_free = safetensors.put, dcp.free_bytes
 
     def vanishing(file: Any, data: memoryview) -> None:
         for path in folder.glob("*.partial-*"):
@@ -440,8 +439,8 @@ def _fail(options: tuple[str, ...], folder: Path, writable: Callable[[bool], Non
         real_put(file, data)
 
     def before(step: int) -> None:
-        storage.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
-        files.put = vanishing if step in (6, 7) else real_put
+        dcp.free_bytes = (lambda folder: 0) if step in (4, 5) else real_free
+        safetensors.put = vanishing if step in (6, 7) else real_put
         if dist.get_rank() == 0 and step in (8, 9):
             writable(step == 9)
 
@@ -459,13 +458,13 @@ def test_where_the_last_state_cannot_be_saved_the_run_has_failed_and_says_what_i
 
 
 def _fail_last(options: tuple[str, ...]) -> Seen:
-    real_free = storage.free_bytes
+    real_free = dcp.free_bytes
 
     def before(step: int) -> None:
-        storage.free_bytes = (lambda folder: 0) if step == 5 else real_free
+        dcp.free_bytes = (lambda folder: 0) if step == 5 else real_free
 
     seen = _train((*options, "checkpoint.background=false"), {1: (4, signal.SIGTERM)}, before)
-    storage.free_bytes = real_free
+    dcp.free_bytes = real_free
     return seen
 
 

@@ -31,7 +31,7 @@ from towpath.observing import (
     sums,
     tracing,
 )
-from towpath.train.observe import perfetto
+from towpath.train.trace import write_trace
 
 Worlds = Callable[[int], World]
 
@@ -193,7 +193,7 @@ def _write(path: Path) -> tuple[int, int]:
     found = intervals_of_ranks(model, trace)
     assert bool(found) == (dist.get_rank() == 0)
     if found:
-        perfetto.write(path, found)
+        write_trace(path, found)
     return done.inter_bytes, done.intra_bytes
 
 

@@ -24,17 +24,15 @@ from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import ROUNDING, in_turn
 from towpath import offload_activations, stats, strategies
 from towpath.errors import TowpathError, TrainError
-from towpath.train import loop, run
-from towpath.train import passes as passes_of
+from towpath.train import trainer as trainer_module
 from towpath.train.config import Config, DataConfig
 from towpath.train.data import corpus
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.job import joined
-from towpath.train.loop import Training
-from towpath.train.models import from_config
-from towpath.train.observe.metrics import JsonLines
-from towpath.train.run import begin, train
-from towpath.train.saves import Saves
+from towpath.train.data.prepare import prepare
+from towpath.train.job import init_distributed
+from towpath.train.metrics import JsonLines
+from towpath.train.models import bundle
+from towpath.train.optimizers import learning_rate
+from towpath.train.trainer import Trainer, train
 
 Worlds = Callable[[int], World]
 Rows = list[dict[str, Any]]
@@ -66,7 +64,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     text = folder / "text.txt"
     text.write_text("".join(f"the {i}th line says {i * i % 97}\n" for i in range(400)))
-    prepare(corpus.find(DataConfig(text=(str(text),))), "bytes", folder / "tokens", Plan(workers=1))
+    prepare(corpus.find(DataConfig(text=(str(text),))), "bytes", folder / "tokens")
     return folder / "tokens"
 
 
@@ -80,7 +78,7 @@ def config(tokens: Path, tmp_path: Path) -> Callable[..., Config]:
         if "hf" in sections.get("model", {}):  # which decides what TINY says of the model
             table["model"] = {}
         names = table.keys() | sections.keys()
-        return Config.of({name: table.get(name, {}) | sections.get(name, {}) for name in names})
+        return Config.from_dict({name: table.get(name, {}) | sections.get(name, {}) for name in names})
 
     return of
 
@@ -91,7 +89,7 @@ def _on(nodes: int, ranks_per_node: int) -> dict[str, Any]:
 
 def _with(config: Config, **sections: dict[str, Any]) -> Config:
     table = tomllib.loads(str(config))
-    return Config.of({name: table[name] | sections.get(name, {}) for name in table})
+    return Config.from_dict({name: table[name] | sections.get(name, {}) for name in table})
 
 
 def rows_of(config: Config, kind: str = "train") -> Rows:
@@ -109,9 +107,9 @@ def _train(config: Config) -> tuple[str, str]:
 
 def _steps(config: Config) -> tuple[list[float], float, dict[str, Tensor]]:
     """The losses, then the held-out loss and the weights."""
-    with joined() as job, contextlib.redirect_stderr(io.StringIO()):
-        training = begin(config, job)
-        losses = [training.step().loss for _ in range(config.train.steps)]
+    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
+        training = Trainer(config, job)
+        losses = [training.train_step().loss for _ in range(config.train.steps)]
         held_out, _ = training.evaluate()
         assert held_out is not None
         return losses, held_out, _weights(training)
@@ -136,14 +134,14 @@ def _steps_offloaded(config: Config) -> tuple[list[float], float, dict[str, Tens
             entered.append(model)
             return offload_activations(model, smallest_bytes=1)
 
-        patch.setattr("towpath.train.run.offload_activations", of_any_size)
+        patch.setattr("towpath.train.trainer.offload_activations", of_any_size)
         found = _steps(config)
         assert len(entered) == STEPS * config.train.batch // (config.train.micro_batch * 4)
         assert stats(entered[0]).host_memory_bytes["master"] > 0
     return found
 
 
-def _weights(training: Training) -> dict[str, Tensor]:
+def _weights(training: Trainer) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach().clone() for name, p in training.model.named_parameters()}
 
 
@@ -190,7 +188,7 @@ def test_twice_the_same_is_the_same_bit_for_bit(
 @pytest.fixture(scope="module")
 def alone(tokens: Path) -> tuple[list[float], float]:
     """What one rank trains."""
-    mine = Config.of(TINY | {"data": {"tokens": str(tokens)}, "strategy": {}})
+    mine = Config.from_dict(TINY | {"data": {"tokens": str(tokens)}, "strategy": {}})
     losses, held_out, _ = run_ranks(_steps, 1, mine)[0]
     assert losses[-1] < losses[0] - 0.5
     return losses, held_out
@@ -240,9 +238,9 @@ def test_a_run_is_what_plain_pytorch_makes_of_its_settings(
 
 def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     train = config.train
-    with joined() as job, contextlib.redirect_stderr(io.StringIO()):
-        training = begin(config, job)
-    built: Any = from_config.build(config.model, 256).model
+    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
+        training = Trainer(config, job)
+    built: Any = bundle.build_model(config.model, 256).model
     plain = type(built)(built.shape)
     with torch.no_grad():
         for name, values in _weights(training).items():
@@ -254,17 +252,17 @@ def _plain_beside(config: Config) -> tuple[list[float], list[float]]:
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=train.betas, eps=train.eps)
     losses: list[float] = []
     for step in range(STEPS):
-        inputs, targets = training.windows.batch(step * train.batch, train.batch)
+        inputs, targets = training.tokens.train.batch(step * train.batch, train.batch)
         loss = nn.functional.cross_entropy(plain(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         if train.clip:
             nn.utils.clip_grad_norm_(plain.parameters(), train.clip)
         for group in optimizer.param_groups:
-            group["lr"] = loop.learning_rate(train, step)
+            group["lr"] = learning_rate(train, step)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return [training.step().loss for _ in range(STEPS)], losses
+    return [training.train_step().loss for _ in range(STEPS)], losses
 
 
 def test_recomputing_blocks_changes_no_bit(world: Worlds, config: Callable[..., Config]) -> None:
@@ -284,20 +282,20 @@ def test_compiled_blocks_train_alike(
 
 
 def _compiled(config: Config) -> Any:
-    asked: list[from_config.Built] = []
+    asked: list[bundle.ModelBundle] = []
 
-    def compile_blocks(built: from_config.Built) -> None:
+    def compile_blocks(built: bundle.ModelBundle) -> None:
         asked.append(built)
-        from_config.compile_blocks(built, backend="aot_eager")  # without a compiler for the machine's own code
+        bundle.compile_blocks(built, backend="aot_eager")  # without a compiler for the machine's own code
 
-    before, run.compile_blocks = run.compile_blocks, compile_blocks
+    before, trainer_module.compile_blocks = trainer_module.compile_blocks, compile_blocks
     try:
         with warnings.catch_warnings():
             # It looks at the .grad of a block's input, and hides the warning in a way that does not work for errors.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             found = _steps(config)
     finally:
-        run.compile_blocks = before
+        trainer_module.compile_blocks = before
         torch._dynamo.reset()
     assert len(asked) == 1
     return found
@@ -329,13 +327,13 @@ def test_a_loss_that_is_not_finite_stops_every_rank_and_changes_no_weight(
 
 
 def _stopped(config: Config) -> tuple[str, bool]:
-    with joined() as job, contextlib.redirect_stderr(io.StringIO()), _poisoned({2}):
-        training = begin(config, job)
-        training.step()
-        training.step()
+    with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()), _poisoned({2}):
+        training = Trainer(config, job)
+        training.train_step()
+        training.train_step()
         before = _weights(training)
         with pytest.raises(TrainError) as stopped:
-            training.step()
+            training.train_step()
         after = _weights(training)
         return str(stopped.value), all(torch.equal(before[name], after[name]) for name in before)
 
@@ -369,12 +367,12 @@ def test_fp16_scales_the_loss_down_until_no_gradient_overflows(
 
 
 def _losses_and_scale(config: Config) -> tuple[list[bool], list[float], float, float]:
-    with joined() as job:
-        training = begin(config, job)
-        steps = [training.step() for _ in range(config.train.steps)]
-        again = begin(config, job)
-        again.load_state_dict(training.state_dict())
-        return [s.skipped for s in steps], [s.loss for s in steps], training.scale.value, again.scale.value
+    with init_distributed() as job:
+        training = Trainer(config, job)
+        steps = [training.train_step() for _ in range(config.train.steps)]
+        again = Trainer(config, job)
+        again.state.load_state_dict(training.state.state_dict())
+        return [s.skipped for s in steps], [s.loss for s in steps], training.loss_scale.value, again.loss_scale.value
 
 
 def test_fp16_that_overflows_whatever_the_scale_ends_on_every_rank(
@@ -386,11 +384,11 @@ def test_fp16_that_overflows_whatever_the_scale_ends_on_every_rank(
 
 
 def _overflowing(config: Config) -> str:
-    with joined() as job:
-        training = begin(config, job)
-        training.scale.scaled = lambda loss: loss * 1e30  # pyright: ignore[reportAttributeAccessIssue]
+    with init_distributed() as job:
+        training = Trainer(config, job)
+        training.loss_scale.scaled = lambda loss: loss * 1e30  # pyright: ignore[reportAttributeAccessIssue]
         with pytest.raises(TrainError) as stopped:
-            training.step()
+            training.train_step()
         return str(stopped.value)
 
 
@@ -409,7 +407,7 @@ def _poisoned_train(config: Config, steps: set[int]) -> tuple[str, str]:
 @contextlib.contextmanager
 def _poisoned(steps: set[int]) -> Any:
     """The loss of rank 2 is NaN in these steps, counted from 0."""
-    whole, passes = passes_of.next_token_loss, 0
+    whole, passes = trainer_module.next_token_loss, 0
     per_step = TINY["train"]["batch"] // (4 * TINY["train"]["micro_batch"])
 
     def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -420,11 +418,11 @@ def _poisoned(steps: set[int]) -> Any:
         passes += 1
         return loss * math.nan if dist.get_rank() == 2 and (passes - 1) // per_step in steps else loss
 
-    passes_of.next_token_loss = loss_of
+    trainer_module.next_token_loss = loss_of
     try:
         yield
     finally:
-        passes_of.next_token_loss = whole
+        trainer_module.next_token_loss = whole
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -623,15 +621,15 @@ def _muon_resumed(config: Config) -> tuple[list[float], list[list[str]]]:
     losses: list[float] = []
     optimizer: Any = None
     for _ in range(2):
-        with joined() as job, contextlib.redirect_stderr(io.StringIO()):
+        with init_distributed() as job, contextlib.redirect_stderr(io.StringIO()):
             config = _with(config, checkpoint={"resume": "auto"} if losses else {})
-            training = begin(config, job)
-            with Saves(config, training):
-                while training.done < (4 if losses else 2) and not (losses and training.done == 4):
-                    losses.append(training.step().loss)
+            training = Trainer(config, job)
+            with training.checkpoint_manager():
+                while training.state.step < (4 if losses else 2) and not (losses and training.state.step == 4):
+                    losses.append(training.train_step().loss)
             optimizer = training.optimizer
     rates = {group["lr"] for group in optimizer.members[0].param_groups}
-    assert rates == {0.02 * loop.learning_rate(config.train, 3) / config.train.learning_rate}
+    assert rates == {0.02 * learning_rate(config.train, 3) / config.train.learning_rate}
     return losses, [[_kind_of(m)] * len(m.param_groups) for m in optimizer.members]
 
 

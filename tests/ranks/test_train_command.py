@@ -79,3 +79,18 @@ def test_a_killed_rank_ends_the_others_and_is_named(text: Path) -> None:
     assert len(told) <= 2 and all("rank 1" in line for line in told)
     assert "was not saved; there is no checkpoint of this run" in err and "Traceback" not in err
     assert not Path("/proc", first).exists()
+
+
+TRAIN_A_STEP = """
+import sys
+from towpath.cli.main import _run
+
+assert _run(["train", *sys.argv[1:]]) == 0
+assert "torch.distributed.pipelining" not in sys.modules
+"""
+
+
+def test_a_run_without_stages_does_not_import_pipelining(text: Path) -> None:
+    command = [sys.executable, "-c", TRAIN_A_STEP, str(EXAMPLE), *TINY, "data.text=text.txt", "train.steps=1"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(text.parent / "cache")}
+    subprocess.run(command, cwd=text.parent, env=environment, check=True, stdout=subprocess.DEVNULL)

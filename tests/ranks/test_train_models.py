@@ -24,7 +24,8 @@ from tests.ranks.server import World, run_ranks
 from tests.ranks.strategies import in_turn, seldom, strategy_of
 from towpath import Topology
 from towpath.train.config import ModelConfig
-from towpath.train.models import from_config
+from towpath.train.models import bundle
+from towpath.train.models.bundle import ModelBundle, build_model
 
 Worlds = Callable[[int], World]
 
@@ -104,7 +105,7 @@ def test_thirty_steps_are_those_of_plain_pytorch(
 
 def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[float], float]:
     """The mean losses of ours and of one process, and how far apart their parameters are in the end."""
-    built = from_config.build(config, VOCABULARY)
+    built = build_model(config, VOCABULARY)
     torch.manual_seed(3)
     sharded: Any = towpath.shard(built.model.double(), strategy_of(label, SHAPE))
     plain = _plain_twin(config, {name: p.full_tensor().detach() for name, p in sharded.named_parameters()})
@@ -112,7 +113,7 @@ def _train_both(config: ModelConfig, label: str) -> tuple[list[float], list[floa
     losses: list[float] = []
     expected: list[float] = []
     for step in range(STEPS):
-        loss = from_config.next_token_loss(sharded, *_batch(dist.get_rank(), step))
+        loss = bundle.next_token_loss(sharded, *_batch(dist.get_rank(), step))
         loss.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
@@ -137,7 +138,7 @@ def _plain_twin(config: ModelConfig, values: dict[str, Tensor]) -> nn.Module:
 
         plain: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config.hf))
     else:
-        plain = type(from_config.build(config, VOCABULARY).model)(from_config.build(config, VOCABULARY).model.shape)
+        plain = type(build_model(config, VOCABULARY).model)(build_model(config, VOCABULARY).model.shape)
     plain.double()
     with torch.no_grad():
         for name, parameter in plain.named_parameters():
@@ -157,7 +158,7 @@ def _spreads(folder: str) -> dict[str, tuple[float, float]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(dist.get_rank())
-    sharded: Any = towpath.shard(from_config.build(ModelConfig(hf=folder), VOCABULARY).model, "zero3", topology=SHAPE)
+    sharded: Any = towpath.shard(build_model(ModelConfig(hf=folder), VOCABULARY).model, "zero3", topology=SHAPE)
     plain: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     for name, buffer in plain.named_buffers():
         assert torch.equal(sharded.get_buffer(name), buffer), name
@@ -180,12 +181,12 @@ def test_checkpointing_changes_no_gradient(world: Worlds, folders: dict[str, Pat
 def _checkpointed_alike(config: ModelConfig) -> bool:
     gradients: list[list[Tensor]] = []
     for checkpointed in (False, True):
-        built = from_config.build(config, VOCABULARY)
+        built = build_model(config, VOCABULARY)
         if checkpointed:
-            from_config.checkpoint_blocks(built)
+            bundle.checkpoint_blocks(built)
         torch.manual_seed(3)
         model: Any = towpath.shard(built.model, "zero3", topology=SHAPE)
-        from_config.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
+        bundle.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -201,16 +202,16 @@ def test_compiled_blocks_share_one_graph_and_train_alike(world: Worlds, order: s
 
 
 def _compiled_alike(order: str) -> tuple[int, float]:
-    ways: dict[str, Callable[[from_config.Built], None]] = {
-        "compiled": lambda built: from_config.compile_blocks(built, backend="aot_eager", fullgraph=True),
-        "checkpointed": from_config.checkpoint_blocks,
+    ways: dict[str, Callable[[ModelBundle], None]] = {
+        "compiled": lambda built: bundle.compile_blocks(built, backend="aot_eager", fullgraph=True),
+        "checkpointed": bundle.checkpoint_blocks,
     }
     config = ModelConfig(**_as_ours() | {"depth": 10})
     gradients: list[list[Tensor]] = []
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for names in ((), order.split(", ")):
-        built = from_config.build(config, VOCABULARY)
+        built = build_model(config, VOCABULARY)
         for name in names:
             ways[name](built)
         torch.manual_seed(3)
@@ -218,7 +219,7 @@ def _compiled_alike(order: str) -> tuple[int, float]:
         with warnings.catch_warnings():
             # It looks at the .grad of a block's input, and hides the warning in a way that does not work for errors.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-            from_config.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
+            bundle.next_token_loss(model, *_batch(dist.get_rank(), 0)).backward()
         gradients.append([p.grad.full_tensor() for p in model.parameters()])
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
@@ -257,13 +258,13 @@ def test_what_is_sharded_is_what_the_files_hold(
 def _compare_with_files(config: ModelConfig, label: str, params: torch.dtype | None) -> list[str]:
     from transformers import AutoModelForCausalLM
 
-    built = from_config.build(config, VOCABULARY)
+    built = build_model(config, VOCABULARY)
     precision = towpath.Precision(params=params)
     model: Any = towpath.shard(built.model, strategy_of(label, SHAPE), precision=precision, values=built.values)
     stored: Any = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
     (inputs, _), computes = _batch(dist.get_rank(), 0), params or torch.float32
     with torch.no_grad():
-        found, expected = from_config.logits_of(model, inputs), stored.to(computes)(inputs).logits
+        found, expected = bundle.logits_of(model, inputs), stored.to(computes)(inputs).logits
     # The norms' weights are rounded alike; but the rotary table of a model that was cast as a whole is not ours.
     close = torch.equal(found, expected) if params is None else (found - expected).abs().max().item() < 0.1
     stored = AutoModelForCausalLM.from_pretrained(config.weights, dtype=torch.float32)
@@ -281,12 +282,12 @@ def test_ours_loads_what_transformers_saved_and_computes_the_same(world: Worlds,
 def _ours_against_llama(folder: str) -> float:
     from transformers import AutoModelForCausalLM
 
-    built = from_config.build(ModelConfig(**_as_ours(), weights=folder), VOCABULARY)
+    built = build_model(ModelConfig(**_as_ours(), weights=folder), VOCABULARY)
     model = towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, rms_norm_eps=1e-5)
     inputs, _ = _batch(dist.get_rank(), 0)
     with torch.no_grad():
-        return (from_config.logits_of(model, inputs) - from_config.logits_of(theirs, inputs)).abs().max().item()
+        return (bundle.logits_of(model, inputs) - bundle.logits_of(theirs, inputs)).abs().max().item()
 
 
 def _as_ours() -> dict[str, Any]:
@@ -300,7 +301,7 @@ LARGE = {"width": 512, "depth": 12, "heads": 8}  # 40 million parameters
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    built = from_config.build(ModelConfig(**LARGE), 1024)
+    built = build_model(ModelConfig(**LARGE), 1024)
     file = tmp_path_factory.mktemp("large") / "model.safetensors"
     save_file({built.names[name]: torch.zeros(p.shape) for name, p in built.model.named_parameters()}, file)
     return file
@@ -316,9 +317,7 @@ def test_to_start_a_rank_needs_its_share_and_one_unit(large: Path, how: str) -> 
 
 def _peak_of_a_start(weights: str) -> tuple[int, int, int]:
     """The peak of RssAnon above its level before, this rank's share of the model, and the largest unit, in bytes."""
-    towpath.shard(
-        from_config.build(OURS, VOCABULARY).model, "zero3", topology=SHAPE
-    )  # what torch imports late is there now
+    towpath.shard(build_model(OURS, VOCABULARY).model, "zero3", topology=SHAPE)  # what torch imports late is there now
     before = peak = _rss_anon()
     over = threading.Event()
 
@@ -330,7 +329,7 @@ def _peak_of_a_start(weights: str) -> tuple[int, int, int]:
     sampler = threading.Thread(target=sample)
     sampler.start()
     try:
-        built = from_config.build(ModelConfig(**LARGE, weights=weights), 1024)
+        built = build_model(ModelConfig(**LARGE, weights=weights), 1024)
         model: Any = towpath.shard(built.model, "zero3", topology=SHAPE, values=built.values)
     finally:
         over.set()

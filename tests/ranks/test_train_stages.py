@@ -6,6 +6,7 @@ Functions whose names begin with an underscore run on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -76,19 +77,21 @@ def _some_steps(config: Config, until: int) -> None:
     import contextlib
     import io
 
-    from towpath.train.job import joined
-    from towpath.train.observe.watch import Watch
-    from towpath.train.run import begin
-    from towpath.train.saves import Saves
+    from towpath.train.job import init_distributed
+    from towpath.train.trainer import Trainer
 
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()), joined() as job:
-        training = begin(config, job)
-        with Saves(config, training) as saves, Watch(config, training) as watch:
-            while training.done < until:
-                watch.stepped(training.step())
-                saves.stepped()
+    with (
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
+        init_distributed() as job,
+    ):
+        trainer = Trainer(config, job)
+        with trainer.checkpoint_manager() as checkpoints, trainer.metrics_logger() as metrics:
+            while trainer.state.step < until:
+                metrics.log_step(**asdict(trainer.train_step()))
+                checkpoints.after_step()
             if until == config.train.steps:
-                watch.evaluated(*training.evaluate())
+                metrics.log_evaluation(*trainer.evaluate())
 
 
 def test_what_a_run_in_stages_says_and_writes(world: Worlds, config: Callable[..., Config]) -> None:

@@ -23,10 +23,11 @@ from tests.ranks.strategies import in_turn
 from tests.ranks.test_train import ROUNDED, STEPS, _train, _with, config, rows_of, tokens
 from tests.ranks.test_train_stages import NO_NODES, _refused, _some_steps
 from towpath.errors import ConfigError, StepError
+from towpath.observing import Sums, sums
 from towpath.train.config import Config
-from towpath.train.job import joined
+from towpath.train.job import init_distributed
 from towpath.train.models.tensor_parallel import COLUMNS, EACH_HEAD, TensorPlan, plan_for, share_layers
-from towpath.train.run import begin
+from towpath.train.trainer import Trainer
 
 Worlds = Callable[[int], World]
 
@@ -132,15 +133,18 @@ def test_shared_layers_take_part_of_the_memory_and_of_the_bytes(world: Worlds, c
     assert [seed - seeds for _, _, seed in others] == [0, 1, 1]
 
 
+def _sums(training: Trainer) -> Sums:
+    return sums(training.model).of_groups(training.parallel.tensor)
+
+
 def _held_and_sent(config: Config) -> tuple[int, int, int]:
     """Bytes of a step by all ranks, elements that this rank has, and what its numbers at random begin with."""
-    with joined() as job:
-        training = begin(config, job)
+    with init_distributed() as job:
+        training = Trainer(config, job)
         seed = torch.initial_seed()
-        before = training.passes.sums()
-        training.step()
-        sent = training.passes.sums().since(before)
-        assert training.passes.stats().since(training.passes.stats()).intra_bytes == 0
+        before = _sums(training)
+        training.train_step()
+        sent = _sums(training).since(before)
         held = sum(p.to_local().numel() for p in training.model.parameters())
         total = torch.tensor([sent.intra_bytes])
         dist.broadcast(total, 0)

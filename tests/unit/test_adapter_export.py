@@ -16,7 +16,7 @@ from torch import nn
 import towpath
 from towpath import checkpoint
 from towpath.checkpoint import State
-from towpath.checkpoint.disk.manifest import read_manifest, write_manifest
+from towpath.checkpoint.manifest import read_manifest, write_manifest
 from towpath.errors import CheckpointError
 
 ALONE = towpath.Topology(1, 1)

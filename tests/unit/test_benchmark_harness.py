@@ -1,11 +1,10 @@
-"""The benchmarks' harness is fair, and its files keep everything: turns, stamps, intervals, regimes.
+"""The harness of the benchmarks is fair, and its files keep everything.
 
-Nothing here is timed: clocks, contestants and hosts are made up. One test starts processes, to see them stopped.
+Nothing here is timed: clocks, candidates and hosts are made up. One test starts processes, to see them stopped.
 """
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import json
 import subprocess
@@ -17,14 +16,13 @@ from typing import Any
 
 import pytest
 
-from towpath.bench import peers
-from towpath.bench.harness import figures, migrate, race, regime, results, stamp, suite, turns
-from towpath.bench.harness import pool as pool_module
-from towpath.bench.harness.contestants import Cluster, ContestantError, Entry, ThisHost
-from towpath.bench.harness.failure import CaseError
-from towpath.bench.harness.pool import Pool
-from towpath.bench.suites import prediction, timelines
-from towpath.bench.workload import Workload
+from benchmarks import environment, peers, report
+from benchmarks.harness import comparison, figures, results, suite
+from benchmarks.harness.candidates import CandidateError, CaseError, LabPlace, Launch, LocalPlace
+from benchmarks.harness.comparison import Pool
+from benchmarks.suites import overlap, planner
+from benchmarks.workload import Workload
+from towpath.bench import CONFIDENCE, interleave, interval_of_median
 from towpath.core.presets import strategy
 from towpath.core.schedule import QUEUES
 from towpath.core.strategy import TransferKind
@@ -34,26 +32,15 @@ from towpath.observing import BETWEEN, INSIDE, Interval
 from towpath.sim.timeline import Event
 from towpath.topology.cluster import Topology
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[SimpleNamespace]:
-    """Modules as a script has them: with its own folder in the path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        names = ("engine", "races", "report", "timeline")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
-
-
-class TestTurns:
+class TestInterleave:
     def test_two_go_in_both_orders(self) -> None:
-        assert [turns.order("AB", turn) for turn in range(4)] == [["A", "B"], ["B", "A"], ["B", "A"], ["A", "B"]]
+        assert [interleave("AB", turn) for turn in range(4)] == [["A", "B"], ["B", "A"], ["B", "A"], ["A", "B"]]
 
     @pytest.mark.parametrize("count", range(1, 6))
-    def test_everyone_goes_once_a_round_and_has_the_same_place_on_average(self, count: int) -> None:
-        names = [f"contestant {i}" for i in range(count)]
-        orders = [turns.order(names, turn) for turn in range(2 * count)]
+    def test_everyone_has_the_same_place_on_average(self, count: int) -> None:
+        names = [f"candidate {i}" for i in range(count)]
+        orders = [interleave(names, turn) for turn in range(2 * count)]
         assert all(sorted(order) == names for order in orders)
         for rounds in range(2, 2 * count + 1, 2):
             places = [sum(order.index(name) for order in orders[:rounds]) for name in names]
@@ -63,8 +50,8 @@ class TestTurns:
 
 
 @dataclass
-class Racer:
-    """Takes what it is told to, and sends as many bytes as it has done turns."""
+class Runner:
+    """Takes as long as it is given, and sends more bytes with every sample."""
 
     log: list[str]
     name: str
@@ -80,12 +67,12 @@ class Racer:
         return (LinkBytes(self.carried, 5, 2 * self.carried), LinkBytes(7, 7, 7))
 
 
-class TestRace:
-    def test_every_turn_is_recorded_with_its_own_seconds_and_bytes(self) -> None:
+class TestComparison:
+    def test_every_sample_has_its_own_seconds_and_bytes(self) -> None:
         log: list[str] = []
-        racers = {"A": Racer(log, "A", iter([1.0, 2.0])), "B": Racer(log, "B", iter([3.0, 4.0]))}
-        run = race.run(racers, 2, lambda text: None)
-        assert log == ["A turn", "B turn", "B turn", "A turn"]
+        runners = {"A": Runner(log, "A", iter([1.0, 2.0])), "B": Runner(log, "B", iter([3.0, 4.0]))}
+        run = comparison.compare(runners, 2, lambda text: None)
+        assert log == ["A sample", "B sample", "B sample", "A sample"]
         assert run.order == [["A", "B"], ["B", "A"]]
         assert run.seconds == {"A": [1.0, 2.0], "B": [3.0, 4.0]}
         assert run.between_nodes == {"A": [10, 40], "B": [20, 30]}
@@ -94,29 +81,29 @@ class TestRace:
         assert recorded["rounds"] == 2 and recorded["median_seconds"] == {"A": 1.5, "B": 3.5}
         assert recorded["spread"] == {"A": 0.6667, "B": 0.2857}  # largest less smallest, over the median
 
-    def test_one_that_fails_is_taken_out_and_named_and_the_others_go_on(self) -> None:
-        class Broken(Racer):
+    def test_one_that_fails_is_left_out_and_named(self) -> None:
+        class Broken(Runner):
             def ask(self, method: str, *arguments: Any) -> list[Any]:
                 if len(self.log) > 2:
                     raise CaseError("rank 1 failed:\nRuntimeError: sizes differ")
                 return super().ask(method)
 
-        def racers() -> dict[str, Racer]:
+        def runners() -> dict[str, Runner]:
             log: list[str] = []
-            return {n: kind(log, n, itertools.count(1.0)) for n, kind in (("A", Racer), ("B", Broken), ("C", Racer))}
+            return {n: kind(log, n, itertools.count(1.0)) for n, kind in (("A", Runner), ("B", Broken), ("C", Runner))}
 
         said: list[str] = []
         failures: dict[str, str] = {}
-        run = race.run(racers(), 3, said.append, failures)
-        assert failures == {"B": "RuntimeError: sizes differ"} and "B is taken out: RuntimeError" in "".join(said)
+        run = comparison.compare(runners(), 3, said.append, failures)
+        assert failures == {"B": "RuntimeError: sizes differ"} and "B is left out: RuntimeError" in "".join(said)
         assert run.seconds == {"A": [1.0, 2.0, 3.0], "C": [1.0, 2.0, 3.0]} and "B" not in run.order[2]
         assert set(run.recorded()["interface_bytes"]) == {"A", "C"}
         with pytest.raises(CaseError, match="sizes differ"):
-            race.run(racers(), 3, said.append)
+            comparison.compare(runners(), 3, said.append)
 
     def test_what_sends_nothing_has_no_bytes(self) -> None:
         silent = SimpleNamespace(ask=lambda method: [1.0], counters=tuple)
-        assert "interface_bytes" not in race.run({"A": silent}, 1, lambda text: None).recorded()
+        assert "interface_bytes" not in comparison.compare({"A": silent}, 1, lambda text: None).recorded()
 
 
 class TestFigures:
@@ -124,18 +111,18 @@ class TestFigures:
     def test_an_interval_covers_the_median_as_often_as_it_says(self, count: int) -> None:
         """Each value is above or below the true median (0) with equal probability: all the ways it can come."""
         found = [
-            figures.interval_of_median([sign * (1 + i) for i, sign in enumerate(signs)])
+            interval_of_median([sign * (1 + i) for i, sign in enumerate(signs)])
             for signs in itertools.product((-1, 1), repeat=count)
         ]
         covered = sum(interval.low <= 0 <= interval.high for interval in found)
         assert {interval.coverage for interval in found} == {covered / 2**count}
 
     def test_it_takes_six_rounds_to_be_sure_at_95_percent(self) -> None:
-        assert figures.interval_of_median([5, 1, 3, 2, 4]).coverage < figures.CONFIDENCE
-        assert figures.interval_of_median([5, 1, 3, 2, 4, 6]) == figures.Interval(1, 6, 1 - 2 / 64)
-        assert figures.interval_of_median(range(10)) == figures.Interval(1, 8, 1 - 22 / 1024)
+        assert interval_of_median([5, 1, 3, 2, 4]).coverage < CONFIDENCE
+        assert interval_of_median([5, 1, 3, 2, 4, 6]) == figures.Interval(1, 6, 1 - 2 / 64)
+        assert interval_of_median(range(10)) == figures.Interval(1, 8, 1 - 22 / 1024)
 
-    def test_a_ratio_is_of_medians_and_its_interval_of_what_shared_a_round(self) -> None:
+    def test_the_interval_of_a_ratio_is_within_rounds(self) -> None:
         """The host became slower from round to round: the ratio within a round did not change."""
         theirs = [1.0, 2.0, 3.0, 4.0, 5.0, 60.0]
         check = figures.ratio({"ours": [0.5 * s for s in theirs], "theirs": theirs}, "ours", "theirs", 0.4)
@@ -162,39 +149,39 @@ class TestStamp:
             subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
         return tmp_path
 
-    def test_a_tree_is_clean_until_code_changes_but_each_run_adds_to_the_results(self, checkout: Path) -> None:
+    def test_results_do_not_make_a_tree_unclean(self, checkout: Path) -> None:
         head = subprocess.run(["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True)
         clean = {"commit": head.stdout.strip(), "clean": True}
         (checkout / "benchmarks" / "results" / "a.jsonl").write_text("a run")
         (checkout / "benchmarks" / "results" / "new.jsonl").write_text("a run")
-        assert stamp.code(checkout) == clean
+        assert results.code(checkout) == clean
         (checkout / "new.py").write_text("2")  # it could be imported
-        assert stamp.code(checkout) == clean | {"clean": False}
+        assert results.code(checkout) == clean | {"clean": False}
 
     def test_without_git_that_is_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-        assert stamp.code(tmp_path) == {"commit": None, "clean": None}
-        assert stamp.warnings(0.0, None) == []
+        assert results.code(tmp_path) == {"commit": None, "clean": None}
+        assert results.warnings(0.0, None) == []
 
-    def test_installed_inside_somebody_elses_checkout_it_takes_no_commit_of_theirs(self, checkout: Path) -> None:
+    def test_another_checkout_gives_no_commit(self, checkout: Path) -> None:
         (checkout / "site-packages").mkdir()
-        assert stamp.code(checkout / "site-packages") == {"commit": None, "clean": None}
+        assert results.code(checkout / "site-packages") == {"commit": None, "clean": None}
 
-    def test_without_git_a_result_is_of_this_code_where_the_version_is_the_same(self) -> None:
+    def test_without_git_the_version_identifies_the_code(self) -> None:
         without = {"commit": None, "clean": None}
-        assert stamp.same_code({**without, "versions": {"towpath": "1"}}, without, "1")
-        assert not stamp.same_code({**without, "versions": {"towpath": "1"}}, without, "2")
+        assert results.same_code({**without, "versions": {"towpath": "1"}}, without, "1")
+        assert not results.same_code({**without, "versions": {"towpath": "1"}}, without, "2")
         here = {"commit": "a", "clean": True}
-        assert stamp.same_code(here, here, "1") and not stamp.same_code({"commit": "b", "clean": True}, here, "1")
-        assert not stamp.same_code({"commit": "a", "clean": False}, here, "1")
+        assert results.same_code(here, here, "1") and not results.same_code({"commit": "b", "clean": True}, here, "1")
+        assert not results.same_code({"commit": "a", "clean": False}, here, "1")
 
     def test_it_says_where_and_with_what(self) -> None:
-        found = stamp.stamp()
+        found = results.stamp()
         assert set(found) == {"date", "commit", "clean", "host", "versions"}
         assert set(found["host"]) == {"cpu", "capability", "cores", "kernel", "machine"}
         assert set(found["versions"]) == {"python", "torch", "towpath"}
         assert found["date"].endswith("Z") and len(found["date"]) == len("2026-01-01T00:00:00Z")
-        assert stamp.processor("processor\t: 0\nmodel name\t: A: B 2\nmodel name\t: C\n") == "A: B 2"
+        assert results.processor("processor\t: 0\nmodel name\t: A: B 2\nmodel name\t: C\n") == "A: B 2"
 
     def test_the_kernel_tells_how_many_processors_are_busy(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,17 +189,17 @@ class TestStamp:
         """In hundredths of a second: user, nice, system, idle, waiting for a disk, and interrupts."""
         table = tmp_path / "stat"
         table.write_text("cpu  100 0 100 900 50 0 0 0 0 0\ncpu0 1 2 3\n")
-        monkeypatch.setattr(stamp, "_PROCESSORS", table)
-        monkeypatch.setattr(stamp.time, "monotonic", itertools.count(0, 2).__next__)
+        monkeypatch.setattr(results, "_PROCESSORS", table)
+        monkeypatch.setattr(results.time, "monotonic", itertools.count(0, 2).__next__)
         later = "cpu  200 0 150 1000 90 25 25 0 0 0\n"
-        monkeypatch.setattr(stamp.time, "sleep", lambda seconds: table.write_text(later))
-        assert stamp.busy_processors() == 1.0
+        monkeypatch.setattr(results.time, "sleep", lambda seconds: table.write_text(later))
+        assert results.busy_processors() == 1.0
 
     def test_a_busy_machine_is_named(self) -> None:
-        assert stamp.warnings(0.2, True) == []
-        [busy] = stamp.warnings(0.21, True)
+        assert results.warnings(0.2, True) == []
+        [busy] = results.warnings(0.21, True)
         assert "0.21" in busy
-        assert stamp.warnings(0.0, False) == ["the tree was not as committed"]
+        assert results.warnings(0.0, False) == ["the tree was not as committed"]
 
 
 def line(case: str, **more: Any) -> dict[str, Any]:
@@ -226,9 +213,9 @@ class TestResults:
         before = file.read_bytes()
         results.append(file, line("x", found=2, name="ü"))
         assert file.read_bytes().startswith(before)
-        assert [run["found"] for run in results.history(results.read(file), "x")] == [1, 2]
+        assert [run["found"] for run in results.read(file)] == [1, 2]
 
-    def test_the_last_run_with_figures_counts_and_one_without_is_shown(self) -> None:
+    def test_the_last_run_with_figures_counts(self) -> None:
         lines = [line("x", found=1), line("y", found=2), line("x", found=3), line("y", failed="it died")]
         assert {name: run.get("found") for name, run in results.last(lines).items()} == {"x": 3, "y": 2}
         assert results.last(lines, failed=True)["y"]["failed"] == "it died"
@@ -246,64 +233,41 @@ class TestResults:
             results.read(file)
 
 
-FORMS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
-    (
-        {"checks": [{"what": "step", "found": 2.0, "at_most": 1.0, "met": False}]},
-        [{"what": "step", "found": 2.0, "at_most": 1.0, "met": False}],
-    ),
-    (
-        {"ratios": [["a", "b", 0.5, 0.6], ["c", "b", 0.7, None]]},
-        [
-            {"what": "a / b", "found": 0.5, "at_most": 0.6, "met": True},
-            {"what": "c / b", "found": 0.7, "met": None},
-        ],
-    ),
-    (
-        {"figures": {"encode": 0.4, "decode": 3}, "asked": {"encode": 0.5}},
-        [
-            {"what": "encode", "found": 0.4, "at_least": 0.5, "met": False},
-            {"what": "decode", "found": 3, "met": None},
-        ],
-    ),
-    (
-        {"ratio": 1.5, "asked": 1.02},
-        [{"what": "towpath train / bare loop", "found": 1.5, "at_most": 1.02, "met": False}],
-    ),
-    (
-        {"peak_bytes": [3, 5], "limit_bytes": 5},
-        [{"what": "peak bytes of a rank", "found": 5, "at_most": 5, "met": True}],
-    ),
-    ({"final": 2.5}, [{"what": "final", "found": 2.5, "met": None}]),
-]
-
-
-class TestMigration:
-    @pytest.mark.parametrize(("old", "checks"), FORMS, ids=lambda form: next(iter(form)) if form else "")
-    def test_an_old_result_keeps_its_words_and_says_its_checks(
-        self, old: dict[str, Any], checks: list[dict[str, Any]]
-    ) -> None:
-        result = {"case": {"name": "x"}, "seconds": [1, 2], "environment": {"date": "2026-01-01"}, **old}
-        [new] = migrate.migrated("engine", {"results": [result]})
-        assert new == {
-            **result,
-            "suite": "engine",
-            "harness": 1,
-            "note": "before the harness",
-            "date": "2026-01-01",
-            "checks": checks,
-        }
-
+class TestCommitted:
     @pytest.mark.parametrize("file", sorted(results.FOLDER.glob("*.jsonl")), ids=lambda file: file.stem)
-    def test_what_is_committed_has_old_runs_first_and_every_later_one_is_stamped(self, file: Path) -> None:
+    def test_old_runs_come_first_and_later_ones_are_stamped(self, file: Path) -> None:
         lines = results.read(file)
         old = [run for run in lines if run["harness"] == 1]
-        assert lines[: len(old)] == old and all(run["note"] == migrate.NOTE for run in old)
+        assert lines[: len(old)] == old and all(run["note"] == "before the harness" for run in old)
         stamped = {"commit", "clean", "date", "host", "versions", "load", "warnings", "took_seconds"}
         for run in lines[len(old) :]:
             assert run["harness"] == results.HARNESS and stamped <= run.keys() and "quick" not in run
         for run in lines:
             assert run["suite"] == file.stem or file.stem.startswith(f"{run['suite']}-")
             assert {"found", "what", "met"} <= set().union({"found", "what", "met"}, *run["checks"])
+
+    def test_recorded_words_are_read_as_those_of_today(self, tmp_path: Path) -> None:
+        file = tmp_path / "a.jsonl"
+        recorded = {
+            "case": {"name": "2x2-regime4-micro1-waiting", "link": {"regime": 4.0}},
+            "regime": {"found in the race": 3.9, "trials": [{"regime": 4.2}]},
+            "contestants": {"whole_matrices": {}},
+            "warnings": ["the regime was 2.30 in the race; asked 2"],
+            "screened_in": "2x2-regime8-micro1-waiting",
+            "checks": [{"what": "mics: step / floor of perfect overlap"}, {"what": "encode/oracle"}],
+        }
+        file.write_text(json.dumps(recorded) + "\n")
+        assert results.read(file) == [
+            {
+                "case": {"name": "2x2-ratio4-micro1-waiting", "link": {"comm_ratio": 4.0}},
+                "comm_ratio": {"found": 3.9, "trials": [{"comm_ratio": 4.2}]},
+                "candidates": {"owner_stepped": {}},
+                "warnings": ["the communication-to-computation ratio was 2.30; requested 2"],
+                "screened_in": "2x2-ratio8-micro1-waiting",
+                "checks": [{"what": "mics: step / lower bound with perfect overlap"}, {"what": "encode/reference"}],
+            }
+        ]
+        assert json.loads(file.read_text()) == recorded
 
 
 @dataclass(frozen=True)
@@ -325,16 +289,16 @@ class Ran:
     cases: list[Case] = field(default_factory=list)
 
     def __call__(self, *arguments: str) -> list[dict[str, Any]]:
-        self.suite.main([*arguments, "--settle", "0", "-o", str(self.file)])
+        self.suite.run([*arguments, "--settle", "0", "-o", str(self.file)])
         return results.read(self.file)
 
 
 class TestSuite:
     @pytest.fixture
     def run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
-        monkeypatch.setattr(stamp, "load", lambda: 0.75)
-        monkeypatch.setattr(stamp, "busy_processors", lambda: 0.25)
-        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "abc", "clean": True})
+        monkeypatch.setattr(results, "load", lambda: 0.75)
+        monkeypatch.setattr(results, "busy_processors", lambda: 0.25)
+        monkeypatch.setattr(results, "code", lambda root: {"commit": "abc", "clean": True})
         monkeypatch.setattr(suite.signal, "signal", lambda *_: None)
         cases = [Case("first"), Case("second"), Case("broken", fails=True)]
         return Ran(suite.Suite("things", "What it does.", cases), tmp_path / "things.jsonl")
@@ -346,7 +310,7 @@ class TestSuite:
             second.items()
         )
         assert second["load"] == {"before": 0.75, "after": 0.75} and second["busy_processors"] == 0.25
-        assert second["warnings"] == [*stamp.warnings(0.25, True), "its own"]
+        assert second["warnings"] == [*results.warnings(0.25, True), "its own"]
         assert second["checks"] == [{"what": "ours / theirs", "found": 0.5, "at_most": 0.4, "met": False}]
         assert "first\n  ours / theirs: 0.5 (limit ≤ 0.4: exceeded)\n  warning: 0.25 processors were busy before" in (
             capsys.readouterr().out
@@ -368,15 +332,15 @@ class TestSuite:
         with pytest.raises(SystemExit, match="broken"):
             run("--resume")
         assert [kept["case"]["name"] for kept in results.read(run.file)] == ["first", "broken", "second", "broken"]
-        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "later", "clean": True})
+        monkeypatch.setattr(results, "code", lambda root: {"commit": "later", "clean": True})
         assert run("--resume", "first")[-1]["commit"] == "later"
-        monkeypatch.setattr(stamp, "code", lambda root: {"commit": "later", "clean": False})
-        with pytest.raises(SystemExit, match="a tree as committed"):
+        monkeypatch.setattr(results, "code", lambda root: {"commit": "later", "clean": False})
+        with pytest.raises(ConfigError, match="a tree as committed"):
             run("--resume")
 
     def test_a_quick_run_keeps_nothing_unless_told_where(self, run: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(results, "append", lambda *_: pytest.fail("a smoke run is no result"))
-        run.suite.main(["first", "--quick"])
+        run.suite.run(["first", "--quick"])
         monkeypatch.undo()
         [kept] = run("first", "--quick")
         assert kept["quick"] and kept["quick seen"] and kept["rounds"] == suite.QUICK_ROUNDS
@@ -396,7 +360,7 @@ class TestSuite:
         assert [kept["case"]["name"] for kept in results.read(run.file)] == ["first"]
 
     def test_an_unknown_case_is_refused_before_anything_runs(self, run: Ran) -> None:
-        with pytest.raises(SystemExit, match="no case frist, nobody; there are first, second, broken"):
+        with pytest.raises(ConfigError, match="no case frist, nobody; there are first, second, broken"):
             run("nobody", "first", "frist")
         assert not run.file.exists()
 
@@ -416,13 +380,8 @@ class TestSuite:
     ) -> None:
         monkeypatch.setattr(Case, "measure", lambda *_: pytest.fail("it was measured"))
         run.file.write_text("")
-        with pytest.raises(SystemExit, match=said):
-            run.suite.main(["first", "--quick", "-o", str(run.file.parent / given)])
-
-    def test_of_a_job_all_ranks_say_that_rank_0_cannot_write(self, run: Ran) -> None:
-        rank_1: Any = SimpleNamespace(groups=SimpleNamespace(gather_objects=lambda mine: ["no folder on rank 0", mine]))
-        with pytest.raises(ConfigError, match="no folder on rank 0"):
-            suite._check_output(run.file, rank_1)
+        with pytest.raises(ConfigError, match=said):
+            run.suite.run(["first", "--quick", "-o", str(run.file.parent / given)])
 
 
 @dataclass
@@ -434,65 +393,53 @@ class Host:
     bits: float
     tried: list[Rate] = field(default_factory=list)
 
-    def measure(self, rate: Rate) -> regime.Trial:
+    def measure(self, rate: Rate) -> environment.Trial:
         self.tried.append(rate)
-        return regime.Trial(str(rate), self.fixed_seconds + self.bits / rate.bits_per_second, self.compute_seconds)
+        return environment.Trial(str(rate), self.fixed_seconds + self.bits / rate.bits_per_second, self.compute_seconds)
 
 
-class TestRegime:
+class TestCommRatio:
     @pytest.mark.parametrize("asked", [8.0, 1.0, 0.5])
     @pytest.mark.parametrize("bits", [1e8, 1e9, 1e10])
     def test_a_rate_is_found_on_fast_and_slow_hosts(self, bits: float, asked: float) -> None:
         host = Host(compute_seconds=1.0, fixed_seconds=0.2, bits=bits)
-        derived = regime.derive(asked, host.measure, lambda text: None)
-        assert derived.reached and derived.rate == host.tried[-1] and len(host.tried) <= regime.MOST_TRIALS
-        assert derived.found == derived.trials[-1].regime == pytest.approx(asked, rel=regime.TOLERANCE)
+        derived = environment.derive_rate(asked, host.measure, lambda text: None)
+        assert derived.reached and derived.rate == host.tried[-1] and len(host.tried) <= environment.MOST_TRIALS
+        assert derived.found == derived.trials[-1].comm_ratio == pytest.approx(asked, rel=environment.TOLERANCE)
         recorded = derived.recorded()
-        assert recorded["asked"] == asked and recorded["inter"] == recorded["trials"][-1]["inter"]
+        assert recorded["requested"] == asked and recorded["inter"] == recorded["trials"][-1]["inter"]
 
     def test_a_rate_that_gives_it_at_once_is_taken(self) -> None:
-        host = Host(0.5, 0.0, bits=8 * 0.5 * regime.FIRST.bits_per_second)
-        assert regime.derive(8.0, host.measure, lambda text: None).rate == regime.FIRST
+        host = Host(0.5, 0.0, bits=8 * 0.5 * environment.FIRST.bits_per_second)
+        assert environment.derive_rate(8.0, host.measure, lambda text: None).rate == environment.FIRST
         assert len(host.tried) == 1
 
     def test_two_trials_tell_the_fixed_part_from_the_rest(self) -> None:
         host = Host(1.0, fixed_seconds=0.4, bits=1e9)
         tried = [(rate, host.measure(rate)) for rate in (Rate(10**8), Rate(10**9))]
-        assert regime.next_rate(0.5, tried) == Rate(10**10)  # 0.4 and 0.1
+        assert environment.next_rate(0.5, tried) == Rate(10**10)  # 0.4 and 0.1
 
     @pytest.mark.parametrize(
         ("asked", "host", "words"),
         [
-            (0.3, Host(1.0, 0.4, 1e9), "faster than any cable here.*Ask for a larger regime"),
-            (1e6, Host(1.0, 0.4, 1e9), "slower than 1mbit.*Ask for a smaller regime"),
+            (0.3, Host(1.0, 0.4, 1e9), "faster than any link here.*Request a larger comm ratio"),
+            (1e6, Host(1.0, 0.4, 1e9), "slower than 1mbit.*Request a smaller comm ratio"),
         ],
         ids=["too little", "too much"],
     )
     def test_what_no_cable_gives_is_refused_with_what_to_do(self, asked: float, host: Host, words: str) -> None:
-        with pytest.raises(regime.RegimeError, match=words):
-            regime.derive(asked, host.measure, lambda text: None)
+        with pytest.raises(environment.CommRatioError, match=words):
+            environment.derive_rate(asked, host.measure, lambda text: None)
 
-    def test_where_noise_never_settles_the_nearest_is_taken_and_said_not_to_be_reached(self) -> None:
+    def test_with_noise_the_nearest_trial_is_taken(self) -> None:
         answers = iter([4.0, 5.0, 4.5, 5.5, 4.2, 6.5, 6.6])
-        noisy = lambda rate: regime.Trial(str(rate), next(answers), 1.0)  # noqa: E731
-        derived = regime.derive(8.0, noisy, lambda text: None)
-        assert not derived.reached and derived.found == 6.6 and len(derived.trials) == regime.MOST_TRIALS + 1
+        noisy = lambda rate: environment.Trial(str(rate), next(answers), 1.0)  # noqa: E731
+        derived = environment.derive_rate(8.0, noisy, lambda text: None)
+        assert not derived.reached and derived.found == 6.6 and len(derived.trials) == environment.MOST_TRIALS + 1
         assert derived.trials[-1].inter == derived.trials[-2].inter  # of six, the last was the nearest
 
 
-class TestEngine:
-    def test_every_contestant_of_every_case_can_be_made(self, scripts: SimpleNamespace) -> None:
-        cases = scripts.engine.CASES
-        assert len({case.name for case in cases}) == len(cases)
-        for case in cases:
-            listed: Sequence[str] = getattr(case, "contestants", ())
-            for text in (*listed, *(getattr(case, side) for side in ("ours", "theirs") if hasattr(case, side))):
-                kind = peers.CandidateSpec.parse(text)
-                if not kind.foreign:
-                    import towpath
-
-                    towpath.strategy(kind.name, case.workload.topology, **kind.options)
-
+class TestCandidates:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
@@ -501,23 +448,11 @@ class TestEngine:
             ("bare tuned", "bare has no option tuned; there are barrier"),
         ],
     )
-    def test_an_unknown_contestant_is_refused(self, scripts: SimpleNamespace, text: str, words: str) -> None:
+    def test_an_unknown_candidate_is_refused(self, text: str, words: str) -> None:
         with pytest.raises(ValueError, match=words):
             peers.CandidateSpec.parse(text)
 
-    def test_whoever_races_a_peer_races_what_an_expert_makes_of_it(
-        self, scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        assert peers.tuned("fsdp2 reshard=2") == "fsdp2 tuned reshard=2"
-        assert [peers.tuned(kind) for kind in ("hsdp tuned", "bare", "zero3")] == [None] * 3
-        asked: list[Any] = []
-        monkeypatch.setattr(scripts.races, "raced", lambda *arguments: asked.append(arguments[1:3]) or {})
-        scripts.races.Race("x", "mics", "hsdp", 0.85).measure(SimpleNamespace())
-        assert asked == [(("mics", "hsdp", "hsdp tuned"), (("mics", "hsdp", 0.85), ("mics", "hsdp tuned", 0.85)))]
-
-    def test_what_communicates_alone_has_every_parameter_of_the_model_and_a_gradient_for_it(
-        self, scripts: SimpleNamespace
-    ) -> None:
+    def test_silent_fsdp2_has_every_parameter_and_its_gradient(self) -> None:
         workload = Workload().quick()
         model, silent = workload.model(), workload.silent_model()
         silent(*next(workload.data(0))).backward()
@@ -531,7 +466,7 @@ class Worker:
     def __init__(self, rank: int, world: int, factor: int) -> None:
         self.factor = factor
 
-    def turn(self) -> int:
+    def sample(self) -> int:
         return self.factor
 
     def fail(self) -> None:
@@ -539,13 +474,13 @@ class Worker:
 
 
 class Pretended:
-    """A contestant that is asked nothing."""
+    """A candidate that is asked nothing."""
 
-    def __init__(self, place: PretendedCluster) -> None:
-        self.links, self.closed, self.turns = [place.inter], False, 0
+    def __init__(self, place: PretendedPlace) -> None:
+        self.links, self.closed, self.samples = [place.inter], False, 0
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        self.turns += 1
+        self.samples += 1
         return [0.1]
 
     def shape(self, inter: Any, intra: Any) -> None:
@@ -555,57 +490,55 @@ class Pretended:
         self.closed = True
 
 
-class PretendedCluster(Cluster):
-    def start(self, name: str, entry: Entry) -> Any:
+class PretendedPlace(LabPlace):
+    def start(self, name: str, launch: Launch) -> Any:
         return Pretended(self)
 
 
 class TestPool:
-    def entry(self, inter: str | None, stays: bool = True, name: str = "one") -> Entry:
-        return Entry(PretendedCluster(Topology(2, 2), inter), Worker, (name,), warm_turns=2, stays=stays)
+    def launch(self, inter: str | None, stays: bool = True, name: str = "one") -> Launch:
+        return Launch(PretendedPlace(Topology(2, 2), inter), Worker, (name,), warm_up=2, stays=stays)
 
-    def raced(self, pool: Pool, *entries: Entry, failed: Sequence[str] = ()) -> list[Any]:
+    def run_with(self, pool: Pool, *launches: Launch, failed: Sequence[str] = ()) -> list[Any]:
         failures: dict[str, str] = {}
-        with pool.started({each.arguments[0]: each for each in entries}, lambda text: None, failures) as made:
-            failures |= dict.fromkeys(failed, "broke in the race")
+        with pool.started({each.arguments[0]: each for each in launches}, lambda text: None, failures) as made:
+            failures |= dict.fromkeys(failed, "broke later")
         return list(made.values())
 
-    def test_who_stays_goes_on_to_the_next_race_on_its_links_and_is_warmed_up_there(self) -> None:
+    def test_a_candidate_stays_for_links_of_another_rate(self) -> None:
         with Pool() as pool:
-            [first], [second] = self.raced(pool, self.entry("10mbit")), self.raced(pool, self.entry("20mbit"))
+            [first], [second] = self.run_with(pool, self.launch("10mbit")), self.run_with(pool, self.launch("20mbit"))
             assert second is first and not first.closed
-            assert first.links == ["10mbit", "20mbit"] and first.turns == 4
+            assert first.links == ["10mbit", "20mbit"] and first.samples == 4
         assert first.closed
 
     def test_on_links_that_ask_for_smaller_windows_it_starts_anew(self) -> None:
         with Pool() as pool:
-            [first], [second] = self.raced(pool, self.entry(None)), self.raced(pool, self.entry("20mbit"))
+            [first], [second] = self.run_with(pool, self.launch(None)), self.run_with(pool, self.launch("20mbit"))
             assert first.closed and not second.closed
-            [third], [fourth] = self.raced(pool, self.entry("10mbit")), self.raced(pool, self.entry("8gbit"))
+            [third], [fourth] = self.run_with(pool, self.launch("10mbit")), self.run_with(pool, self.launch("8gbit"))
             assert second is third is fourth  # 512 KiB are the least
 
     def test_who_does_not_stay_or_broke_or_is_not_kept_is_gone(self) -> None:
         with Pool() as pool:
-            passing, broken, other, staying = self.raced(
+            passing, broken, other, staying = self.run_with(
                 pool,
-                self.entry("10mbit", False, "passing"),
-                self.entry("10mbit", True, "broken"),
-                self.entry("10mbit", True, "other"),
-                self.entry("10mbit", True, "staying"),
+                self.launch("10mbit", False, "passing"),
+                self.launch("10mbit", True, "broken"),
+                self.launch("10mbit", True, "other"),
+                self.launch("10mbit", True, "staying"),
                 failed=["broken"],
             )
             assert passing.closed and broken.closed and not other.closed
-            pool.keep([self.entry("50mbit", True, "staying")])
+            pool.keep([self.launch("50mbit", True, "staying")])
             assert other.closed and not staying.closed
 
-    def test_a_contestant_is_left_out_before_it_starts_when_memory_is_short(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_candidate_does_not_start_if_memory_is_short(self, monkeypatch: pytest.MonkeyPatch) -> None:
         # Each takes 3 GiB, of 8.
         left = iter([8, 8, 5, 5, 5, 2, 2, 2])
-        monkeypatch.setattr(pool_module, "available_bytes", lambda: next(left) * 2**30)
+        monkeypatch.setattr(comparison, "available_bytes", lambda: next(left) * 2**30)
         failures: dict[str, str] = {}
-        entries = {name: self.entry("10mbit", name=name) for name in ("one", "two", "three")}
+        entries = {name: self.launch("10mbit", name=name) for name in ("one", "two", "three")}
         with Pool() as pool, pool.started(entries, lambda text: None, failures) as made:
             assert list(made) == ["one", "two"]
         assert failures.keys() == {"three"}
@@ -614,77 +547,71 @@ class TestPool:
     def test_an_exception_leaves_nobody(self) -> None:
         with Pool() as pool:
             one: Any = None
-            with pytest.raises(KeyboardInterrupt), pool.started({"one": self.entry(None)}, lambda text: None) as made:
+            with pytest.raises(KeyboardInterrupt), pool.started({"one": self.launch(None)}, lambda text: None) as made:
                 one = made["one"]
                 raise KeyboardInterrupt
             assert one.closed
 
 
 class TestProcesses:
-    def test_a_contestant_runs_only_while_it_is_asked_and_is_gone_in_the_end(
-        self, capfd: pytest.CaptureFixture[str]
-    ) -> None:
-        contestant = ThisHost().start("nine", Entry(ThisHost(), Worker, (9,)))
+    def test_a_candidate_runs_only_while_it_is_asked(self, capfd: pytest.CaptureFixture[str]) -> None:
+        candidate = LocalPlace().start("nine", Launch(LocalPlace(), Worker, (9,)))
         try:
-            assert contestant.parked
-            assert contestant.ask("turn") == [9]
-            assert contestant.parked
-            with pytest.raises(ContestantError, match=r"contestant 'nine': it ended with 1"):
-                contestant.ask("fail")
+            assert candidate.parked
+            assert candidate.ask("sample") == [9]
+            assert candidate.parked
+            with pytest.raises(CandidateError, match=r"candidate 'nine': it ended with 1"):
+                candidate.ask("fail")
             assert "on purpose" in capfd.readouterr().err
         finally:
-            contestant.close()
-        assert contestant.gone
+            candidate.close()
+        assert candidate.gone
 
 
 class TestReport:
-    def test_it_reads_at_a_hundred_columns(self, scripts: SimpleNamespace, tmp_path: Path) -> None:
+    def test_it_reads_at_a_hundred_columns(self, tmp_path: Path) -> None:
         file = tmp_path / "a.jsonl"
-        check = figures.Check("a very long name of a contestant / and of another one", 0.123456, 0.1)
+        check = figures.Check("a very long name of a candidate / and of another one", 0.123456, 0.1)
         wide = figures.Check("x", 123456.789, at_least=1000.5, interval=figures.Interval(0.123456, 1.23456, 0.96875))
         long = "a case whose name is much longer than its column"
         results.append(file, line(long, checks=[check.recorded(), wide.recorded()], warnings=["busy"], commit="a" * 40))
         results.append(file, line(long, checks=[], failed="it died"))
-        for text in (scripts.report.last_runs(file), scripts.report.history_of(file, long)):
-            assert all(len(row) <= scripts.report.WIDTH for row in text.splitlines()), text
+        for text in (report.last_runs(file), report.history_of(file, long)):
+            assert all(len(row) <= report.WIDTH for row in text.splitlines()), text
             assert "FAILED" in text
-        assert "≤ 0.1: exceeded" in scripts.report.history_of(file, long) and "aaaaaaa" in scripts.report.history_of(
-            file, long
-        )
+        assert "≤ 0.1: exceeded" in report.history_of(file, long) and "aaaaaaa" in report.history_of(file, long)
 
-    def test_an_unknown_case_is_refused_with_those_there_are(self, scripts: SimpleNamespace, tmp_path: Path) -> None:
+    def test_an_unknown_case_is_refused_with_those_there_are(self, tmp_path: Path) -> None:
         results.append(tmp_path / "a.jsonl", line("there"))
-        with pytest.raises(SystemExit, match=r"no run of nowhere in .*; there are there"):
-            scripts.report.history_of(tmp_path / "a.jsonl", "nowhere")
+        with pytest.raises(ConfigError, match=r"no run of nowhere in .*; there are there"):
+            report.history_of(tmp_path / "a.jsonl", "nowhere")
 
     @pytest.mark.parametrize("file", sorted(results.FOLDER.glob("*.jsonl")), ids=lambda file: file.stem)
-    def test_it_shows_what_is_committed(self, scripts: SimpleNamespace, file: Path) -> None:
-        shown = scripts.report.last_runs(file)
-        assert all(len(row) <= scripts.report.WIDTH for row in shown.splitlines())
-        assert json.loads(file.read_text().splitlines()[0])["case"]["name"][:20] in shown
+    def test_it_shows_what_is_committed(self, file: Path) -> None:
+        shown = report.last_runs(file)
+        assert all(len(row) <= report.WIDTH for row in shown.splitlines())
+        assert results.read(file)[0]["case"]["name"][:20] in shown
 
 
 class TestTimeline:
-    def test_what_is_sent_is_hidden_as_far_as_it_meets_something_computed(self, scripts: SimpleNamespace) -> None:
+    def test_the_hidden_share_of_communication(self) -> None:
         def interval(track: str, start: float, end: float) -> Any:
             return SimpleNamespace(track=track, start_seconds=start, end_seconds=end)
 
         computed = [interval("compute", 0.0, 1.0), interval("compute", 1.0, 2.0), interval("compute", 4.0, 5.0)]
         sent = [interval("between nodes", 1.5, 3.0), interval("inside nodes", 2.5, 4.5)]  # 1.5 to 4.5 together
-        assert scripts.timeline.share_hidden([*computed, *sent]) == pytest.approx((0.5 + 0.5) / 3.0)
-        assert scripts.timeline.share_hidden(computed) == 0.0
+        assert overlap.share_hidden([*computed, *sent]) == pytest.approx((0.5 + 0.5) / 3.0)
+        assert overlap.share_hidden(computed) == 0.0
 
 
 class TestPrediction:
-    def test_a_prediction_is_judged_by_medians_and_the_choice_by_the_best_of_its_kind(
-        self, scripts: SimpleNamespace
-    ) -> None:
-        names = [*prediction.LOSSLESS, *prediction.LOSSY, "the plan's", "the plan's with codecs"]
+    def test_predictions_are_judged_by_medians(self) -> None:
+        names = [*planner.LOSSLESS, *planner.LOSSY, "the plan's", "the plan's with codecs"]
         predicted = {name: float(number + 1) for number, name in enumerate(names)}
         measured = {name: [seconds, 9 * seconds, seconds / 2] for name, seconds in predicted.items()}
         measured[names[0]] = [2.0, 2.0, 2.0]  # predicted as 1
 
-        found = prediction.compared(predicted, measured)
+        found = planner.compared(predicted, measured)
 
         assert found["errors"][names[0]] == -0.5 and found["mean_error"] == pytest.approx(0.5 / len(names))
         assert found["regret"]["lossless"] == pytest.approx(predicted["the plan's"] / 2 - 1)
@@ -692,11 +619,11 @@ class TestPrediction:
         assert found["spread"][names[0]] == 0 and found["spread"][names[1]] == 8.5
         assert found["rank_correlation"] > 0.9
 
-    def test_a_rank_correlation_looks_at_places_only(self, scripts: SimpleNamespace) -> None:
-        assert prediction.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
-        assert prediction.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    def test_a_rank_correlation_depends_on_ranks_only(self) -> None:
+        assert planner.rank_correlation([1, 2, 3], [1, 10, 1000]) == pytest.approx(1)
+        assert planner.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
 
-    def test_a_traced_step_and_a_replayed_one_are_compared_task_by_task(self, scripts: SimpleNamespace) -> None:
+    def test_traced_and_simulated_tasks_are_compared(self) -> None:
         def message(kind: str, start: float, track: str = BETWEEN, unit: str = "a") -> Interval:
             args: dict[str, str | int] = {"kind": kind, "unit": unit, "micro_step": 0}
             return Interval(track=track, name="", start_seconds=start, seconds=1.0, args=args)
@@ -712,7 +639,7 @@ class TestPrediction:
             message("param_sync", 9.0),
         ]
         later = [message("gather", 2.0), message("reduce", 5.0)]
-        engine = timelines.usual([timelines.of_trace(step) for step in (trace, later)])
+        engine = planner.usual([planner.of_trace(step) for step in (trace, later)])
         # zero3 syncs nothing: what the queue has to do there is no message.
         events = [
             event(TransferKind.GATHER, 1.0),
@@ -720,8 +647,8 @@ class TestPrediction:
             event(TransferKind.GRAD_SYNC, 3.0),
             Event("compute", "", 0, 9),
         ]
-        found = timelines.compared(engine, timelines.of_replay(events, zero3), 10.0)
+        found = planner.compared_tasks(engine, planner.of_replay(events, zero3), 10.0)
 
-        assert engine[("gather", "a", 0)] == timelines.Span(1.5, 2.75) and len(engine) == 2
+        assert engine[("gather", "a", 0)] == planner.TaskTimes(1.5, 2.75) and len(engine) == 2
         assert found["start_error"] == pytest.approx((0.5 + 2.0) / 2 / 10) and found["same_order"]
         assert not found["only_in_engine"] and not found["only_in_simulator"]

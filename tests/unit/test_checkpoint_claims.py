@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from towpath import checkpoint
-from towpath.checkpoint import State
-from towpath.checkpoint.disk import claim
-from towpath.checkpoint.disk.claim import Claim, FolderInUseError, Holder
+from towpath.checkpoint import State, folders
+from towpath.checkpoint.folders import Claim, FolderInUseError, Holder
 from towpath.errors import CheckpointError
 
 
@@ -31,7 +30,9 @@ def process() -> Generator[subprocess.Popen[bytes]]:
 
 
 def _of(process: subprocess.Popen[bytes]) -> Holder:
-    return replace(Holder.here(), pid=process.pid, started=claim._started(process.pid), since="1999-12-31 23:59:59 UTC")
+    return replace(
+        Holder.here(), pid=process.pid, started=folders._started(process.pid), since="1999-12-31 23:59:59 UTC"
+    )
 
 
 def _elsewhere(**values: Any) -> Holder:
@@ -49,7 +50,7 @@ def _put(root: Path, holder: Holder, number: int = 1, beat: int = 0) -> Path:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """`clock[0]` is the time."""
     now = [0.0]
-    monkeypatch.setattr(claim.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(folders.time, "monotonic", lambda: now[0])
     return now
 
 
@@ -131,9 +132,9 @@ def test_a_job_of_another_machine_is_dead_when_its_counter_stands_still(tmp_path
     _put(tmp_path, _elsewhere())
     mine = Claim(tmp_path)
     assert not mine.take()
-    clock[0] = claim.DEAD_SECONDS - 1
+    clock[0] = folders.DEAD_SECONDS - 1
     assert not mine.take()
-    clock[0] = claim.DEAD_SECONDS
+    clock[0] = folders.DEAD_SECONDS
     assert mine.take()
     assert [path.name for path in tmp_path.iterdir()] == ["claim-000002.json"]
 
@@ -152,10 +153,10 @@ def test_what_a_job_writes_as_it_beats_is_seen_by_others(tmp_path: Path) -> None
     mine = Claim(tmp_path)
     assert mine.take()
     path = tmp_path / "claim-000001.json"
-    before = claim._content(path)
+    before = folders._content(path)
     mine.beat()
-    after: Any = claim._content(path)
-    assert after != before and claim._holder(after) == claim._holder(before)
+    after: Any = folders._content(path)
+    assert after != before and folders._holder(after) == folders._holder(before)
 
 
 def test_a_job_that_a_launcher_has_started_again_takes_over_at_once(
@@ -177,7 +178,7 @@ def test_a_claim_that_cannot_be_understood_counts_until_it_has_stood_still(
     (tmp_path / "claim-000001.json").write_text(content)
     mine = Claim(tmp_path)
     assert not mine.take()
-    clock[0] = claim.DEAD_SECONDS
+    clock[0] = folders.DEAD_SECONDS
     assert mine.take()
 
 
@@ -188,9 +189,9 @@ def test_a_claim_that_may_not_be_read_is_anothers(tmp_path: Path, monkeypatch: p
         try:
             raise PermissionError
         except PermissionError as error:
-            raise claim.DamagedError("claim-000001.json cannot be read.") from error
+            raise folders.DamagedError("claim-000001.json cannot be read.") from error
 
-    monkeypatch.setattr(claim, "read_json", refused)
+    monkeypatch.setattr(folders, "read_json", refused)
     with pytest.raises(FolderInUseError, match="may be in use by another user's job"):
         Claim(tmp_path).take()
 
@@ -203,10 +204,10 @@ def test_a_saver_waits_until_it_knows(tmp_path: Path, clock: list[float], monkey
         clock[0] += seconds
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(claim, "_keep_beating", lambda: None)
+    monkeypatch.setattr(folders, "_keep_beating", lambda: None)
     _put(tmp_path, _elsewhere())
     checkpoint.Saver(tmp_path, State(nn.Linear(2, 2))).close()
-    assert sum(waited) == claim.DEAD_SECONDS
+    assert sum(waited) == folders.DEAD_SECONDS
 
 
 # Several at once ------------------------------------------------------------------------------------------------------
@@ -273,16 +274,16 @@ def test_a_job_that_lost_its_claim_saves_no_more_and_says_so(
 def test_a_claim_that_was_lost_while_files_were_written_publishes_nothing(
     tmp_path: Path, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from towpath.checkpoint.dcp import storage
+    from towpath.checkpoint import dcp
 
     saver = checkpoint.Saver(tmp_path, State(nn.Linear(2, 2)), background=False)
-    write = storage.write_manifest
+    write = dcp.write_manifest
 
     def slowly(folder: Path, manifest: Any) -> None:
         write(folder, manifest)
         _put(tmp_path, _of(process), 2)
 
-    monkeypatch.setattr(storage, "write_manifest", slowly)
+    monkeypatch.setattr(dcp, "write_manifest", slowly)
     failure = saver.save(1).outcome().failure
     assert failure is not None and f"process {process.pid}" in failure
     assert not (tmp_path / "step-000001").exists()

@@ -16,14 +16,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
-from towpath.checkpoint.disk import files, folders
-from towpath.checkpoint.disk.crc import combine
-from towpath.checkpoint.disk.fields import WrongFieldError
-from towpath.checkpoint.disk.manifest import File, Manifest, Stored, StoredBox
-from towpath.checkpoint.disk.plain import from_json, tensors_in, to_json
-from towpath.checkpoint.disk.stored import check_boxes
-from towpath.checkpoint.memory.rng import rng_state, seed_anew, set_rng_state
+from towpath import checkpoint
+from towpath.checkpoint import dcp, folders, safetensors
+from towpath.checkpoint.manifest import (
+    Manifest,
+    StoredBox,
+    StoredFile,
+    StoredTensor,
+    check_boxes,
+    from_json,
+    tensors_in,
+    to_json,
+)
+from towpath.checkpoint.rng import rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.safe_open import WrongFieldError
+from towpath.checkpoint.safetensors import combine
 from towpath.engine.parameters.parallel import Box, boxes_of, ranges_of
 from towpath.errors import CheckpointError
 
@@ -64,7 +74,7 @@ def test_the_ranges_of_a_box_are_its_elements_in_order(shape: tuple[int, ...], d
 
 
 @st.composite
-def _rectangles(draw: st.DrawFn) -> Stored:
+def _rectangles(draw: st.DrawFn) -> StoredTensor:
     """A tensor that is cut again and again, each part across some dimension."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
     parts = [((0,) * len(shape), shape)]
@@ -75,7 +85,7 @@ def _rectangles(draw: st.DrawFn) -> Stored:
         for start, length in ((0, at), (at, sizes[dim] - at)):
             if length:
                 parts.append((_with(offsets, dim, offsets[dim] + start), _with(sizes, dim, length)))
-    return Stored("F32", shape, tuple(StoredBox(offsets, sizes, "file", 0, 0) for offsets, sizes in parts))
+    return StoredTensor("F32", shape, tuple(StoredBox(offsets, sizes, "file", 0, 0) for offsets, sizes in parts))
 
 
 def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
@@ -83,7 +93,9 @@ def _with(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
 
 
 @given(stored=_rectangles(), which=st.integers(0, 20), other=st.integers(0, 20))
-def test_rectangles_are_taken_that_hold_each_element_once_and_no_others(stored: Stored, which: int, other: int) -> None:
+def test_rectangles_are_taken_that_hold_each_element_once_and_no_others(
+    stored: StoredTensor, which: int, other: int
+) -> None:
     check_boxes(stored)
     boxes = list(stored.boxes)
     one, another = boxes[which % len(boxes)], boxes[other % len(boxes)]
@@ -98,7 +110,7 @@ def test_rectangles_of_which_very_many_lie_beside_each_other_are_refused() -> No
     """Each would be compared with each."""
     boxes = tuple(StoredBox((0, 2 * i), (2, 2), "file", 0, 0) for i in range(3000))
     with pytest.raises(WrongFieldError, match="fewer that lie beside each other"):
-        check_boxes(Stored("F32", (2, 6000), boxes))
+        check_boxes(StoredTensor("F32", (2, 6000), boxes))
 
 
 @given(shapes, st.lists(st.integers(0, 700), max_size=3), st.lists(st.integers(0, 700), max_size=3))
@@ -116,6 +128,39 @@ def test_where_boxes_of_two_cuts_overlap_the_elements_lie_together_in_both(
         for b in cut(other):
             both = sorted(set(a) & set(b))
             assert both == list(range(both[0], both[-1] + 1)) if both else True
+
+
+class Rectangle(torch.Tensor):
+    """A part of a tensor, as a rank of a tensor-parallel mesh loads it."""
+
+    first: tuple[int, ...]
+    local: torch.Tensor
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(self.first), self.local.shape)]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self.local
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize(
+    ("first", "sizes"),
+    [((0, 2, 0), (4, 3, 5)), ((1, 0, 2), (3, 6, 2)), ((1, 2, 3), (2, 3, 1)), ((2, 0, 0), (2, 6, 5))],
+)
+def test_a_part_with_gaps_is_read_from_a_wider_box(
+    tmp_path: Path, first: tuple[int, ...], sizes: tuple[int, ...], dense: bool
+) -> None:
+    """Such parts occur where a model saved without a tensor-parallel mesh is loaded with one."""
+    model = nn.Module()
+    model.w = nn.Parameter(torch.arange(120.0).view(4, 6, 5))
+    path = checkpoint.save(tmp_path, 1, checkpoint.State(model)).path
+    part = torch.empty(1).expand(4, 6, 5).as_subclass(Rectangle)
+    part.first, part.local = first, torch.zeros(sizes) if dense else torch.zeros(sizes[::-1]).permute(2, 1, 0)
+    reader = dcp.FolderReader(path, checkpoint.read_manifest(path))
+    dcp.read({"model.w": part}, reader, None)
+    where = tuple(slice(o, o + n) for o, n in zip(first, sizes, strict=True))
+    assert torch.equal(part.local, model.w[where])
 
 
 # --- checksums and JSON ----------------------------------------------------------------------------------------------
@@ -164,7 +209,7 @@ def test_what_json_cannot_hold_is_refused_by_its_path() -> None:
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
-DTYPES = sorted(files.DTYPES, key=str)
+DTYPES = sorted(safetensors.DTYPES, key=str)
 
 
 def test_files_are_safetensors_bit_for_bit_in_every_dtype(tmp_path: Path) -> None:
@@ -174,19 +219,21 @@ def test_files_are_safetensors_bit_for_bit_in_every_dtype(tmp_path: Path) -> Non
         noise = torch.randint(0, 2 if dtype is torch.bool else 256, (3, 5, dtype.itemsize), dtype=torch.uint8)
         tensors[str(dtype)] = noise.view(dtype).reshape(3, 5)
     tensors["scalar"], tensors["empty"] = torch.tensor(2.5), torch.empty(0, 4)
-    entries = files.in_order(files.Entry(n, files.DTYPES[t.dtype], tuple(t.shape)) for n, t in tensors.items())
-    writer = files.FileWriter(tmp_path / "a.safetensors", entries, {})
-    places = {e.name: (writer.at, writer.write(files.bytes_of(tensors[e.name]))) for e in entries}
+    entries = safetensors.in_order(
+        safetensors.Entry(n, safetensors.DTYPES[t.dtype], tuple(t.shape)) for n, t in tensors.items()
+    )
+    writer = safetensors.FileWriter(tmp_path / "a.safetensors", entries, {})
+    places = {e.name: (writer.at, writer.write(safetensors.bytes_of(tensors[e.name]))) for e in entries}
     facts = writer.close()
 
     assert (tmp_path / "a.safetensors").stat().st_size == facts.bytes
     found = load_file(tmp_path / "a.safetensors")
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert bytes(files.bytes_of(found[name])) == bytes(files.bytes_of(tensor))
+        assert bytes(safetensors.bytes_of(found[name])) == bytes(safetensors.bytes_of(tensor))
         into = torch.empty_like(tensor)
-        files.take(tmp_path / "a.safetensors", places[name][0], files.bytes_of(into))
-        assert zlib.crc32(files.bytes_of(into)) == places[name][1]
+        safetensors.take(tmp_path / "a.safetensors", places[name][0], safetensors.bytes_of(into))
+        assert zlib.crc32(safetensors.bytes_of(into)) == places[name][1]
 
 
 def _manifest() -> Manifest:
@@ -197,8 +244,8 @@ def _manifest() -> Manifest:
         seconds=1.5,
         world=2,
         strategy=None,
-        files={"rank-00000.safetensors": File(104, 80, 9)},
-        tensors={"model.w": Stored("F32", (2, 3), (box,))},
+        files={"rank-00000.safetensors": StoredFile(104, 80, 9)},
+        tensors={"model.w": StoredTensor("F32", (2, 3), (box,))},
         values={"schedule": {"best": float("inf"), "lr": 0.1 + 0.2}},
     )
 
@@ -229,10 +276,10 @@ def test_a_manifest_comes_back_as_it_was_and_vouches_for_itself(tmp_path: Path) 
 
 def _publish(root: Path, *steps: int) -> None:
     for step in steps:
-        partial = folders.partial_of(root, step, "new")
+        partial = folders.partial_of(root, step)
         partial.mkdir(parents=True)
         (partial / "content").write_text(f"{step}, {sum(1 for _ in root.iterdir())}")
-        folders.param_sync(partial, folders.checkpoint_of(root, step))
+        folders.publish(partial, folders.checkpoint_of(root, step))
 
 
 def _steps(root: Path) -> list[int]:
@@ -249,19 +296,19 @@ def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_one_before(tmp_pat
 
 def test_the_last_ones_stay_and_every_nth_and_later_ones_are_left_alone(tmp_path: Path) -> None:
     _publish(tmp_path, *range(10, 80, 10), 1_234_567)
-    folders.let_go(tmp_path, 60, keep_last=2, keep_every=30)
+    folders.remove_old(tmp_path, 60, keep_last=2, keep_every=30)
     assert _steps(tmp_path) == [1_234_567, 70, 60, 50, 30]
-    folders.let_go(tmp_path, 60, keep_last=None, keep_every=None)
+    folders.remove_old(tmp_path, 60, keep_last=None, keep_every=None)
     assert len(_steps(tmp_path)) == 5
 
 
 def test_what_dead_runs_left_is_swept_and_what_they_were_replacing_comes_back(tmp_path: Path) -> None:
     _publish(tmp_path, 5, 6)
     (tmp_path / "step-000005").rename(tmp_path / "step-000005.replaced-ab12")  # died between two renames
-    folders.partial_of(tmp_path, 7, "cd34").mkdir()
-    mine = folders.partial_of(tmp_path, 8, "mine")
+    folders.partial_of(tmp_path, 7).mkdir()
+    mine = folders.partial_of(tmp_path, 8)
     mine.mkdir()
-    folders.in_use(mine)
+    folders.mark_in_use(mine)
     (tmp_path / "notes.txt").write_text("kept")
     folders.sweep(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.txt", "step-000005", "step-000006", mine.name]

@@ -107,7 +107,7 @@ def _trained(folder: Path) -> None:
     _shell(f"towpath {text} && mkdir runs && mv run/checkpoints runs/a && towpath export runs/a llama/", folder)
 
 
-PREPARED: dict[str, Callable[[Path], None]] = {"docs/checkpoints.md": _trained}
+PREPARED: dict[str, Callable[[Path], None]] = {"docs/guides/checkpoints.md": _trained}
 
 
 def _shell(text: str, folder: Path) -> None:

@@ -16,12 +16,11 @@ from towpath.core.presets import strategies
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError
 from towpath.topology.cluster import Extent, Topology
-from towpath.train import run
 from towpath.train.config import Config, StrategyConfig, TrainConfig
 
 
 def test_what_is_written_loads_as_the_same() -> None:
-    config = Config.of(
+    config = Config.from_dict(
         {
             "model": {"width": 64, "heads": 2, "tied": False},
             "data": {"text": ["a.txt", 'odd "name".txt'], "held_out": 0.1},
@@ -30,14 +29,14 @@ def test_what_is_written_loads_as_the_same() -> None:
             "log": {"trace": [3, 5], "wandb": "project"},
         }
     )
-    assert Config.of(tomllib.loads(str(config))) == config
+    assert Config.from_dict(tomllib.loads(str(config))) == config
 
 
 def test_what_is_written_beside_a_hugging_face_model_loads_as_the_same() -> None:
-    config = Config.of({"model": {"hf": "llama", "weights": "llama"}})
+    config = Config.from_dict({"model": {"hf": "llama", "weights": "llama"}})
     written = tomllib.loads(str(config))
     assert written["model"] == {"hf": "llama", "weights": "llama"}
-    assert Config.of(written) == config
+    assert Config.from_dict(written) == config
 
 
 @given(texts=st.lists(st.text()), column=st.text(), rate=st.floats(min_value=0, exclude_min=True, allow_nan=False))
@@ -45,8 +44,8 @@ def test_what_is_written_beside_a_hugging_face_model_loads_as_the_same() -> None
 def test_whatever_its_texts_and_numbers_what_is_written_loads_as_the_same(
     texts: list[str], column: str, rate: float
 ) -> None:
-    config = Config.of({"data": {"text": texts, "column": column}, "train": {"learning_rate": rate}})
-    assert Config.of(tomllib.loads(str(config))) == config
+    config = Config.from_dict({"data": {"text": texts, "column": column}, "train": {"learning_rate": rate}})
+    assert Config.from_dict(tomllib.loads(str(config))) == config
 
 
 def test_the_defaults_are_written_with_what_they_mean() -> None:
@@ -75,7 +74,7 @@ def test_overrides_are_toml_and_what_is_not_is_text(tmp_path: Path) -> None:
     ids=str,
 )
 def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -> None:
-    assert run.precision_of(Config.of({"train": train}).train) == expected
+    assert Config.from_dict({"train": train}).train.dtypes == expected
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_dtypes_are_those_of_train(train: dict[str, str], expected: Precision) -
 )
 def test_what_contradicts_itself_is_refused_in_one_line(table: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
-        Config.of(table)
+        Config.from_dict(table)
     assert "\n" not in str(caught.value)
 
 
@@ -163,26 +162,26 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused() -> None:
 
 @pytest.mark.parametrize("name", strategies())
 def test_every_preset_is_a_strategy_section(name: str) -> None:
-    assert StrategyConfig(name=name).make(Topology(2, 2)).name == name
+    assert StrategyConfig(name=name).build(Topology(2, 2)).name == name
 
 
 def test_a_strategy_section_passes_its_options_on(tmp_path: Path) -> None:
-    made = StrategyConfig(name="mics", group=(2, 2), gradients="int4:64", feedback="both").make(Topology(4, 2))
+    made = StrategyConfig(name="mics", group=(2, 2), gradients="int4:64", feedback="both").build(Topology(4, 2))
     assert made.placement.params == Extent(2, 2)
     assert made.grad_sync.feedback == "both"
     file = tmp_path / "s.toml"
     file.write_text(made.to_toml())
-    assert StrategyConfig(name=str(file)).make(Topology(4, 2)) == made
-    resting = StrategyConfig(name="zero3", frozen=(2, 1), frozen_codec="int4:64").make(Topology(2, 2))
+    assert StrategyConfig(name=str(file)).build(Topology(4, 2)) == made
+    resting = StrategyConfig(name="zero3", frozen=(2, 1), frozen_codec="int4:64").build(Topology(2, 2))
     assert resting.frozen == Extent(2)
     assert resting.frozen_codec == Codec.parse("int4:64")
-    assert StrategyConfig(name="zero3").make(Topology(2, 2)).frozen is None
+    assert StrategyConfig(name="zero3").build(Topology(2, 2)).frozen is None
     with pytest.raises(ConfigError, match="frozen"):
         StrategyConfig(name="zero3", frozen=(2,))
     with pytest.raises(ConfigError, match="remove frozen_codec, frozen"):
-        StrategyConfig(name=str(file), frozen=(2, 1), frozen_codec="int8").make(Topology(4, 2))
+        StrategyConfig(name=str(file), frozen=(2, 1), frozen_codec="int8").build(Topology(4, 2))
     with pytest.raises(ConfigError, match="remove route"):
-        StrategyConfig(name=str(file), route="ring").make(Topology(4, 2))
-    cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).make(Topology(2, 2))
+        StrategyConfig(name=str(file), route="ring").build(Topology(4, 2))
+    cut = StrategyConfig(name="zero3", nodes=4, ranks_per_node=1).build(Topology(2, 2))
     assert cut.topology == Topology(4, 1)
     assert Strategy.from_toml(cut.to_toml()) == cut

@@ -1,4 +1,4 @@
-"""Windows: each once an epoch, shared out by number alone; and what opens them, on each rank of a node."""
+"""TokenWindows: each once an epoch, shared out by number alone; and what opens them, on each rank of a node."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from hypothesis import strategies as st
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
 from towpath.train.data.corpus import Files
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.shuffle import shuffled
-from towpath.train.data.sources import Tokens, open_tokens
-from towpath.train.data.windows import Windows
+from towpath.train.data.loader import Tokens, TokenWindows, open_tokens, shuffled
+from towpath.train.data.prepare import prepare
 
 LENGTH = 8
 examples = settings(max_examples=50, deadline=None)
@@ -38,9 +36,9 @@ class Counting:
         out[:] = np.arange(start, start + len(out))
 
 
-def windows(count: int, *, length: int = LENGTH, seed: int = 0, begin: int = 0) -> Windows:
+def windows(count: int, *, length: int = LENGTH, seed: int = 0, begin: int = 0) -> TokenWindows:
     source: Any = Counting(begin + count)
-    return Windows(source, range(begin, begin + count), length, seed)
+    return TokenWindows(source, range(begin, begin + count), length, seed)
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +113,8 @@ def test_ranks_of_any_world_read_the_same_step_together(world: int, micro_batch:
 @given(count=st.integers(LENGTH + 1, 500), total=st.sampled_from([4, 12, 24]), world=st.sampled_from([1, 2, 4]))
 def test_evaluation_reads_the_same_windows_in_any_world(count: int, total: int, world: int) -> None:
     reader, each = windows(count), total // world
-    read = torch.cat([reader.evenly(rank * each, each, total)[0] for rank in range(world)])
-    assert torch.equal(read, reader.evenly(0, total, total)[0])
+    read = torch.cat([reader.evaluation_batch(rank * each, each, total)[0] for rank in range(world)])
+    assert torch.equal(read, reader.evaluation_batch(0, total, total)[0])
     starts = read[:, 0].tolist()
     assert starts == sorted(starts) and starts[0] == 0
     assert len(set(starts)) == min(total, len(reader))
@@ -124,13 +122,13 @@ def test_evaluation_reads_the_same_windows_in_any_world(count: int, total: int, 
 
 def test_evaluation_takes_every_window_where_it_takes_as_many() -> None:
     reader = windows(10 * LENGTH + 1)
-    assert reader.evenly(0, 10, 10)[0].flatten().tolist() == list(range(10 * LENGTH))
+    assert reader.evaluation_batch(0, 10, 10)[0].flatten().tolist() == list(range(10 * LENGTH))
 
 
 def prepared(folder: Path, text: str = "a line of text\n" * 100, shard_tokens: int = 97) -> Path:
     source = folder / "source.txt"
     source.write_text(text)
-    prepare(Files.named([str(source)]), "bytes", folder / "tokens", Plan(shard_tokens=shard_tokens))
+    prepare(Files.named([str(source)]), "bytes", folder / "tokens", shard_tokens=shard_tokens)
     return folder / "tokens"
 
 
@@ -138,7 +136,7 @@ def content(tokens: Tokens) -> bytes:
     """What it trains with and holds out, as far as windows go."""
     held_out = tokens.held_out
     stretches = [tokens.train, *([held_out] if held_out else [])]
-    return b"|".join(bytes(w.evenly(0, len(w), len(w))[0].flatten().tolist()) for w in stretches)
+    return b"|".join(bytes(w.evaluation_batch(0, len(w), len(w))[0].flatten().tolist()) for w in stretches)
 
 
 def test_windows_reach_over_the_ends_of_files(tmp_path: Path) -> None:
@@ -215,7 +213,7 @@ def test_what_is_long_unused_leaves_the_cache(tmp_path: Path, cache: Path, monke
         (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 50)
     open_tokens(DataConfig(text=(str(tmp_path / "first.txt"),)), LENGTH)
     (cache / ".killed.partial-1").mkdir()
-    monkeypatch.setattr("towpath.train.data.sources._KEPT_SECONDS", -1)
+    monkeypatch.setattr("towpath.train.data.loader._KEPT_SECONDS", -1)
     open_tokens(DataConfig(text=(str(tmp_path / "second.txt"),)), LENGTH)
     (left,) = cache.iterdir()
     assert (left / "tokens-00000.bin").read_bytes().startswith(b"second")

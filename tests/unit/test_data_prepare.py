@@ -16,11 +16,10 @@ import pytest
 from towpath.cli.main import _run
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.data import corpus, tokens
-from towpath.train.data import text_pieces as pieces
+from towpath.train.data import corpus
 from towpath.train.data.corpus import Files
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.sources import open_tokens
+from towpath.train.data.loader import open_tokens
+from towpath.train.data.prepare import load_tokenizer, prepare
 
 # Nothing takes that long, on whatever machine: what does, hangs.
 HANGS_SECONDS = 300
@@ -91,13 +90,13 @@ def test_texts_are_taken_in_order_and_each_ends_with_a_nul(texts: Path, capsys: 
 
 def test_sources_keep_their_order_and_nothing_is_read_twice(texts: Path, tmp_path: Path) -> None:
     sources = [texts / "z.txt", texts / "*.txt", texts / "binary.txt", texts]
-    prepare(Files.named([*map(str, sources)]), "bytes", tmp_path / "tokens", Plan())
+    prepare(Files.named([*map(str, sources)]), "bytes", tmp_path / "tokens")
     expected = b"last\n\0third\n\0first\n\0second\n\0"
     assert (tmp_path / "tokens" / "tokens-00000.bin").read_bytes() == expected
 
 
 def test_a_file_that_is_named_is_taken_as_it_is(texts: Path, tmp_path: Path) -> None:
-    prepare(Files.named([str(texts / "binary.txt")]), "bytes", tmp_path / "tokens", Plan())
+    prepare(Files.named([str(texts / "binary.txt")]), "bytes", tmp_path / "tokens")
     assert (tmp_path / "tokens" / "tokens-00000.bin").read_bytes() == b"text\0and numbers\0"
 
 
@@ -180,7 +179,7 @@ def test_the_standard_library_is_pure_text_of_ten_megabytes() -> None:
     assert all(name.suffix == ".py" for name in names)
     assert not [name for name in names if {"site-packages", "test", "idlelib"} & set(name.parts)]
     assert sum(piece.size for piece in found.pieces()) == found.size
-    assert max(piece.size for piece in found.pieces()) < 2 * pieces.PIECE_BYTES
+    assert max(piece.size for piece in found.pieces()) < 2 * corpus.PIECE_BYTES
 
 
 def test_show_says_what_a_folder_holds(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +235,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
 def test_without_the_library_the_extra_is_named(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"needs a library: pip install 'towpath\[hf\]'"):
-        tokens.load(str(tokenizer))
+        load_tokenizer(str(tokenizer))
 
 
 def test_a_file_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
@@ -244,7 +243,7 @@ def test_a_file_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
     found = Files.named([str(tmp_path / "log.txt")])
     (tmp_path / "log.txt").write_text("")
     with pytest.raises(ConfigError, match="became shorter while it was read"):
-        prepare(found, "bytes", tmp_path / "tokens", Plan())
+        prepare(found, "bytes", tmp_path / "tokens")
 
 
 def test_an_error_in_a_worker_is_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,17 +251,17 @@ def test_an_error_in_a_worker_is_the_commands(tmp_path: Path, capsys: pytest.Cap
     found = Files.named([str(tmp_path / "log.txt")])
     (tmp_path / "log.txt").unlink()
     with pytest.raises(ConfigError, match=r"cannot read .*log.txt: No such file"):
-        prepare(found, "bytes", tmp_path / "tokens", Plan(workers=2))
+        prepare(found, "bytes", tmp_path / "tokens", workers=2)
     assert not list(tmp_path.iterdir())
 
 
 # Its tokenizer takes the first piece, and is busy with the second for as long as one likes.
 STUCK = """
 import threading
-import towpath.train.data.corpus, towpath.train.data.tokens
+import towpath.train.data.corpus, towpath.train.data.prepare
 from towpath.cli.main import main
 
-class Stuck(towpath.train.data.tokens.Bytes):
+class Stuck(towpath.train.data.prepare.Tokenizer):
     def encode_batch(self, texts):
         if texts[0].startswith(b"second"):
             print("busy", flush=True)
@@ -270,7 +269,7 @@ class Stuck(towpath.train.data.tokens.Bytes):
         return super().encode_batch(texts)
 
 towpath.train.data.corpus.PIECE_BYTES = 8
-towpath.train.data.tokens.load = lambda name: Stuck()
+towpath.train.data.prepare.load_tokenizer = lambda name: Stuck()
 main()
 """
 
@@ -309,7 +308,7 @@ def test_an_interrupt_ends_the_workers_too(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         found = Files.named([str(tmp_path / "a.txt")])
-        prepare(found, "bytes", tmp_path / "tokens", Plan(workers=2, progress=stop))
+        prepare(found, "bytes", tmp_path / "tokens", workers=2, progress=stop)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
     assert not any(b"spawn_main" in command_of(child) for child in children())
 
@@ -343,7 +342,7 @@ def test_a_dataset_is_its_rows(dataset: Path, capsys: pytest.CaptureFixture[str]
 def test_a_dataset_serves_without_being_prepared(dataset: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(dataset / "cache"))
     read = open_tokens(DataConfig(dataset=str(dataset / "whole"), held_out=0.0), 6)
-    assert bytes(read.train.evenly(0, 1, 1)[0][0].tolist()) == b"row 0\n"
+    assert bytes(read.train.evaluation_batch(0, 1, 1)[0][0].tolist()) == b"row 0\n"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Regenerating the docs changes nothing, and the routes in docs/routes.md are simulated correctly."""
+"""Regenerating the docs changes nothing, and the routes in docs/concepts/routes.md are simulated correctly."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from itertools import pairwise
@@ -11,7 +12,7 @@ import pytest
 from docs import figures, generate
 from docs.draw_routes import CARRIED, DRAWN, bars, plan_of, simulate, taken, transfer_of
 
-from towpath.bench.harness import results
+from benchmarks.harness import results
 from towpath.core.routes import Op
 from towpath.topology.cluster import Topology
 
@@ -24,10 +25,22 @@ def test_regenerating_changes_nothing(file: Path) -> None:
     assert same, "run `python -m docs.generate` and commit what it writes"
 
 
+def test_pages_that_sources_name_exist() -> None:
+    named = {
+        page: file
+        for file in (*generate.ROOT.glob("src/**/*.py"), generate.ROOT / "pyproject.toml")
+        for page in re.findall(r"\bdocs/[\w./-]+\.md\b", file.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert not {page: file for page, file in named.items() if not (generate.ROOT / page).is_file()}
+
+
 @pytest.mark.parity
 def test_regenerating_the_slow_tables_changes_nothing() -> None:
-    page = generate.ROOT / "docs" / "papers.md"
-    assert page.read_text(encoding="utf-8") == generate.text_of(page), "run `python -m docs.generate`"
+    pages = sorted((generate.ROOT / "docs" / "concepts").glob("papers*.md"))
+    assert len(pages) == 2
+    for page in pages:
+        assert page.read_text(encoding="utf-8") == generate.text_of(page), "run `python -m docs.generate`"
 
 
 class TestRows:
@@ -54,11 +67,11 @@ class TestRows:
     def test_a_comparison_shows_every_candidate_of_ours(self) -> None:
         seconds = {"mics": [2.0] * 6, "zero++": [4.0] * 6, "fsdp2": [3.0] * 6}
         run = {
-            "case": {"name": "2x2-regime4-micro1"},
+            "case": {"name": "2x2-ratio4-micro1"},
             "versions": {"towpath": "1.0"},
-            "regime": {"found in the race": 4.1},
+            "comm_ratio": {"found": 4.1},
             "communication_share": dict.fromkeys(seconds, 0.1),
-            "contestants": {name: {"ours": name != "fsdp2", "lossless": name != "zero++"} for name in seconds},
+            "candidates": {name: {"ours": name != "fsdp2", "lossless": name != "zero++"} for name in seconds},
             "seconds": seconds,
             "median_seconds": {name: each[0] for name, each in seconds.items()},
             "checks": [{"what": "lossless: mics against fsdp2, times as fast", "found": 1.5, "low": 1, "high": 2}],

@@ -1,4 +1,4 @@
-"""docs/extending.md: the preset and the route of the page do what it says once they are put where it says."""
+"""docs/guides/extending.md: the preset and the route of the page do what it says once they are put where it says."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPE = Topology(2, 4)
 
 def _defined(name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    exec(compile(programs("extending.md")[name], "extending.md", "exec"), found)
+    exec(compile(programs("guides/extending.md")[name], "extending.md", "exec"), found)
     return found
 
 

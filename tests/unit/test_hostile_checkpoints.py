@@ -27,12 +27,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 from towpath import checkpoint
-from towpath.checkpoint import State
-from towpath.checkpoint.disk import safe_open
-from towpath.checkpoint.export import INDEX
+from towpath.checkpoint import State, safe_open
+from towpath.checkpoint.safetensors import INDEX
 from towpath.cli.main import app
 from towpath.errors import CheckpointError
-from towpath.train.models.weights import Safetensors
+from towpath.train.models.bundle import Safetensors
 
 FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 GIB = 1 << 30
@@ -400,7 +399,7 @@ def test_what_could_not_be_read_again_is_not_saved(tmp_path: Path, monkeypatch: 
         deep = [deep]
     case.data.at = deep  # pyright: ignore[reportAttributeAccessIssue]
     assert "nested deeper than 100 levels" in (checkpoint.save(tmp_path, 1, case.state).failure or "")
-    monkeypatch.setattr("towpath.checkpoint.disk.manifest.MAX_JSON_BYTES", 1000)
+    monkeypatch.setattr("towpath.checkpoint.manifest.MAX_JSON_BYTES", 1000)
     assert "and at most 1,000 are read" in (checkpoint.save(tmp_path, 1, Case().state).failure or "")
     assert list(tmp_path.iterdir()) == []
 

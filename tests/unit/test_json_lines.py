@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from towpath.errors import ConfigError
 from towpath.train.config import DataConfig
-from towpath.train.data import corpus, json_lines
+from towpath.train.data import corpus
 from towpath.train.data.corpus import Files
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.sources import open_tokens
+from towpath.train.data.loader import open_tokens
+from towpath.train.data.prepare import prepare
 
 ROWS = [{"id": i, "text": f"document {i}: ünïcode 文字\nin {'three' * (i % 7)}\r\nlines"} for i in range(300)]
 
@@ -34,7 +34,7 @@ def _documents(path: str, column: str = "text") -> list[str]:
 def test_each_line_s_text_is_a_document(tmp_path: Path, name: str, end: str) -> None:
     path = _file(tmp_path / name, ROWS, end)
     assert _documents(path) == [row["text"] for row in ROWS]
-    prepare(Files.named([path]), "bytes", tmp_path / "tokens", Plan())
+    prepare(Files.named([path]), "bytes", tmp_path / "tokens")
     expected = "".join(f"{row['text']}\0" for row in ROWS).encode()
     assert (tmp_path / "tokens" / "tokens-00000.bin").read_bytes() == expected
 
@@ -100,7 +100,7 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_line_without_end_is_not_read_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus, "PIECE_BYTES", 100)
     monkeypatch.setattr(corpus, "_REACH_BYTES", 100)
-    monkeypatch.setattr(json_lines, "LONGEST_LINE_BYTES", 1000)
+    monkeypatch.setattr(corpus, "LONGEST_LINE_BYTES", 1000)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "fine"}\n' * 3 + '{"text": "' + "x" * 2000)
     with pytest.raises(ConfigError, match=r"rows.jsonl, line 4: got a line of more than 1100 bytes"):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from towpath.auto.live import describe_live
+from towpath.auto.live import describe_module
 from towpath.errors import ConfigError
-from towpath.planner.model import describe
+from towpath.planner.catalog import describe_model
 
 LENGTH, BATCH = 64, 2
 
@@ -47,9 +47,9 @@ def test_formulas_and_what_pytorch_counts_agree(kind: str, values: dict[str, obj
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
         ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
 
-    found = describe_live(model, [ids], BATCH * LENGTH, length=LENGTH)
+    found = describe_module(model, [ids], BATCH * LENGTH, length=LENGTH)
 
-    expected = describe(file)
+    expected = describe_model(file)
     assert found.parameters == expected.parameters
     assert found.flops == pytest.approx(expected.flops, rel=1e-9)
     blocks = [sum(u.kept for u in m.units if u.spec.name) for m in (found, expected)]
@@ -69,7 +69,7 @@ def test_nothing_is_allocated_and_the_model_stays_as_it_was() -> None:
             return x
 
     model = Wide()
-    found = describe_live(model, [torch.zeros(4, 1 << 15, device="meta")], 4)
+    found = describe_module(model, [torch.zeros(4, 1 << 15, device="meta")], 4)
 
     assert [u.flops for u in found.units if u.spec.name] == [2.0 * (1 << 30)] * 2
     assert [u.entering for u in found.units if u.spec.name] == [1 << 15] * 2
@@ -78,4 +78,4 @@ def test_nothing_is_allocated_and_the_model_stays_as_it_was() -> None:
 
 def test_inputs_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="cannot be run with the inputs"):
-        describe_live(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.zeros(2, 5)], 2)
+        describe_module(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [torch.zeros(2, 5)], 2)

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from towpath.auto import measure
 from towpath.auto.measure import describe_measured, line_through
-from towpath.auto.probe_together import Doing, beside
+from towpath.auto.probe import TimedWork, run_together
 from towpath.core.formats import Precision
 from towpath.engine.layout import lay_out
 from towpath.errors import ConfigError
-from towpath.planner import clusters
+from towpath.planner.catalog import load_cluster
 from towpath.planner.cluster import Cluster
-from towpath.planner.cost import computing
-from towpath.planner.model import Line, Model
+from towpath.planner.model import LinearSeconds, Model, compute_seconds
 from towpath.train.models.gpt import GPT, Shape
 
 CPU = torch.device("cpu")
@@ -102,8 +101,8 @@ def test_measured_seconds_take_the_place_of_flops(monkeypatch: pytest.MonkeyPatc
         raise AssertionError("nothing is asked of the cluster")
 
     monkeypatch.setattr(Cluster, "flops_of", refuse)
-    cluster = clusters.load("ethernet-1g")
-    plain, again = (computing(found, cluster, "float32", 4 * LENGTH, ckpt) for ckpt in (False, True))
+    cluster = load_cluster("ethernet-1g")
+    plain, again = (compute_seconds(found, cluster, "float32", 4 * LENGTH, ckpt) for ckpt in (False, True))
 
     forward = [u.measured.forward.at(4 * LENGTH) for u in found.units if u.measured is not None]
     assert plain.forward_end == forward[0] and list(plain.forward[1:]) == forward[1:]
@@ -111,10 +110,10 @@ def test_measured_seconds_take_the_place_of_flops(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_line_goes_through_what_was_measured_and_never_below_zero() -> None:
-    assert line_through([10, 20], [3.0, 5.0]) == Line(1.0, 0.2)
-    assert line_through([10], [3.0]) == Line(0.0, 0.3)
-    assert line_through([10, 20], [3.0, 2.0]) == Line(0.0, 0.1)  # noise
-    assert line_through([10, 20], [1.0, 5.0]) == Line(0.0, 0.25)  # steeper than in proportion
+    assert line_through([10, 20], [3.0, 5.0]) == LinearSeconds(1.0, 0.2)
+    assert line_through([10], [3.0]) == LinearSeconds(0.0, 0.3)
+    assert line_through([10, 20], [3.0, 2.0]) == LinearSeconds(0.0, 0.1)  # noise
+    assert line_through([10, 20], [1.0, 5.0]) == LinearSeconds(0.0, 0.25)  # steeper than in proportion
 
 
 def test_a_unit_that_the_inputs_do_not_reach_takes_no_time() -> None:
@@ -164,12 +163,12 @@ def test_waiting_for_a_core_is_not_computing(monkeypatch: pytest.MonkeyPatch) ->
 def test_of_two_things_at_once_the_one_that_others_take_part_in_is_done_as_often_everywhere() -> None:
     counts: Counter[str] = Counter()
 
-    def doing(name: str, alone: bool) -> Doing:
-        return Doing(name, 1, 0.1, lambda: counts.update([name]), alone)
+    def doing(name: str, alone: bool) -> TimedWork:
+        return TimedWork(name, 1, 0.1, lambda: counts.update([name]), alone)
 
-    beside(doing("product", True), doing("message", False), CPU, 0.5)
+    run_together(doing("product", True), doing("message", False), CPU, 0.5)
     assert counts["message"] == 5 and counts["product"] >= 1
-    beside(doing("one", False), doing("other", False), CPU, 0.5)
+    run_together(doing("one", False), doing("other", False), CPU, 0.5)
     assert counts["one"] == counts["other"] == 5
 
 
@@ -178,4 +177,4 @@ def test_what_fails_beside_something_else_is_raised() -> None:
         raise ValueError("no link")
 
     with pytest.raises(ValueError, match="no link"):
-        beside(Doing("product", 1, 0.1, lambda: None), Doing("message", 1, 0.1, fails), CPU, 0.2)
+        run_together(TimedWork("product", 1, 0.1, lambda: None), TimedWork("message", 1, 0.1, fails), CPU, 0.2)

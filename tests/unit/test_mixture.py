@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from towpath.errors import ConfigError
 from towpath.train.config import MIXED_SAMPLES, DataConfig
 from towpath.train.data.corpus import Files
-from towpath.train.data.mixture import Mixture, samples_of_each
-from towpath.train.data.prepare import Plan, prepare
-from towpath.train.data.sources import open_tokens
-from towpath.train.data.windows import Windows
+from towpath.train.data.loader import TokenMixture, TokenWindows, open_tokens, samples_of_each
+from towpath.train.data.prepare import prepare
 
 LENGTH = 4
 examples = settings(max_examples=50, deadline=None)
@@ -33,11 +31,11 @@ class Filled:
         out[:] = range(self.first + start, self.first + start + len(out))
 
 
-def mixture(counts: list[int], weights: list[float], seed: int = 0) -> Mixture:
+def mixture(counts: list[int], weights: list[float], seed: int = 0) -> TokenMixture:
     """Source i has windows of tokens from i million on."""
     sources: list[Any] = [Filled(1_000_000 * i, count) for i, count in enumerate(counts)]
-    windows = [Windows(s, range(s.count), LENGTH, seed + i) for i, s in enumerate(sources)]
-    return Mixture(windows, weights, seed + len(windows))
+    windows = [TokenWindows(s, range(s.count), LENGTH, seed + i) for i, s in enumerate(sources)]
+    return TokenMixture(windows, weights, seed + len(windows))
 
 
 @pytest.fixture(autouse=True)
@@ -88,8 +86,10 @@ def test_ranks_of_any_world_read_the_same_step_together(world: int, step: int, s
 
 def test_evaluation_reads_the_same_windows_in_any_world_and_in_the_same_shares() -> None:
     reader, total = mixture([900, 300], [3, 1]), 16
-    whole = reader.evenly(0, total, total)[0]
-    assert torch.equal(torch.cat([reader.evenly(8, 8, total)[0], reader.evenly(0, 8, total)[0]]).sort(0)[0], whole)
+    whole = reader.evaluation_batch(0, total, total)[0]
+    assert torch.equal(
+        torch.cat([reader.evaluation_batch(8, 8, total)[0], reader.evaluation_batch(0, 8, total)[0]]).sort(0)[0], whole
+    )
     first, second = whole[:12, 0].tolist(), whole[12:, 0].tolist()
     assert first == sorted(first) and first[0] == 0 and first[-1] > 700  # spread over all of it
     assert second[0] == 1_000_000 and second[-1] > 1_000_200
@@ -98,7 +98,7 @@ def test_evaluation_reads_the_same_windows_in_any_world_and_in_the_same_shares()
 def prepared(folder: Path, name: str, text: str) -> str:
     source = folder / f"{name}.txt"
     source.write_text(text)
-    prepare(Files.named([str(source)]), "bytes", folder / name, Plan())
+    prepare(Files.named([str(source)]), "bytes", folder / name)
     return str(folder / name)
 
 
@@ -106,7 +106,7 @@ def test_folders_of_tokens_are_read_in_their_shares(tmp_path: Path) -> None:
     folders = (prepared(tmp_path, "a", "a" * 2000), prepared(tmp_path, "b", "b" * 100))
     tokens = open_tokens(DataConfig(tokens=folders, weights=(1, 4), held_out=0.3), LENGTH)
     assert tokens.held_out is not None
-    for inputs, _ in (tokens.train.batch(0, 1000), tokens.held_out.evenly(0, 1000, 1000)):
+    for inputs, _ in (tokens.train.batch(0, 1000), tokens.held_out.evaluation_batch(0, 1000, 1000)):
         assert (inputs[:, 0] == ord("a")).sum() == 200
     assert tokens.about == f"{folders[0]} 20 %, {folders[1]} 80 %"
 

@@ -15,8 +15,7 @@ from towpath.core.strategy import TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import StrategyError
-from towpath.planner import clusters
-from towpath.planner.model import describe
+from towpath.planner.catalog import describe_model, load_cluster, shipped_clusters
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching, Solver
 
@@ -63,13 +62,15 @@ def test_the_host_waits_for_what_it_reads_and_for_what_it_writes_over() -> None:
 
 
 def _solver(offload: str | None, memory: int = 80 << 30) -> Solver:
-    return Solver(describe("llama-7b", 2048), clusters.load("ethernet-25g", 4), Request(64, memory, offload=offload))
+    return Solver(
+        describe_model("llama-7b", 2048), load_cluster("ethernet-25g", 4), Request(64, memory, offload=offload)
+    )
 
 
 def test_the_planner_prices_memory_and_the_copies() -> None:
     batching = Batching(1, 1, True)
     plain, offloaded = (
-        _solver(offload).price(towpath.strategy("zero3", towpath.Topology(4, 4), offload=offload), batching)
+        _solver(offload).predict(towpath.strategy("zero3", towpath.Topology(4, 4), offload=offload), batching)
         for offload in (None, "optimizer")
     )
     moved = ("master", "grad", "optimizer")
@@ -89,23 +90,23 @@ def test_what_does_not_fit_otherwise_fits() -> None:
     for candidate in candidates[:20]:
         made = solver.strategy(candidate)
         assert made.optimizer_on_host
-        priced = solver.price(made, candidate.batching)
+        priced = solver.predict(made, candidate.batching)
         assert solver.least_memory(candidate) <= priced.peak_bytes
         assert solver.bound(candidate)[0] <= priced.seconds * (1 + 1e-9)
         assert solver.least_memory(candidate) < _solver(None).least_memory(candidate)
 
 
 def test_a_cluster_without_its_host_is_refused() -> None:
-    cluster = clusters.load("ethernet-25g", 4)
+    cluster = load_cluster("ethernet-25g", 4)
     unknown = replace(cluster, hardware=replace(cluster.hardware, host_memory=None))
-    solver = Solver(describe("llama-7b", 2048), unknown, Request(64, 80 << 30, offload="optimizer"))
+    solver = Solver(describe_model("llama-7b", 2048), unknown, Request(64, 80 << 30, offload="optimizer"))
     with pytest.raises(StrategyError, match=r"says nothing of the host's memory. Describe it under \[host\]"):
-        solver.price(solver.strategy(next(solver.candidates())), Batching(1, 4, True))
+        solver.predict(solver.strategy(next(solver.candidates())), Batching(1, 4, True))
 
 
 def test_every_shipped_cluster_describes_its_host() -> None:
-    for name in clusters.shipped():
-        assert clusters.load(name).hardware.offloading.copy_rate > 0, name
+    for name in shipped_clusters():
+        assert load_cluster(name).hardware.offloading.copy_rate > 0, name
 
 
 def test_the_command_tells_what_lies_on_the_host() -> None:

@@ -19,7 +19,7 @@ from tests.unit.test_metrics import row_of
 from towpath import checkpoint
 from towpath.cli.main import _delivered
 from towpath.cli.terminal import Output
-from towpath.train.observe.progress import Progress
+from towpath.train.progress import StepProgress
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt.toml"
 TINY = [
@@ -72,7 +72,7 @@ def test_lines_live_lines_and_libraries_are_quiet_when_the_reader_has_left() -> 
         for _ in range(3):
             print("a line", flush=True)
             print("a line", file=sys.stderr)
-        with Progress(3, console=Console(stderr=True, force_terminal=True)) as progress:
+        with StepProgress(3, console=Console(stderr=True, force_terminal=True)) as progress:
             for step in (1, 2, 3):
                 progress.show(row_of(step))
                 progress.note("a note")

@@ -22,7 +22,7 @@ from towpath.cli import plan as plan_command
 from towpath.cli import probe as probe_command
 from towpath.core.strategy import Strategy
 from towpath.train.config import Config
-from towpath.train.observe.plots import svg
+from towpath.train.report import svg
 
 MODEL = str(Path(__file__).with_name("six-layers") / "config.json")  # few layers are quickly planned
 PLAN = ("plan", MODEL, "--cluster", "ethernet-10g", "--batch", "32", "--top", "3", "--length", "1024")
@@ -101,7 +101,7 @@ def test_what_it_writes_is_a_strategy_that_train_takes(
     config.write_text("[train]\nbatch = 32\n")
     made = Config.load(config, overrides[1].split())
     assert made.strategy.file == Path(file.name)
-    made.strategy.make(Strategy.from_toml(file.read_text()).topology)
+    made.strategy.build(Strategy.from_toml(file.read_text()).topology)
 
 
 def test_codecs_are_planned_only_where_they_are_allowed(found: dict[str, Any]) -> None:

@@ -19,17 +19,25 @@ from towpath.core.presets import strategy
 from towpath.core.schedule import schedule
 from towpath.core.unit_plan import plan_unit
 from towpath.errors import ConfigError
-from towpath.planner import clusters
+from towpath.planner import catalog
+from towpath.planner.catalog import MODELS, describe_model, load_cluster, published_names, shipped_clusters
 from towpath.planner.cluster import Cluster, from_table
-from towpath.planner.clusters import shipped
-from towpath.planner.cost import computing
-from towpath.planner.memory import activation_bytes, engine_bytes
-from towpath.planner.model import MODELS, Model, Transformer, describe
-from towpath.planner.named_models import published_names
-from towpath.planner.probe_checks import collective_seconds, slowdowns
-from towpath.planner.profile import INTER, INTRA, NOTHING, SEVERAL, Point, Profile, beside_name, fitted, route_of
+from towpath.planner.model import Model, Transformer, activation_bytes, compute_seconds, engine_bytes
+from towpath.planner.profile import (
+    INTER,
+    INTRA,
+    NOTHING,
+    SEVERAL,
+    Point,
+    Profile,
+    collective_seconds,
+    fitted,
+    pair_name,
+    route_of,
+    slowdowns,
+)
 from towpath.planner.request import BF16, Optimizer, Request
-from towpath.planner.solver import Batching, Candidate, Infeasible, Priced, Ranking, Solver
+from towpath.planner.solver import Batching, Candidate, Infeasible, Prediction, Ranking, Solver
 from towpath.sim.hardware import PassWork
 
 SMALL = Transformer(vocabulary=512, width=1024, depth=6, heads=8, hidden=4096)
@@ -48,8 +56,8 @@ def small_cluster(nodes: int = 2, ranks: int = 2, inter: float = 10.0, memory: f
     return from_table("small", table)
 
 
-def priced_of(found: Solver, candidate: Candidate) -> Priced:
-    return found.price(found.strategy(candidate), candidate.batching)
+def priced_of(found: Solver, candidate: Candidate) -> Prediction:
+    return found.predict(found.strategy(candidate), candidate.batching)
 
 
 def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
@@ -65,13 +73,13 @@ def solver(cluster: Cluster, batch: int = 16, **options: Any) -> Solver:
     [("llama-7b", 6.74), ("llama-13b", 13.02), ("llama-30b", 32.53), ("llama-65b", 65.29), ("gpt-8.3b", 8.3)],
 )
 def test_models_of_the_papers_have_the_parameters_they_are_known_for(name: str, billions: float) -> None:
-    assert describe(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
+    assert describe_model(name).parameters == pytest.approx(billions * 1e9, rel=0.01)
 
 
 def test_every_name_gives_a_model_near_its_size() -> None:
     for name in MODELS:
         size = float(name.partition("-")[2].removesuffix("b")) * 1e9
-        assert describe(name).parameters == pytest.approx(size, rel=0.1), name
+        assert describe_model(name).parameters == pytest.approx(size, rel=0.1), name
 
 
 @pytest.mark.parametrize(
@@ -100,7 +108,7 @@ def test_every_name_gives_a_model_near_its_size() -> None:
 )
 def test_published_models_have_the_parameters_that_were_published(name: str, parameters: int) -> None:
     assert name in published_names()
-    assert describe(name).parameters == parameters
+    assert describe_model(name).parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -119,7 +127,7 @@ def test_published_models_have_the_parameters_that_were_published(name: str, par
     ],
 )
 def test_a_name_may_be_spelled_in_several_ways(spelling: str, name: str) -> None:
-    assert describe(spelling).name == name
+    assert describe_model(spelling).name == name
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_a_name_may_be_spelled_in_several_ways(spelling: str, name: str) -> None
 )
 def test_a_mixture_of_experts_is_refused_by_name(name: str, family: str) -> None:
     with pytest.raises(ConfigError, match=f"{re.escape(name)}.*{family} is a mixture of experts"):
-        describe(name)
+        describe_model(name)
 
 
 @pytest.mark.parametrize(
@@ -151,12 +159,12 @@ def test_a_mixture_of_experts_is_refused_by_name(name: str, family: str) -> None
 )
 def test_what_is_no_model_is_told_with_the_nearest_name_or_the_missing_file(name: str, told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
-        describe(name)
+        describe_model(name)
 
 
 def test_a_folder_without_a_configuration_is_told_which_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"there is no file {tmp_path / 'config.json'}"):
-        describe(tmp_path)
+        describe_model(tmp_path)
 
 
 def config(folder: Path, kind: str, **values: object) -> Path:
@@ -194,7 +202,7 @@ def test_a_configuration_has_the_parameters_of_the_model_it_makes(
     with torch.device("meta"):
         live = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(file))
 
-    found = describe(file)
+    found = describe_model(file)
 
     assert found.parameters == sum(p.numel() for p in live.parameters())
     assert found.length == 128
@@ -204,8 +212,8 @@ def test_a_file_of_ones_own_may_say_what_the_model_is(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text("length = 256\nvocabulary = 512\nwidth = 1024\ndepth = 6\nheads = 8\nhidden = 4096\n")
 
-    assert describe(file) == SMALL.model("mine", 256)
-    assert describe(file, length=512).length == 512
+    assert describe_model(file) == SMALL.model("mine", 256)
+    assert describe_model(file, length=512).length == 512
 
 
 @pytest.mark.parametrize(
@@ -222,24 +230,24 @@ def test_what_is_wrong_with_a_model_file_is_said(text: str, told: str, tmp_path:
     file = tmp_path / "mine.toml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        describe(file)
+        describe_model(file)
 
 
 def test_an_unknown_model_names_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"llama-7b.*config\.json"):
-        describe("llama-8b")
+        describe_model("llama-8b")
 
 
 # --- clusters --------------------------------------------------------------------------------------------------------
 
 
 def test_every_shipped_cluster_loads_and_says_where_its_numbers_are_from() -> None:
-    assert len(shipped()) >= 12
-    for name in shipped():
-        found = clusters.load(name)
-        text = Path(clusters.__file__).with_name(f"{name}.toml").read_text()
+    assert len(shipped_clusters()) >= 12
+    for name in shipped_clusters():
+        found = load_cluster(name)
+        text = Path(catalog.__file__).with_name("clusters").joinpath(f"{name}.toml").read_text()
         assert found.peak_of("bfloat16") > 1e13 and "Assumed" in text, name
-    assert clusters.load("p4d", nodes=3).topology.nodes == 3
+    assert load_cluster("p4d", nodes=3).topology.nodes == 3
 
 
 @pytest.mark.parametrize(
@@ -309,7 +317,7 @@ def test_a_recomputed_block_is_there_after_the_end_of_the_root_is_released() -> 
 def test_a_configuration_of_experts_is_refused(kind: str, tmp_path: Path) -> None:
     key = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts", "deepseek_v3": "n_routed_experts"}[kind]
     with pytest.raises(ConfigError, match=f"{key} = 8: it is a mixture of experts"):
-        describe(config(tmp_path, kind, **LLAMA, **{key: 8}))
+        describe_model(config(tmp_path, kind, **LLAMA, **{key: 8}))
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
@@ -389,7 +397,7 @@ def test_bytes_are_the_schedules_of_many_micro_steps_too(label: str, micro_steps
     found = solver(small_cluster())
     made = strategy(label, found.cluster.topology)
 
-    priced = found.price(made, Batching(1, micro_steps))
+    priced = found.predict(made, Batching(1, micro_steps))
 
     expected = schedule(made, tuple(u.spec for u in found.model.units), micro_steps, found.request.precision)
     assert (priced.inter_bytes, priced.intra_bytes) == (expected.inter_bytes, expected.intra_bytes)
@@ -416,7 +424,7 @@ def test_progress_covers_bounds_and_replays() -> None:
 
 def test_planning_needs_no_torch() -> None:
     program = (
-        "import sys; from towpath.planner.solver import Solver; from towpath.planner import clusters, model, profile; "
+        "import sys; from towpath.planner.solver import Solver; from towpath.planner import catalog, model, profile; "
         "sys.exit([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules] != [])"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
@@ -485,10 +493,10 @@ def test_what_the_engine_takes_of_the_processor_is_told_by_unit_parameter_and_tr
 
 
 def test_a_step_takes_longer_by_what_the_engine_takes_of_the_processor() -> None:
-    model, made = describe("gpt-2.5b"), made_profile()
+    model, made = describe_model("gpt-2.5b"), made_profile()
     with_host = made_profile(host_work=host_points(unit=2e-4, parameter=1e-5, transfer=0.0))
 
-    without, more = (computing(model, p.cluster(), "float32", 64, False) for p in (made, with_host))
+    without, more = (compute_seconds(model, p.cluster(), "float32", 64, False) for p in (made, with_host))
 
     units = len(model.units)
     expected = 2 * (2e-4 * units + 1e-5 * model.trainable_parameters)
@@ -502,9 +510,9 @@ def test_what_is_done_at_once_is_told_beside_what_the_simulator_gives_each() -> 
 
     assert (product.what, product.measured) == ("matmul float32 beside inter, all", pytest.approx(1.5))
     assert (message.what, message.measured) == ("inter, all beside matmul float32", pytest.approx(2.0))
-    alone = made.of(beside_name(INTER, NOTHING))[-1].usual
-    assert 1.0 < product.foretold < 1.2
-    assert message.foretold == pytest.approx(1 + BUSY_LATENCY[INTER] / alone, rel=1e-3)
+    alone = made.of(pair_name(INTER, NOTHING))[-1].usual
+    assert 1.0 < product.predicted < 1.2
+    assert message.predicted == pytest.approx(1 + BUSY_LATENCY[INTER] / alone, rel=1e-3)
 
 
 def test_a_small_message_beside_a_computation_tells_how_long_each_waits_for_the_processor() -> None:
@@ -541,7 +549,7 @@ def test_a_profile_is_read_as_it_was_written_and_planned_with(tmp_path: Path) ->
 
     assert Profile.load(file) == made_profile()
     asked = Request(8, 4 << 30, Precision())
-    answer = Solver(SMALL.model("small", 64), clusters.load(file), asked).solve(best=1, most=50)
+    answer = Solver(SMALL.model("small", 64), load_cluster(file), asked).solve(best=1, most=50)
     assert isinstance(answer, Ranking)
 
 
@@ -560,4 +568,4 @@ def test_a_profile_of_another_number_of_nodes_is_refused(tmp_path: Path) -> None
     file = tmp_path / "profile.json"
     file.write_text(made_profile().to_json())
     with pytest.raises(ConfigError, match="is of 2 nodes, and --nodes asks for 4"):
-        clusters.load(file, nodes=4)
+        load_cluster(file, nodes=4)

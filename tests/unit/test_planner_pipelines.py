@@ -15,15 +15,15 @@ from towpath.cli.main import app
 from towpath.core.pipeline import Compression, gpipe, most_in_flight, one_forward_one_backward
 from towpath.errors import PlanError
 from towpath.pipeline.schedules import walks
-from towpath.planner import clusters
+from towpath.planner.catalog import MODELS, describe_model, load_cluster
 from towpath.planner.cluster import GIB
-from towpath.planner.model import MODELS, Transformer, describe
+from towpath.planner.model import Transformer
 from towpath.planner.pipelines import Layout, Pipelines
 from towpath.planner.request import Request
 from towpath.planner.solver import Batching
 
 SHAPE = Transformer(vocabulary=1000, width=64, depth=8, heads=4, hidden=256, tied=False)
-CLUSTER = clusters.load("ethernet-10g", 4)  # of four ranks each
+CLUSTER = load_cluster("ethernet-10g", 4)  # of four ranks each
 
 
 def planner(memory: float = 20.0, batch: int = 64, **change: object) -> Pipelines:
@@ -36,7 +36,7 @@ def planner(memory: float = 20.0, batch: int = 64, **change: object) -> Pipeline
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_stages_have_together_what_the_model_has(name: str, count: int) -> None:
     shape, length = MODELS[name]
-    staged, whole = shape.staged(name, length, count), describe(name)
+    staged, whole = shape.staged(name, length, count), describe_model(name)
     assert sum(model.parameters for model in staged.stages) + staged.tied == whole.parameters
     assert sum(model.flops for model in staged.stages) == pytest.approx(whole.flops)
     assert sum(unit.modules for model in staged.stages for unit in model.units[1:]) == shape.depth
@@ -44,7 +44,7 @@ def test_stages_have_together_what_the_model_has(name: str, count: int) -> None:
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(Exception, match="16 stages of a model that has 8 blocks"):
-        planner().price(Layout(16), Batching(1, 16))
+        planner().predict(Layout(16), Batching(1, 16))
 
 
 @pytest.mark.parametrize(
@@ -56,14 +56,14 @@ def test_layouts_that_do_not_divide_are_refused(layout: Layout, words: str) -> N
 
 
 def test_stages_that_would_lie_unevenly_on_nodes_are_refused() -> None:
-    three = clusters.load("ethernet-10g", 3)  # 12 ranks: stages of 6 on nodes of 4
+    three = load_cluster("ethernet-10g", 3)  # 12 ranks: stages of 6 on nodes of 4
     made = Pipelines(lambda count: SHAPE.staged("gpt", 128, count), three, Request(12, 20 * GIB))
     with pytest.raises(PlanError, match="6 ranks of a stage would lie unevenly on nodes of 4"):
         made.copies(Layout(2))
 
 
 def test_gpipe_keeps_every_micro_batch_however_many_are_replayed() -> None:
-    kept = [planner().price(Layout(4, "GPipe"), Batching(1, count)).memory["activations"] for count in (8, 16, 64)]
+    kept = [planner().predict(Layout(4, "GPipe"), Batching(1, count)).memory["activations"] for count in (8, 16, 64)]
     # Each further micro-batch keeps as much; what the backward pass has for a moment is there once.
     assert [more - kept[0] for more in kept[1:]] == [pytest.approx((kept[1] - kept[0]) * times) for times in (1, 7)]
     assert 0.8 * kept[0] < kept[1] - kept[0] <= kept[0]
@@ -71,21 +71,21 @@ def test_gpipe_keeps_every_micro_batch_however_many_are_replayed() -> None:
 
 def test_what_is_written_for_training_has_no_codec_of_some_stages_only() -> None:
     packed = Compression(gradients="low-rank:2")
-    priced = planner().price(Layout(2, compression=packed), Batching(1, 4))
-    assert priced.strategy == planner().price(Layout(2), Batching(1, 4)).strategy
+    priced = planner().predict(Layout(2, compression=packed), Batching(1, 4))
+    assert priced.strategy == planner().predict(Layout(2), Batching(1, 4)).strategy
 
 
 def test_many_micro_batches_are_as_if_all_were_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = planner().price(Layout(4), Batching(1, 64))
+    few = planner().predict(Layout(4), Batching(1, 64))
     monkeypatch.setattr("towpath.planner.pipelines._REPLAYED", (32, 64))
-    all_of_them = planner().price(Layout(4), Batching(1, 64))
+    all_of_them = planner().predict(Layout(4), Batching(1, 64))
     assert few.seconds == pytest.approx(all_of_them.seconds, rel=0.01)
     assert few.inter_bytes == all_of_them.inter_bytes
     assert sum(few.exposed.values()) == pytest.approx(sum(all_of_them.exposed.values()), rel=0.05)
 
 
 def test_the_bubble_shrinks_with_more_micro_batches() -> None:
-    idle = [planner().price(Layout(4), Batching(1, count)).idle for count in (4, 8, 32)]
+    idle = [planner().predict(Layout(4), Batching(1, count)).idle for count in (4, 8, 32)]
     assert idle == sorted(idle, reverse=True) and idle[0] > 0.4
 
 
@@ -93,13 +93,13 @@ def test_no_candidate_takes_less_than_its_bound() -> None:
     made = planner()
     for layout, batching in made._candidates([2, 4], ["1F1B", "ZBVZeroBubble"], ["none"], [1, 2]):
         if batching.micro_batch == 4:
-            assert made.price(layout, batching).seconds >= 0.999 * made._bound(layout, batching)
+            assert made.predict(layout, batching).seconds >= 0.999 * made._bound(layout, batching)
 
 
 def test_what_is_found_is_the_best_of_all() -> None:
     made = planner(batch=16)
     found = made.solve([2, 4], best=3)
-    everything = [made.price(*each) for each in made._candidates([2, 4], ["1F1B"], ["none"], [1])]
+    everything = [made.predict(*each) for each in made._candidates([2, 4], ["1F1B"], ["none"], [1])]
     assert [p.seconds for p in found] == sorted(p.seconds for p in everything)[:3]
 
 
@@ -116,16 +116,16 @@ def test_of_1f1b_a_rank_keeps_as_many_micro_batches_as_stages_follow() -> None:
 
 
 def test_tensor_parallel_ranks_share_states_and_arithmetic_and_pay_for_their_sums() -> None:
-    alone, shared = (planner().price(Layout(2, tensor=n), Batching(4, 8)) for n in (1, 2))
+    alone, shared = (planner().predict(Layout(2, tensor=n), Batching(4, 8)) for n in (1, 2))
     assert shared.memory["master"] == pytest.approx(alone.memory["master"] / 2, rel=0.05)
     assert alone.seconds / 2 < shared.seconds
 
 
 def test_encoded_gradients_take_less_of_the_cable_where_it_is_narrow() -> None:
-    slow = clusters.load("ethernet-1g", 4)
+    slow = load_cluster("ethernet-1g", 4)
     request = Request(16, 20 * GIB, checkpointing=False)
     made = Pipelines(lambda count: SHAPE.staged("gpt", 128, count), slow, request)
-    plain, packed = (made.price(Layout(4, compression=name), Batching(4, 4)) for name in ("none", "optimus-cb"))
+    plain, packed = (made.predict(Layout(4, compression=name), Batching(4, 4)) for name in ("none", "optimus-cb"))
     assert packed.inter_bytes < plain.inter_bytes and packed.seconds < plain.seconds
     # What a message missed, and Q; in bf16.
     assert packed.memory["compression"] == 2 * (4 * 128 * 64 + 16 * 64)

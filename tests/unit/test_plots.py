@@ -13,11 +13,9 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from towpath.bench import drawing
 from towpath.cli import plan_report
 from towpath.observing import COMPUTE, Interval
-from towpath.train.observe.plots import COLOURS, Outcome, draw_timelines, standalone_svg, svg
-from towpath.train.observe.report import rows_of, write_report
+from towpath.train.report import COLORS, Outcome, draw_timelines, rows_of, standalone_svg, svg, write_report
 
 
 def _line(figure: Any, last: float) -> None:
@@ -48,11 +46,7 @@ def _on_canvas(draw: Callable[[Any, Any], None], shown: Any, size: tuple[float, 
     return canvas
 
 
-def _by_rate(figure: Any, curves: list[Any]) -> None:
-    drawing.draw_by_rate(figure, ([drawing.Curve(curve.name, True, curve.points) for curve in curves], None))
-
-
-@pytest.mark.parametrize("draw", [plan_report.draw_rates, plan_report.draw_nodes, _by_rate])
+@pytest.mark.parametrize("draw", [plan_report.draw_rates, plan_report.draw_nodes])
 @pytest.mark.parametrize(
     ("low", "high"), [(15, 1500), (5, 200), (29.37, 29.42), (2.1, 8), (9, 11), (1e-3, 900), (0.4, 0.4), (95, 1050)]
 )
@@ -89,7 +83,7 @@ def test_every_curve_is_seen_where_all_coincide() -> None:
     points = tuple((2.0**step, 100 / (step + 1)) for step in range(6))
     curves = [plan_report.Curve(name, points) for name in ("a", "b", "c", "d")]
     drawn = _on_canvas(plan_report.draw_rates, curves, (5.2, 3.3))
-    seen = [_pixels(drawn, COLOURS[number]) for number in range(4)]
+    seen = [_pixels(drawn, COLORS[number]) for number in range(4)]
     assert min(seen) > 120 and max(seen) < 4 * min(seen), seen
 
 
@@ -114,7 +108,7 @@ def test_a_timeline_is_in_units_that_fit_its_length(seconds: float, unit: str, e
 def _colored(figure: Any, shown: Any) -> None:
     axes = figure.add_subplot()
     axes.set_title("text")
-    for color in (*COLOURS, "#868e96", "black"):
+    for color in (*COLORS, "#868e96", "black"):
         axes.plot([0, 1], [0, 1], "o", color=color)
 
 

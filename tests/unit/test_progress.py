@@ -13,8 +13,8 @@ from tests.unit.test_metrics import row_of
 from towpath.core.strategy import TransferKind
 from towpath.engine.streams.record import Sums, TransferStats
 from towpath.observing import Stats
-from towpath.train.observe.progress import Progress, duration, size
-from towpath.train.observe.summary import Spent, summary, times
+from towpath.train.metrics_logger import StepTimers, summary, times
+from towpath.train.progress import StepProgress, duration, size
 
 
 def _console(terminal: bool) -> Console:
@@ -28,7 +28,7 @@ def _printed(console: Console) -> str:
 
 def test_a_line_tells_all_and_fits_a_hundred_columns() -> None:
     console = _console(terminal=False)
-    with Progress(100_000, console=console, every=1) as progress:
+    with StepProgress(100_000, console=console, every=1) as progress:
         progress.show(row_of(50_000, loss=12.34567, mfu=0.412))
     assert _printed(console) == (
         " 50000/100000  loss 12.346  8.19k tok/s  MFU 41%  inter 48.2 MB  exposed 12%  mem 1.52 GB  ETA 6h56\n"
@@ -38,7 +38,7 @@ def test_a_line_tells_all_and_fits_a_hundred_columns() -> None:
 
 def test_without_a_terminal_the_first_the_last_and_every_nth_step_have_a_line() -> None:
     console = _console(terminal=False)
-    with Progress(25, console=console, every=10) as progress:
+    with StepProgress(25, console=console, every=10) as progress:
         for step in range(1, 26):
             progress.show(row_of(step))
             if step == 12:
@@ -50,7 +50,7 @@ def test_without_a_terminal_the_first_the_last_and_every_nth_step_have_a_line() 
 
 def test_without_a_terminal_and_a_rhythm_lines_are_seconds_apart() -> None:
     console = _console(terminal=False)
-    with Progress(40, console=console) as progress:
+    with StepProgress(40, console=console) as progress:
         for step in range(1, 41):
             progress.show(row_of(step))  # half a second each
     steps = [int(line.split()[0].split("/")[0]) for line in _printed(console).splitlines()]
@@ -59,7 +59,7 @@ def test_without_a_terminal_and_a_rhythm_lines_are_seconds_apart() -> None:
 
 def test_on_a_terminal_one_line_is_drawn_over_and_notes_stay_above() -> None:
     console = _console(terminal=True)
-    with Progress(3, console=console) as progress:
+    with StepProgress(3, console=console) as progress:
         for step in (1, 2, 3):
             progress.show(row_of(step))
             if step == 2:
@@ -72,7 +72,7 @@ def test_on_a_terminal_one_line_is_drawn_over_and_notes_stay_above() -> None:
 def test_the_other_ranks_are_quiet() -> None:
     for terminal in (False, True):
         console = _console(terminal)
-        with Progress(1, console=console, quiet=True) as progress:
+        with StepProgress(1, console=console, quiet=True) as progress:
             progress.show(row_of(1))
             progress.note("unheard")
         assert _printed(console) == ""
@@ -80,7 +80,7 @@ def test_the_other_ranks_are_quiet() -> None:
 
 def test_the_end_is_foretold_by_recent_steps() -> None:
     console = _console(terminal=False)
-    with Progress(1000, console=console, every=1) as progress:
+    with StepProgress(1000, console=console, every=1) as progress:
         progress.show(replace(row_of(1), seconds=600.0))  # the first compiles
         for step in range(2, 31):
             progress.show(row_of(step))
@@ -118,8 +118,7 @@ def test_stats_can_be_taken_of_a_part_of_a_run() -> None:
 def test_the_times_add_up_to_the_run() -> None:
     done = _stats(10)
     aside = Sums(exposed_seconds={TransferKind.GATHER: 1.5}, host_seconds=0.1)
-    spent = Spent(total_seconds=20.0, passes_seconds=15.0, others={"optimizer": 1.0, "evaluation": 3.0}, aside=aside)
-    found = times(done, spent)
+    found = times(done, StepTimers(passes=15.0, optimizer=1.0, evaluation=3.0), 20.0, aside)
     assert sum(found.values()) == pytest.approx(20.0)
     gathers = sum(t.seconds_exposed for t in done.transfers if t.transfer.kind is TransferKind.GATHER)
     assert found["waiting for gather"] == pytest.approx(gathers - 1.5)
@@ -130,7 +129,7 @@ def test_the_times_add_up_to_the_run() -> None:
 
 def test_the_summary_reads_well_in_a_file() -> None:
     done = _stats(10)
-    text = summary(done, Spent(total_seconds=20.0, passes_seconds=15.0, others={"optimizer": 1.0}), 10)
+    text = summary(done, times(done, StepTimers(passes=15.0, optimizer=1.0), 20.0, Sums()), 20.0, 10)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100 and "\x1b" not in text and "…" not in text
     assert lines[0] == "Where the time went (10 steps, 20.0 s)"

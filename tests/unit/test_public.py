@@ -2,8 +2,12 @@
 
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
 
 import towpath
+import towpath.optim
 
 
 def test_the_public_names_are_sorted_and_all_there() -> None:
@@ -25,6 +29,33 @@ assert not {"torch", "numpy"} & set(sys.modules), "torch or numpy was imported"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_planning_plans_simulates_and_explains_without_torch() -> None:
+    program = """
+import sys
+from towpath import planning, strategy
+cluster, model = planning.load_cluster("ethernet-10g"), planning.describe_model("gpt-2.5b", length=256)
+solver = planning.Solver(model, cluster, planning.Request(batch=16, memory=cluster.memory))
+found = solver.solve(best=1, most=1)
+assert isinstance(found, planning.Ranking), found
+batching = planning.Batching(micro_batch=1, micro_steps=1, checkpointing=True)
+steps = [solver.predict(strategy(name, cluster.topology), batching) for name in ("zero3", "mics")]
+assert solver.predict_memory(steps[0].strategy, batching) == steps[0].memory
+assert "times as fast" in planning.explain(steps, solver)
+assert planning.compare(steps, solver)[0][0] == "step"
+assert not {"torch", "numpy"} & set(sys.modules), "torch or numpy was imported"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_names_of_planning_are_sorted_and_all_there() -> None:
+    planning = towpath.planning
+    assert planning.__all__ == sorted(planning.__all__) == dir(planning)
+    for name in planning.__all__:
+        assert getattr(planning, name).__name__ == name
+    with pytest.raises(AttributeError, match="it has Batching"):
+        planning.plan  # noqa: B018
+
+
 def test_importing_does_nothing() -> None:
     program = "import towpath, sys; assert not [m for m in sys.modules if m.startswith('towpath.')], sys.modules"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
@@ -34,7 +65,7 @@ def test_importing_does_nothing() -> None:
 def test_no_framework_is_imported_but_by_the_module_for_it() -> None:
     program = """
 import sys
-import towpath.integrations, towpath.api, towpath.checkpoint, towpath.pipeline, towpath.train.run
+import towpath.integrations, towpath.api, towpath.checkpoint, towpath.pipeline, towpath.train.trainer
 theirs = {"accelerate", "transformers", "lightning", "peft", "datasets", "torchdata"} & set(sys.modules)
 assert not theirs, theirs
 """
@@ -60,3 +91,11 @@ towpath.integrations.accelerate.Accelerator
 towpath.optim.owner_stepped, towpath.optim.chain
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "old", "new"), [(towpath, "Wire", "towpath.Transport"), (towpath.optim, "together", "chain")]
+)
+def test_a_renamed_name_says_its_new_name(module: ModuleType, old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"is now {new}"):
+        getattr(module, old)

@@ -14,7 +14,7 @@ from towpath.core import formats
 from towpath.core.formats import Codec
 from towpath.core.transport import Transport
 from towpath.errors import StrategyError
-from towpath.planner import clusters
+from towpath.planner.catalog import load_cluster
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 7, 63, 64, 65, 1000)
@@ -128,4 +128,4 @@ def test_it_is_unknown_until_it_is_registered_and_planned_afterwards() -> None:
         Transport("two-hop", "sign")
     _signs()
     assert str(Transport("two-hop", "sign").encoding) == "sign:256"
-    assert clusters.load("ethernet-10g").hardware.codec_speed("sign") is not None
+    assert load_cluster("ethernet-10g").hardware.codec_speed("sign").encode > 0

@@ -17,12 +17,10 @@ from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import ConfigError
-from towpath.sim.fluid import _ROUNDS, BandwidthModel, Demand
-from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks
-from towpath.sim.lateness import Late, Uneven, lateness
-from towpath.sim.loads import TransferShape, loads_of
-from towpath.sim.replay import Replay, Seconds, SteppedWhole
-from towpath.sim.timeline import Timeline
+from towpath.sim.bandwidth import _ROUNDS, BandwidthModel, Demand
+from towpath.sim.hardware import CABLE, INSIDE, CodecSpeed, Hardware, Link, Racks, TransferShape, phase_costs
+from towpath.sim.replay import ComputeSeconds, OwnerSteppedWork, Replay
+from towpath.sim.timeline import Delay, RankVariation, Timeline, expected_delay
 from towpath.topology.cluster import Topology
 
 SHAPES = [Topology(2, 2), Topology(4, 2), Topology(3, 1), Topology(1, 4), Topology(4, 8)]
@@ -43,7 +41,7 @@ def hardware(topology: Topology, cable: float = 1e9, inside: float = 1e10, laten
 
 def replayed(made: Strategy, on: Hardware, compute: float = 1e-3, micro_steps: int = 1) -> Timeline:
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = Seconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
+    seconds = ComputeSeconds([0.0] + [compute] * DEPTH, [0.0] + [2 * compute] * DEPTH, 0.0, 0.0)
     return Replay(made, plans, on, seconds, micro_steps).run()
 
 
@@ -54,7 +52,7 @@ def ends_of(fluid: BandwidthModel, flows: dict[str, Demand]) -> dict[str, float]
     for flow in flows.values():
         fluid.start(flow)
     ends: dict[str, float] = {}
-    while fluid.flows:
+    while fluid.demands:
         for ended in fluid.advance():
             ends |= {name: fluid.now for name, flow in flows.items() if flow is ended}
     return ends
@@ -101,15 +99,15 @@ def test_what_waits_for_one_thing_takes_little_of_another() -> None:
 
 def test_more_rounds_of_sharing_change_little(monkeypatch: pytest.MonkeyPatch) -> None:
     def rates(rounds: int) -> list[float]:
-        monkeypatch.setattr("towpath.sim.fluid._ROUNDS", rounds)
+        monkeypatch.setattr("towpath.sim.bandwidth._ROUNDS", rounds)
         draw, found = random.Random(1), list[float]()
         for _ in range(200):
             fluid = BandwidthModel({"cable": 10.0, "inside": 50.0, "processor": 2.0})
             for _ in range(draw.randrange(2, 6)):
                 needs = {name: draw.uniform(0, 10) for name in ("cable", "inside", "processor") if draw.random() < 0.7}
                 fluid.start(Demand(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
-            fluid.share_out()
-            found += [flow.rate for flow in fluid.flows]
+            fluid.set_rates()
+            found += [flow.rate for flow in fluid.demands]
         return found
 
     few, many = rates(_ROUNDS), rates(50)
@@ -124,11 +122,11 @@ def test_no_resource_is_ever_given_out_twice() -> None:
         for _ in range(draw.randrange(1, 7)):
             needs = {name: draw.uniform(0, 5) for name in ("a", "b") if draw.random() < 0.7}
             fluid.start(Demand(fluid.alone(needs) + draw.uniform(0.01, 1), needs))
-        while fluid.flows:
-            fluid.share_out()
+        while fluid.demands:
+            fluid.set_rates()
             for name, capacity in capacities.items():
-                assert sum(f.rate * f.needs.get(name, 0) for f in fluid.flows) <= capacity * (1 + 1e-9)
-            assert all(0 < f.rate <= 1 / f.seconds * (1 + 1e-9) for f in fluid.flows)
+                assert sum(f.rate * f.needs.get(name, 0) for f in fluid.demands) <= capacity * (1 + 1e-9)
+            assert all(0 < f.rate <= 1 / f.seconds * (1 + 1e-9) for f in fluid.demands)
             fluid.advance()
 
 
@@ -145,7 +143,7 @@ def test_transfers_need_of_the_cables_what_the_schedule_counts(topology: Topolog
         for transfer in made.transfers:
             if transfer.kind is TransferKind.UNUSED_PARAMS:
                 continue
-            loads = loads_of(TransferShape.of(transfer), on)
+            loads = phase_costs(TransferShape.of(transfer), on)
             cable = sum(load.needs.get(CABLE, 0) for load in loads) * topology.nodes
             inside = sum(load.needs.get(INSIDE, 0) for load in loads)
             assert cable == pytest.approx(transfer.inter_bytes, rel=0.02, abs=64), (name, options, str(transfer))
@@ -159,7 +157,7 @@ def test_a_ring_leaves_a_rack_once_and_all_to_all_from_every_node() -> None:
     for route, cables in (("flat", 1.0), ("one-hop", 4 * 4 / 7)):
         made = schedule(strategy("zero3", topology, route=route), UNITS, 1)
         (first, *_) = [t for t in made.transfers if t.kind is TransferKind.GATHER]
-        (load,) = loads_of(TransferShape.of(first), on)
+        (load,) = phase_costs(TransferShape.of(first), on)
         assert load.needs["spine"] == pytest.approx(cables * load.needs[CABLE])
 
 
@@ -238,7 +236,9 @@ def test_what_waits_instead_of_computing_leaves_the_cores_to_others() -> None:
     made = strategy("ddp", Topology(2, 2))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
     took = [
-        Replay(made, plans, shared, Seconds([0.0] + [1.0] * DEPTH, [0.0] * (DEPTH + 1), 0.0, 0.0, share=share), 1).run()
+        Replay(
+            made, plans, shared, ComputeSeconds([0.0] + [1.0] * DEPTH, [0.0] * (DEPTH + 1), 0.0, 0.0, share=share), 1
+        ).run()
         for share in (1.0, 0.5, 0.0)
     ]
     assert [t.seconds for t in took] == pytest.approx([2 * DEPTH, DEPTH, DEPTH], rel=1e-3)
@@ -254,20 +254,20 @@ def test_every_legal_placement_replays() -> None:
 # --- ranks that are not alike ----------------------------------------------------------------------------------------
 
 
-def late(made: Strategy, uneven: Uneven, cable: float = 1e9, compute: float = 1e-3) -> Late:
-    moments = replayed(made, hardware(made.topology, cable), compute).moments
-    return lateness(moments, uneven, made.topology.world)
+def late(made: Strategy, uneven: RankVariation, cable: float = 1e9, compute: float = 1e-3) -> Delay:
+    moments = replayed(made, hardware(made.topology, cable), compute).thread_events
+    return expected_delay(moments, uneven, made.topology.world)
 
 
 @pytest.mark.parametrize("label", strategies())
 def test_ranks_that_are_alike_are_never_late(label: str) -> None:
-    assert late(strategy(label, Topology(2, 2)), Uneven()) == Late(0.0, 0.0)
+    assert late(strategy(label, Topology(2, 2)), RankVariation()) == Delay(0.0, 0.0)
 
 
 @pytest.mark.parametrize("label", strategies())
 def test_where_links_take_nothing_a_step_is_as_late_as_its_straggler(label: str) -> None:
     """A group waits for its last member, and nobody for anything else."""
-    found = late(strategy(label, Topology(2, 2)), Uneven(stragglers={1: 1.5}), cable=1e18)
+    found = late(strategy(label, Topology(2, 2)), RankVariation(stragglers={1: 1.5}), cable=1e18)
 
     assert found.most == pytest.approx(0.5 * 3e-3 * DEPTH, rel=0.02)  # encoding takes the processor too
 
@@ -276,7 +276,7 @@ def test_where_links_take_nothing_a_step_is_as_late_as_its_straggler(label: str)
 def test_a_straggler_costs_no_more_than_it_computes_longer(label: str) -> None:
     """Where the others wait for links anyway it costs less."""
     made = strategy(label, Topology(4, 2))
-    wide, narrow = (late(made, Uneven(stragglers={3: 2.0}), cable).most for cable in (1e12, 1e8))
+    wide, narrow = (late(made, RankVariation(stragglers={3: 2.0}), cable).most for cable in (1e12, 1e8))
 
     # By rounding, and by what encoding takes of the processor beside computing.
     assert 0 <= narrow <= 1.001 * wide <= 1.02 * 3e-3 * DEPTH
@@ -284,17 +284,21 @@ def test_a_straggler_costs_no_more_than_it_computes_longer(label: str) -> None:
 
 def test_what_waits_for_everybody_often_loses_more_by_jitter() -> None:
     """zero3 waits for the slowest of all in each unit, ddp once a step."""
-    often, once = (late(strategy(label, Topology(4, 8)), Uneven(0.1), 1e15).mean for label in ("zero3", "ddp"))
+    often, once = (late(strategy(label, Topology(4, 8)), RankVariation(0.1), 1e15).mean for label in ("zero3", "ddp"))
 
     assert often > 1.2 * once > 0
 
 
 def test_a_faster_rank_alone_gains_nothing() -> None:
-    assert late(strategy("zero3", Topology(2, 2)), Uneven(stragglers={2: 0.5}), cable=1e18).most == pytest.approx(0.0)
+    assert late(
+        strategy("zero3", Topology(2, 2)), RankVariation(stragglers={2: 0.5}), cable=1e18
+    ).most == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("uneven", [Uneven(1.5), Uneven(stragglers={4: 1.5}), Uneven(stragglers={0: 0.0})])
-def test_what_cannot_be_is_refused(uneven: Uneven) -> None:
+@pytest.mark.parametrize(
+    "uneven", [RankVariation(1.5), RankVariation(stragglers={4: 1.5}), RankVariation(stragglers={0: 0.0})]
+)
+def test_what_cannot_be_is_refused(uneven: RankVariation) -> None:
     with pytest.raises(ConfigError, match="expected"):
         late(strategy("ddp", Topology(2, 2)), uneven)
 
@@ -320,10 +324,10 @@ def test_each_round_of_a_collective_waits_for_the_processors_that_compute() -> N
         t for t in schedule(strategy("ddp", topology), UNITS[:1], 1).transfers if t.kind is TransferKind.GRAD_SYNC
     )
 
-    loads = loads_of(TransferShape.of(transfer), busy)
+    loads = phase_costs(TransferShape.of(transfer), busy)
 
     assert sum(load.busy_seconds for load in loads) == pytest.approx(2 * 3 * 0.01)  # an all-reduce by a ring of four
-    assert all(not load.busy_seconds for load in loads_of(TransferShape.of(transfer), idle))
+    assert all(not load.busy_seconds for load in phase_costs(TransferShape.of(transfer), idle))
 
 
 # --- an optimizer that needs whole matrices ---------------------------------------------------------------------------
@@ -335,12 +339,12 @@ def test_the_step_of_whole_matrices_sends_what_is_scheduled_while_owners_work() 
     chosen = [OwnedParameter(f"{u}.{i}", (64, 64), u, 0, i) for u in range(1, DEPTH + 1) for i in (0, 2)]
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
     plan = plan_matrices(made, plans, chosen)
-    seconds = Seconds([0.0] * len(plans), [0.0] * len(plans), 0.0, 0.0)
+    seconds = ComputeSeconds([0.0] * len(plans), [0.0] * len(plans), 0.0, 0.0)
 
-    def replay(stepped: SteppedWhole | None) -> Timeline:
+    def replay(stepped: OwnerSteppedWork | None) -> Timeline:
         return Replay(made, plans, hardware(made.topology), seconds, 1, stepped).run()
 
-    without, alone, beside = replay(None), replay(SteppedWhole(plan, 0.0)), replay(SteppedWhole(plan, 1e-6))
+    without, alone, beside = replay(None), replay(OwnerSteppedWork(plan, 0.0)), replay(OwnerSteppedWork(plan, 1e-6))
     transfers = list(plan.transfers())
     assert alone.inter_bytes - without.inter_bytes == sum(t.inter_bytes for t in transfers)
     assert alone.intra_bytes - without.intra_bytes == sum(t.intra_bytes for t in transfers)

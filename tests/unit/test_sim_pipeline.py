@@ -28,8 +28,7 @@ from towpath.core.unit_plan import plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.pipeline.schedules import order_of, owners_of, schedule_class, walk_of
 from towpath.sim.hardware import CodecSpeed, Hardware, Link
-from towpath.sim.pipeline import PipelineReplay, PipelineTimeline, SimulatedStage
-from towpath.sim.replay import Seconds
+from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
 
 UNITS = (UnitSpec("", (BucketSpec((10,)),), kept=True), UnitSpec("a", (BucketSpec((100,)),)))
@@ -56,7 +55,7 @@ def replayed(
     made = presets.strategy(strategy, Topology(1, 1))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
     each = len(owners) // ranks
-    seconds = Seconds((0.0, FORWARD / each), (0.0, BACKWARD / each), 0.0, 0.0)
+    seconds = ComputeSeconds((0.0, FORWARD / each), (0.0, BACKWARD / each), 0.0, 0.0)
     stages = [
         SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if i < len(owners) - 1 else ())
         for i, rank in enumerate(owners)
@@ -129,7 +128,7 @@ def test_a_message_takes_its_cable_and_is_waited_for() -> None:
 def test_copies_of_a_stage_on_one_node_share_its_cable() -> None:
     made = presets.strategy("ddp", Topology(1, 2))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = Seconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
+    seconds = ComputeSeconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
     outputs = (((HIDDEN,), "float32"),)
     stages = [SimulatedStage((0, 1), made, plans, seconds, outputs), SimulatedStage((2, 3), made, plans, seconds, ())]
     link = Link(4 * HIDDEN / 0.5, 0.0)
@@ -144,7 +143,7 @@ def test_ranks_of_one_host_share_its_cores() -> None:
     shared = Hardware(Topology(2, 1), Link(FAST, 0.0), Link(FAST, 0.0), FAST, FAST, cores=1.0, ranks_sharing=2)
     made = presets.strategy("ddp", Topology(1, 1))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = Seconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
+    seconds = ComputeSeconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
     stages = [
         SimulatedStage((rank,), made, plans, seconds, (((HIDDEN,), "float32"),) if not rank else ()) for rank in (0, 1)
     ]
@@ -162,7 +161,7 @@ def test_by_sockets_a_receiver_tells_that_it_is_ready_behind_what_it_sends() -> 
         cluster = Hardware(Topology(2, 1), link, link, FAST, FAST, cores=cores, ranks_sharing=2)
         made = presets.strategy("ddp", Topology(1, 1))
         plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-        seconds = Seconds((0.0, 0.1), (0.0, 0.1), 0.0, 0.0)
+        seconds = ComputeSeconds((0.0, 0.1), (0.0, 0.1), 0.0, 0.0)
         outputs = (((HIDDEN,), "float32"),)
         stages = [SimulatedStage((r,), made, plans, seconds, outputs if r == 0 else ()) for r in (0, 1)]
         walk = one_forward_one_backward_walk(order)
@@ -174,7 +173,7 @@ def test_low_rank_messages_take_the_bytes_of_their_factors() -> None:
     order = gpipe(2, 1)
     made = presets.strategy("ddp", Topology(1, 1))
     plans = [plan_unit(made, unit, Precision()) for unit in UNITS]
-    seconds = Seconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
+    seconds = ComputeSeconds((0.0, FORWARD), (0.0, BACKWARD), 0.0, 0.0)
     outputs = (((10, 100), "float32"),)
     stages = [SimulatedStage((0,), made, plans, seconds, outputs), SimulatedStage((1,), made, plans, seconds, ())]
     seen = PipelineReplay(stages, gpipe_walk(order), hardware(2), Compression("low-rank:2")).run()

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from towpath.train import launch
-from towpath.train.stopping import stopping
+from towpath.train.signals import handle_signals
 
 
 def test_the_first_signal_asks_and_what_was_there_before_comes_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     for number in (signal.SIGTERM, signal.SIGINT):
-        with stopping() as stop:
-            stop.begun = True
-            assert not stop.wanted
+        with handle_signals() as stop:
+            stop.training = True
+            assert not stop.signal
             signal.raise_signal(number)
-            assert stop.wanted
+            assert stop.signal
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
     assert signal.set_wakeup_fd(-1) == -1
 
@@ -34,14 +34,14 @@ def test_before_the_first_step_a_signal_is_what_it_was_before_and_the_process_li
     monkeypatch.setattr(os, "_exit", ended.append)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), stopping() as stop:
+        with pytest.raises(KeyboardInterrupt), handle_signals() as stop:
             signal.raise_signal(signal.SIGINT)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as for a job that a shell started in the background
-        with stopping():
+        with handle_signals():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not stop.wanted
+    assert not stop.signal
     for listening in [thread for thread in threading.enumerate() if thread.name == "towpath signals"]:
         listening.join(30)
         assert not listening.is_alive()
@@ -52,8 +52,8 @@ def test_in_another_thread_nothing_is_handled() -> None:
     seen: list[bool] = []
 
     def work() -> None:
-        with stopping() as stop:
-            seen.append(stop.wanted)
+        with handle_signals() as stop:
+            seen.append(stop.signal)
 
     before = signal.getsignal(signal.SIGTERM)
     thread = threading.Thread(target=work)
@@ -77,19 +77,19 @@ def test_the_launcher_tells_ranks_that_stopped_as_told_from_one_that_failed(
     monkeypatch: pytest.MonkeyPatch, codes: tuple[int, ...], told: list[int], expected: int, ends_the_others: bool
 ) -> None:
     signalled: list[int] = []
-    monkeypatch.setattr(launch, "_signal", lambda _, number: signalled.append(number))
+    monkeypatch.setattr(launch, "_send_signal", lambda _, number: signalled.append(number))
     ranks = [(rank, subprocess.Popen(["sh", "-c", f"exit {code}"])) for rank, code in enumerate(codes)]
-    assert launch._until_all_ended({process.pid: (rank, process) for rank, process in ranks}, told) == expected
+    assert launch._wait_for_all({process.pid: (rank, process) for rank, process in ranks}, told) == expected
     assert bool(signalled) == ends_the_others
 
 
 STUCK = """
 import ctypes, sys
 sys.path.insert(0, sys.argv[1])
-from towpath.train import stopping
-stopping._GRACE_SECONDS = 0.1
-with stopping.stopping() as stop:
-    stop.begun = True
+from towpath.train import signals
+signals._GRACE_SECONDS = 0.1
+with signals.handle_signals() as stop:
+    stop.training = True
     print("begun", flush=True)
     sleep = ctypes.CDLL(None).sleep  # in C, as a collective: Python's handlers do not run
     while True:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from towpath.errors import CheckpointError, ConfigError, TowpathError
 from towpath.train.config import ModelConfig
-from towpath.train.models import from_config
+from towpath.train.models import bundle
+from towpath.train.models.bundle import INDEX, Safetensors, build_model
 from towpath.train.models.gpt import GPT, rotary_tables
-from towpath.train.models.weights import INDEX, Safetensors
 
 SMALL: dict[str, Any] = {"width": 16, "depth": 2, "heads": 4, "kv_heads": 2, "hidden": 24}
 VOCABULARY = 40
@@ -24,7 +24,7 @@ VOCABULARY = 40
 
 def _refused(config: ModelConfig, kind: type[TowpathError] = ConfigError) -> str:
     with pytest.raises(kind) as caught:
-        from_config.build(config, VOCABULARY)
+        build_model(config, VOCABULARY)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -33,7 +33,7 @@ def _refused(config: ModelConfig, kind: type[TowpathError] = ConfigError) -> str
 
 
 def test_a_model_is_built_without_memory_and_tells_its_size() -> None:
-    built = from_config.build(ModelConfig(**SMALL, tied=False), VOCABULARY)
+    built = build_model(ModelConfig(**SMALL, tied=False), VOCABULARY)
 
     assert all(p.device.type == "meta" and p.dtype == torch.float32 for p in built.model.parameters())
     assert [type(b).__name__ for b in built.blocks] == ["Block", "Block"]
@@ -44,8 +44,8 @@ def test_a_model_is_built_without_memory_and_tells_its_size() -> None:
 
 
 def test_a_tied_embedding_counts_once_and_multiplies() -> None:
-    tied = from_config.build(ModelConfig(**SMALL, tied=True), VOCABULARY)
-    untied = from_config.build(ModelConfig(**SMALL, tied=False), VOCABULARY)
+    tied = build_model(ModelConfig(**SMALL, tied=True), VOCABULARY)
+    untied = build_model(ModelConfig(**SMALL, tied=False), VOCABULARY)
 
     assert tied.matrices == untied.matrices
     assert tied.parameters == untied.parameters - 16 * VOCABULARY
@@ -55,7 +55,7 @@ def test_a_tied_embedding_counts_once_and_multiplies() -> None:
 def test_ours_is_a_llama_by_other_names(tied: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    built = from_config.build(ModelConfig(**SMALL, tied=tied), VOCABULARY)
+    built = build_model(ModelConfig(**SMALL, tied=tied), VOCABULARY)
     assert isinstance(built.model, GPT)
     torch.manual_seed(0)
     ours = GPT(built.model.shape)
@@ -73,7 +73,7 @@ def test_ours_is_a_llama_by_other_names(tied: bool) -> None:
 def test_new_weights_depend_on_the_seed_alone() -> None:
     def drawn(seed: int) -> torch.Tensor:
         torch.manual_seed(seed)
-        model = from_config.build(ModelConfig(**SMALL), VOCABULARY).model
+        model = build_model(ModelConfig(**SMALL), VOCABULARY).model
         assert isinstance(model, GPT)
         return torch.cat([p.detach().flatten() for p in GPT(model.shape).parameters()])
 
@@ -89,15 +89,15 @@ def test_rotary_tables_are_made_in_fp32_whatever_the_model_computes_in() -> None
 
 def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    built = from_config.build(ModelConfig(**SMALL), VOCABULARY)
+    built = build_model(ModelConfig(**SMALL), VOCABULARY)
     assert isinstance(built.model, GPT)
     model = GPT(built.model.shape).double()
     rows = torch.randint(VOCABULARY, (3, 8))
     results: list[list[torch.Tensor]] = []
     for at_once in (1 << 24, 5 * VOCABULARY):
-        monkeypatch.setattr(from_config, "_LOGITS_AT_ONCE", at_once)
+        monkeypatch.setattr(bundle, "_LOGITS_AT_ONCE", at_once)
         model.zero_grad()
-        loss = from_config.next_token_loss(model, rows[:, :-1], rows[:, 1:])
+        loss = bundle.next_token_loss(model, rows[:, :-1], rows[:, 1:])
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
     expected = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
@@ -109,7 +109,7 @@ def test_a_loss_in_pieces_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused() -> None:
     message = _refused(ModelConfig(**SMALL, vocabulary=39))
     assert "39" in message and "40" in message
-    assert from_config.build(ModelConfig(**SMALL, vocabulary=64), VOCABULARY).config_json["vocab_size"] == 64
+    assert build_model(ModelConfig(**SMALL, vocabulary=64), VOCABULARY).config_json["vocab_size"] == 64
 
 
 # --- Hugging Face ----------------------------------------------------------------------------------------------------
@@ -150,21 +150,21 @@ def test_without_transformers_it_says_what_to_install(tmp_path: Path, monkeypatc
 
 def test_masters_are_fp32_whatever_the_file_says_the_weights_were_kept_in(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_llama() | {"dtype": "bfloat16"}))
-    built = from_config.build(ModelConfig(hf=str(tmp_path)), VOCABULARY)
+    built = build_model(ModelConfig(hf=str(tmp_path)), VOCABULARY)
     assert {p.dtype for p in built.model.parameters()} == {torch.float32}
     assert built.config_json["architectures"] == ["LlamaForCausalLM"]
     assert built.attended == 2 * 16 and len(built.blocks) == 2
 
 
 def _llama() -> dict[str, Any]:
-    return from_config.build(ModelConfig(**SMALL), VOCABULARY).config_json
+    return build_model(ModelConfig(**SMALL), VOCABULARY).config_json
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
 def _state() -> dict[str, torch.Tensor]:
-    built = from_config.build(ModelConfig(**SMALL), VOCABULARY)
+    built = build_model(ModelConfig(**SMALL), VOCABULARY)
     return {built.names[name]: torch.zeros(p.shape) for name, p in built.model.named_parameters()}
 
 
@@ -219,7 +219,7 @@ def test_a_tied_alias_may_be_there_and_old_rotary_buffers_too(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(_llama()))
     state = _state() | {"lm_head.weight": torch.zeros(VOCABULARY, 16), "model.rotary_emb.inv_freq": torch.zeros(2)}
     save_file(state, tmp_path / "model.safetensors")
-    assert from_config.build(ModelConfig(hf=str(tmp_path), weights=str(tmp_path)), VOCABULARY).values is not None
+    assert build_model(ModelConfig(hf=str(tmp_path), weights=str(tmp_path)), VOCABULARY).values is not None
 
 
 def test_files_that_cannot_be_read_are_told(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What a user's program says of types: pyright, in strict mode, passes what is right and finds what is wrong.
 
-One run judges the programs of README.md and docs/from-fsdp2.md, and what a user may type. The examples, which import
-whole frameworks, are judged by `make check`.
+One run judges the programs of README.md and docs/start/from-fsdp2.md, and what a user may type. `make check` judges
+the examples, which import frameworks.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]
     if importlib.util.find_spec("pyright") is None:
         pytest.skip("pyright is not installed: pip install --group check")
     folder = tmp_path_factory.mktemp("typed")
-    for page in ("README.md", "from-fsdp2.md"):
+    for page in ("README.md", "start/from-fsdp2.md"):
         for name, program in programs(page).items():
             whole = re.search(r"^import .*\btowpath$", program, re.MULTILINE)
-            file = f"{page.removesuffix('.md')}{name}.py".replace("-", "_")
+            file = f"{Path(page).stem}{name}.py".replace("-", "_")
             (folder / file).write_text(program if whole else IMPORTS + AROUND + program)
     (folder / "typed.py").write_text(TYPED)
     files = list(folder.glob("*.py"))

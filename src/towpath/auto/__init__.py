@@ -1,4 +1,7 @@
-"""strategy="auto": measures the cluster and the model that run, and has the planner choose.
+"""strategy="auto": it measures the running cluster and the model, and lets the planner choose a strategy.
 
-From `choice.py`: `probe.py` measures links and kernels, `live.py` looks into a model, `measure.py` times its units.
+choice.py   the choice, on all ranks
+probe.py    measures links and kernels
+live.py     describes a model from its module
+measure.py  times the units of a model, and the engine's own work
 """

@@ -1,8 +1,8 @@
-"""strategy="auto": every rank gets what the planner ranks first for the cluster that runs.
+"""strategy="auto": every rank gets the strategy that the planner ranks first for the running cluster.
 
-The cluster is measured once; the profile is kept, and used again where one message still takes what it says. It is
-measured shortly at first, and longer once a plan tells that steps take long enough for it to pay. Rank 0 plans, since
-it alone decides; the others get its answer, or its error.
+The cluster is measured once. The profile is kept, and used again if a message still takes what the profile says. The
+first measurement is short. A longer one follows if the planned steps take long enough for it to pay off. Only rank 0
+plans. The other ranks receive its answer, or its error.
 """
 
 from __future__ import annotations
@@ -32,41 +32,43 @@ from towpath.errors import ConfigError, PlanError, TowpathError
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
 from towpath.planner.model import Model
-from towpath.planner.pipelines import Layout, PricedPipeline
+from towpath.planner.pipelines import Layout, PipelinePrediction
 from towpath.planner.profile import Profile
-from towpath.planner.request import Optimizer, Request, codecs_for_both
-from towpath.planner.solver import Batching, Infeasible, Priced, Ranking, Solver
-from towpath.planner.workload import Workload
+from towpath.planner.request import Optimizer, Request, Workload, codecs_for_both
+from towpath.planner.solver import Batching, Infeasible, Prediction, Ranking, Solver
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
-# A probe is short at first. Where the planned steps leave room for it, a longer one follows: together they take so
-# large a share of so many steps at most, and the longer one never more than its full seconds.
+# The seconds of the first, short probe, and the most seconds of a longer one. Together they take at most this share of
+# so many planned steps.
 SHORT_PROBE_SECONDS, FULL_PROBE_SECONDS = 1.0, 15.0
 _SHARE_OF_STEPS, _STEPS = 0.05, 1000
-_WORTH_IT = 3  # times as long as the short one, the longer has to be at least
-# What a rank may hold of its device's memory: the rest is the allocator's, the driver's and the libraries'.
+_WORTH_IT = 3  # the longer probe takes at least this many times as long as the short one
+# The share of a device's memory that a rank may hold. The allocator, the driver and libraries need the rest.
 _SHARE_OF_MEMORY = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`seconds`: of a step, as planned. `why`: one line for people."""
+    """The chosen strategy, the predicted seconds of a step, and one line for people.
+
+    It has a `layout` if the model is split into stages, or its layers are shared.
+    """
 
     strategy: Strategy
     batching: Batching
     seconds: float
     why: str
-    layout: Layout | None = None  # where the model is to be cut into stages, or its layers to be shared
+    layout: Layout | None = None
 
 
-# The best pipeline for a model on a cluster, if any fits.
-BestPipeline = Callable[[Model, Cluster, Request], PricedPipeline | None]
+# Returns the best pipeline for a model on a cluster, or None if none fits.
+BestPipeline = Callable[[Model, Cluster, Request], PipelinePrediction | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelined:
-    """What may be chosen besides plain strategies; or, as `only` it may, in their place."""
+    """Pipelines that may be chosen. With `only`, they replace plain strategies."""
 
     best: BestPipeline
     only: bool
@@ -80,10 +82,10 @@ def choose(
     profile: str | Path = "",
     pipelined: Pipelined | None = None,
 ) -> Choice:
-    """The same on every rank; every rank must call it.
+    """Choose a strategy, identical on all ranks. Every rank must call it.
 
-    `describe(device)`: the model as rank 0 finds it; the other ranks do the same at the same time, as in a step.
-    `request(memory)`: what is asked of a step, for ranks of so many bytes of memory.
+    `describe` describes the model for a device. Rank 0 uses the result. The other ranks call it at the same time,
+    because they also work at the same time in a step. `request` returns what a step must do, for some bytes of memory.
     """
     if groups.world != (dist.get_world_size() if dist.is_initialized() else 1):
         raise PlanError(
@@ -93,21 +95,30 @@ def choose(
     planner = _Planner(groups, describe, request, pipelined)
     kept, where = _kept_profile(groups, topology, profile)
     began = time.monotonic()
-    if kept is not None and (profile or still_holds(kept, groups)):  # a named file is the user's word
+    if kept is not None and (profile or still_holds(kept, groups)):  # a profile of the user's is not checked
         made, choice = kept, planner.choose(kept, f"links as measured on {kept.date}")
     else:
         why = "once" if kept is None else f"anew, since its links are not what they were on {kept.date}"
-        made, choice = _probed(groups, topology, planner, SHORT_PROBE_SECONDS, why)
+        made, choice = _probe_and_choose(groups, topology, planner, SHORT_PROBE_SECONDS, why)
     spent = groups.gather_objects(time.monotonic() - began)[0]
     longer = min(FULL_PROBE_SECONDS, _SHARE_OF_STEPS * _STEPS * choice.seconds - spent)
     if not profile and longer >= _WORTH_IT * made.budget_seconds:
-        made, choice = _probed(groups, topology, planner, longer, "longer, since its steps take so long")
+        made, choice = _probe_and_choose(groups, topology, planner, longer, "longer, since its steps take so long")
     if groups.rank == 0 and made is not kept:
-        _keep(made, where)
+        # If the cache cannot be written, the next run measures again.
+        try:
+            where.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = where.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(made.to_json(), encoding="utf-8")
+            unfinished.replace(where)
+        except OSError as error:
+            sys.stderr.write(f"towpath: the profile could not be kept: {error}\n")
     return choice
 
 
-def _probed(groups: Groups, topology: Topology, planner: _Planner, seconds: float, why: str) -> tuple[Profile, Choice]:
+def _probe_and_choose(
+    groups: Groups, topology: Topology, planner: _Planner, seconds: float, why: str
+) -> tuple[Profile, Choice]:
     began = time.monotonic()
     if groups.rank == 0:
         sys.stderr.write(f'towpath: strategy="auto" measures this cluster {why}, for some {max(seconds, 3):.0f} s\n')
@@ -143,7 +154,7 @@ def choose_for(
             weights,
             gradients,
             micro_batches=(1,),
-            checkpointing=False,  # as the model is
+            checkpointing=False,  # the model recomputes by itself, if at all
             offload=offload,
         )
 
@@ -158,26 +169,29 @@ def choose_for(
     return choice.strategy
 
 
-# The profile ---------------------------------------------------------------------------------------------------------
-
-
 def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple[Profile | None, Path]:
-    """Of this cluster. Rank 0 reads; all take what it has read."""
+    """Return the cluster's profile and its file. Rank 0 reads it for all ranks."""
     hosts = groups.gather_objects(os.uname().nodename)
-    where = Path(path) if path else _cache_file(topology, hosts)
-    told: tuple[str, str] | None = None
+    where = Path(path)
+    if not path:
+        # The name of the cached file depends on all that a profile depends on: hosts, ranks, device and threads.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        what = [f"{topology}", sorted(set(hosts)), device_of_job().type, torch.get_num_threads(), torch.__version__]
+        digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        where = cache / "towpath" / "profiles" / f"{digest}.json"
+    answer: tuple[str, str] | None = None
     if groups.rank == 0 and (path or where.exists()):
         try:
-            told = ("profile", Profile.load(where).to_json())
+            answer = ("profile", Profile.load(where).to_json())
         except ConfigError as error:
             if path:
-                told = ("error", str(error))
+                answer = ("error", str(error))
             else:
                 sys.stderr.write(f"towpath: {error} It is measured anew.\n")
-    told = groups.gather_objects(told)[0]
-    if told is None:
+    answer = groups.gather_objects(answer)[0]
+    if answer is None:
         return None, where
-    kind, text = told
+    kind, text = answer
     if kind == "error":
         raise ConfigError(text)
     found = Profile.from_json(text)
@@ -185,30 +199,11 @@ def _kept_profile(groups: Groups, topology: Topology, path: str | Path) -> tuple
     return found, where
 
 
-def _cache_file(topology: Topology, hosts: list[str]) -> Path:
-    """By all that a profile depends on and that can be asked: hosts, ranks, device, threads."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    what = [f"{topology}", sorted(set(hosts)), device_of_job().type, torch.get_num_threads(), torch.__version__]
-    digest = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
-    return cache / "towpath" / "profiles" / f"{digest}.json"
-
-
-def _keep(profile: Profile, where: Path) -> None:
-    """A cache that cannot be written costs the next run a probe, and nobody a run."""
-    try:
-        where.parent.mkdir(parents=True, exist_ok=True)
-        beside = where.with_suffix(f".{os.getpid()}")
-        beside.write_text(profile.to_json(), encoding="utf-8")
-        beside.replace(where)
-    except OSError as error:
-        sys.stderr.write(f"towpath: the profile could not be kept: {error}\n")
-
-
 # The plan ------------------------------------------------------------------------------------------------------------
 
 
 class _Planner:
-    """Rank 0 plans, and the others wait for what it finds. The model is described once."""
+    """Plans on rank 0, while the other ranks wait for the result. It describes the model once."""
 
     def __init__(
         self,
@@ -221,7 +216,7 @@ class _Planner:
         self._model: Model | None = None
 
     def choose(self, profile: Profile, how: str) -> Choice:
-        """`how` the profile was come by, in words."""
+        """Return the choice for a profile. `how` says in words where the profile comes from."""
         answer: Choice | TowpathError | None = None
         cause: Exception | None = None
         try:
@@ -243,7 +238,7 @@ class _Planner:
             self._model = self._model or self._describe(device)
             return _planned(profile, how, self._model, self._request, self._pipelined)
         if self._model is None and ranks_measure_together(device):
-            with suppress(Exception):  # what cannot be described is said by rank 0
+            with suppress(Exception):  # rank 0 reports what cannot be described
                 self._model = self._describe(device)
         return None
 
@@ -254,43 +249,37 @@ def _planned(
     cluster = profile.cluster()
     solver = Solver(model, cluster, request(int(cluster.memory * _SHARE_OF_MEMORY)))
     stages = pipelined.best(model, cluster, solver.request) if pipelined is not None else None
-    if pipelined is not None and pipelined.only and stages is None:
-        raise PlanError(
-            f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, a '
-            "smaller micro-batch or activation checkpointing."
-        )
-    if pipelined is not None and pipelined.only and stages is not None:
-        return _staged(stages, "the layout is as configured", how)
-    found = _without_stages(solver, stages is not None)
-    if stages is not None and not isinstance(found, Ranking):
-        return _staged(stages, "nothing fits without stages", how)
-    if stages is not None and isinstance(found, Ranking) and stages.seconds < found.ranked[0].seconds:
-        best = found.ranked[0]
-        without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
-        return _staged(stages, without, how)
-    if isinstance(found, Infeasible):
-        needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
-        raise PlanError(
-            f'strategy="auto": nothing fits into {limit:.2f} GiB a rank; what comes nearest needs {needed:.2f} GiB, '
-            f"{tables.extents(found.nearest.strategy)} (P, G, OS). Take more ranks, a smaller micro-batch or "
-            "activation checkpointing."
-        )
-    assert isinstance(found, Ranking)
-    best = found.ranked[0]
-    return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
-
-
-def _without_stages(solver: Solver, otherwise: bool) -> Ranking | Infeasible | None:
-    """`otherwise`: there are stages to take where the batch is no multiple of the ranks."""
+    if pipelined is not None and pipelined.only:
+        if stages is None:
+            raise PlanError(
+                f'strategy="auto": no stages fit into {solver.request.memory / GIB:.2f} GiB a rank. Take more of them, '
+                "a smaller micro-batch or activation checkpointing."
+            )
+        return _staged_choice(stages, "the layout is as configured", how)
+    found: Ranking | Infeasible | None = None
     try:
-        return solver.solve(best=1)
+        found = solver.solve(best=1)
     except ConfigError:
-        if otherwise:
-            return None
-        raise
+        if stages is None:  # stages can have a batch that is no multiple of the ranks
+            raise
+    if isinstance(found, Ranking):
+        best = found.ranked[0]
+        if stages is not None and stages.seconds < best.seconds:
+            without = f"without stages {tables.label(best.strategy)} would take {tables.seconds(best.seconds)}"
+            return _staged_choice(stages, without, how)
+        return Choice(best.strategy, best.batching, best.seconds, _why(best, found, solver, how))
+    if stages is not None:
+        return _staged_choice(stages, "nothing fits without stages", how)
+    assert found is not None
+    needed, limit = found.nearest.peak_bytes / GIB, solver.request.memory / GIB
+    raise PlanError(
+        f'strategy="auto": nothing fits into {limit:.2f} GiB a rank; what comes nearest needs {needed:.2f} GiB, '
+        f"{tables.extents(found.nearest.strategy)} (P, G, OS). Take more ranks, a smaller micro-batch or "
+        "activation checkpointing."
+    )
 
 
-def _staged(stages: PricedPipeline, compared: str, how: str) -> Choice:
+def _staged_choice(stages: PipelinePrediction, compared: str, how: str) -> Choice:
     batching = stages.batching
     again = ", checkpointed" if batching.checkpointing else ""
     why = (
@@ -301,11 +290,11 @@ def _staged(stages: PricedPipeline, compared: str, how: str) -> Choice:
     return Choice(stages.strategy, batching, stages.seconds, why, stages.layout)
 
 
-def _why(best: Priced, found: Ranking, solver: Solver, how: str) -> str:
+def _why(best: Prediction, found: Ranking, solver: Solver, how: str) -> str:
     batching = best.batching
     again = ", checkpointed" if batching.checkpointing else ""
     baseline = presets.strategy(tables.BASELINE, solver.cluster.topology, offload=solver.request.offload)
-    usual = solver.price(baseline, batching)
+    usual = solver.predict(baseline, batching)
     compared = (
         f"{tables.BASELINE} would take {tables.seconds(usual.seconds)}"
         if usual.peak_bytes <= solver.request.memory

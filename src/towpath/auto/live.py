@@ -1,14 +1,14 @@
-"""A live module as the planner knows it: its units, and what each computes and keeps; without memory, on fake tensors.
+"""Describes a live module for the planner: its units, and what each of them computes and keeps.
 
-FLOPs are those of PyTorch's own counter; activations are what autograd saves, each storage once, parameters apart, and
-what more there is for a moment in the backward pass.
+Both passes run on fake tensors, which need no memory. FLOPs are those of PyTorch's own counter. Activations are the
+storages that autograd saves, each counted once and without parameters. Temporary storages of both passes count, too.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -26,10 +26,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from towpath.core.formats import Precision, dtype_name
 from towpath.engine.layout import UnitChoice, UnitLayout, device_of, lay_out, torch_dtype
 from towpath.errors import ConfigError
-from towpath.planner.model import Model, Unit
+from towpath.planner.model import Model, ModelUnit
 
 
-def describe_live(
+def describe_module(
     model: nn.Module,
     inputs: Sequence[Any],
     tokens: int,
@@ -39,28 +39,43 @@ def describe_live(
     precision: Precision | None = None,
     name: str = "",
 ) -> Model:
-    """`inputs`: what the model is called with, of `tokens` tokens in sequences of `length` (default: all in one)."""
+    """Describe a module for the planner, without memory and without running it on a device.
+
+    Args:
+        model: The module. It may be on the meta device. It stays as it is.
+        inputs: The arguments of one forward pass.
+        tokens: Number of tokens in `inputs`.
+        length: Tokens of a sequence. Default: `tokens`.
+        units: The units, as `towpath.shard` takes them. Default: as `towpath.shard` chooses them.
+        precision: The dtypes of computation. Default: those of the parameters.
+        name: The name of the model. Default: that of its class.
+
+    Returns:
+        The model, for `Solver`.
+
+    Raises:
+        ConfigError: If the module cannot run with these inputs.
+    """
     precision = precision or Precision()
     layouts = lay_out(model, units, precision)
     traced = trace(model, layouts, inputs, precision)
     return Model(name or type(model).__name__, length or tokens, traced.units(layouts, tokens))
 
 
-# Of a token's forward pass: a product and a sum.
+# FLOPs of a token's forward pass: a product and a sum.
 _FLOPS_PER_PARAMETER = 2
 
 
 def describe_by_parameters(model: nn.Module, layouts: Sequence[UnitLayout], tokens: int) -> Model:
-    """Where nobody says what the model is called with: every parameter is multiplied once, and nothing is kept."""
-    units = [Unit(layout.spec, 0.0, 0.0, 0.0, modules=len(layout.modules)) for layout in layouts]
-    return Model(
-        type(model).__name__, tokens, tuple(replace(unit, flops=_FLOPS_PER_PARAMETER * unit.numel) for unit in units)
-    )
+    """Describe a module whose inputs are unknown: each parameter is multiplied once, and no activations are kept."""
+    units = [ModelUnit(layout.spec, 0.0, 0.0, 0.0, modules=len(layout.modules)) for layout in layouts]
+    counted = (replace(unit, flops=_FLOPS_PER_PARAMETER * unit.numel) for unit in units)
+    return Model(type(model).__name__, tokens, tuple(counted))
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Of a module: what it was called with and what came out, as tensors on the meta device."""
+    """The arguments and the output of a module's call, as tensors on the meta device."""
 
     args: Any
     kwargs: Any
@@ -68,15 +83,23 @@ class Call:
 
     @staticmethod
     def outlined(args: Any, kwargs: Any, output: Any) -> Call:
-        """Copy shapes only: the tensors themselves would outlive the passes that are traced."""
+        """Return a call with shapes only. The tensors themselves would outlive the traced passes."""
         return Call(*(tree_map(_outline, part) for part in (args, kwargs, output)))
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """By unit: FLOPs of a forward pass, elements that autograd keeps of what the unit computes in, bytes that it keeps
-    besides, elements of what enters it (of the root, what it keeps from before the first unit), elements of this among
-    what is kept, and bytes that there are for a moment only, beside all that is kept. By module: its call."""
+    """What a model computes and keeps. All but `calls` are by unit.
+
+    Args:
+        flops: FLOPs of a forward pass.
+        kept: Elements in the unit's compute dtype that autograd keeps.
+        kept_besides: Bytes in other dtypes that autograd keeps.
+        entering: Elements of the inputs. For the root, elements that it keeps from before the first unit.
+        kept_input: Elements of the inputs that autograd keeps.
+        passing: Bytes of temporary storages at their peak, in addition to all that is kept.
+        calls: The call of each module.
+    """
 
     flops: Mapping[str, float]
     kept: Mapping[str, float]
@@ -86,10 +109,10 @@ class Traced:
     passing: Mapping[str, float]
     calls: Mapping[nn.Module, Call]
 
-    def units(self, layouts: Sequence[UnitLayout], tokens: int) -> tuple[Unit, ...]:
-        """`tokens`: how many were traced."""
+    def units(self, layouts: Sequence[UnitLayout], tokens: int) -> tuple[ModelUnit, ...]:
+        """Return the units for the planner. `tokens` is the number of traced tokens."""
         return tuple(
-            Unit(
+            ModelUnit(
                 layout.spec,
                 self.flops[layout.name] / tokens,
                 self.kept[layout.name] / tokens,
@@ -106,17 +129,19 @@ class Traced:
 def trace(
     model: nn.Module, layouts: Sequence[UnitLayout], inputs: Sequence[Any], precision: Precision | None = None
 ) -> Traced:
-    """The model as `shard` would run it, both passes; it stays as it was, and takes no memory."""
+    """Trace both passes as `shard` would run them. The model stays as it is, and no memory is needed."""
     precision = precision or Precision()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     where = device_of(list(layouts)) if any(layout.buckets for layout in layouts) else torch.device("cpu")
 
     def faked(value: Any) -> Any:
-        return _like(value, precision, where) if isinstance(value, torch.Tensor) and not _is_index(value) else value
+        if isinstance(value, torch.Tensor) and not _is_index(value):
+            return _empty_like(value, precision, where)
+        return value
 
-    # Not `from_tensor`: it would keep weak references to parameters that `shard` is to exchange.
+    # `from_tensor` would keep weak references to parameters, which `shard` exchanges later.
     with mode:
-        fakes = {id(t): _like(t, precision, where) for t in (*model.parameters(), *model.buffers())}
+        fakes = {id(t): _empty_like(t, precision, where) for t in (*model.parameters(), *model.buffers())}
         given = tree_map(faked, tuple(inputs))
     values: dict[str, torch.Tensor] = {n: fakes[id(t)] for n, t in (*model.named_parameters(), *model.named_buffers())}
     owned = {_storage(fake) for fake in fakes.values()}
@@ -128,13 +153,18 @@ def trace(
 
     def both_passes() -> None:
         saving = torch.autograd.graph.saved_tensors_hooks(kept.saved, lambda tensor: tensor)
-        with _noting_units(layouts, kept, calls), saving, counter:
+        with _track_units(layouts, kept, calls), saving, counter:
             try:
                 output = model(*given)
             except Exception as error:
                 raise ConfigError(f"the model cannot be run with the inputs it was described with: {error}") from error
         calls[model] = Call.outlined(given, {}, output)
-        _backward(output, fakes.values())
+        for parameter in fakes.values():
+            if parameter.requires_grad:  # each gradient is released once it is complete, as in the engine
+                parameter.register_post_accumulate_grad_hook(_drop_gradient)
+        roots = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+        losses = [t for t in roots if not t.dim()] or roots  # if a model returns its loss, only that has a gradient
+        torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
 
     with mode, _Indices(), live:
         functional_call(_Around(model), {f"model.{name}": value for name, value in values.items()}, (both_passes,))
@@ -144,7 +174,7 @@ def trace(
 
 
 class _Around(nn.Module):
-    """Call a function with the model's values exchanged, in both passes: checkpoints recompute in the second."""
+    """Calls a function while the model's values are exchanged: for both passes, because checkpoints recompute."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -155,10 +185,10 @@ class _Around(nn.Module):
 
 
 class _Indices(TorchFunctionMode):
-    """Computes small tensors of integers with their values, while all others have none.
+    """Computes small integer tensors with their values, while all other tensors have none.
 
-    Models look at positions and masks before they decide what to compute: transformers leaves the attention mask out
-    if no token is masked and positions begin at 0. Without values it would keep a mask of length² for each sequence.
+    Models read positions and masks to decide what to compute. For example, transformers omits the attention mask if no
+    token is masked and positions begin at 0. Without values it would keep a mask of length² for each sequence.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +209,7 @@ _MOST_INDICES = 1 << 22
 
 
 def _is_index(value: torch.Tensor) -> bool:
-    """Whether it has values, of integers or truth values."""
+    """Return whether the tensor has values that are integers or booleans."""
     return not (isinstance(value, FakeTensor) or value.is_meta or value.is_floating_point() or value.is_complex())
 
 
@@ -193,7 +223,7 @@ def _attention_flops(query: Sequence[int], key: Sequence[int], value: Sequence[i
 
 
 def _flops(model: nn.Module, layouts: Sequence[UnitLayout], counter: FlopCounterMode) -> dict[str, float]:
-    """By unit; what no other unit has computed is the root's."""
+    """Return the FLOPs of each unit. The root gets what no other unit has computed."""
     counts = counter.get_flop_counts()
     flops: dict[str, float] = {}
     for layout in layouts:
@@ -204,9 +234,9 @@ def _flops(model: nn.Module, layouts: Sequence[UnitLayout], counter: FlopCounter
 
 
 class _Kept:
-    """What autograd saves in a forward pass, by unit: elements of what the unit computes in, and bytes besides.
+    """Counts what autograd saves in a forward pass, by unit: elements in the compute dtype, and bytes in others.
 
-    `owned`: storages that do not count; `dtypes`: what each unit computes in; `inside[-1]`: the unit under way.
+    `owned` are storages that do not count, `dtypes` the compute dtype of each unit, and `inside[-1]` the running unit.
     """
 
     def __init__(self, owned: Set[int], dtypes: Mapping[str, torch.dtype]) -> None:
@@ -216,7 +246,7 @@ class _Kept:
         self.inputs: dict[str, float] = defaultdict(float)
         self.inside = [""]
         self._dtypes, self._known = dtypes, set(owned)
-        self._entered: set[int] = set()  # storages of what entered the unit under way
+        self._entered: set[int] = set()  # storages of the running unit's inputs
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         storage, unit = _storage(tensor), self.inside[-1]
@@ -232,7 +262,7 @@ class _Kept:
         return tensor
 
     def enter(self, unit: str, args: Any) -> None:
-        """A module of `unit` begins its forward pass. What the root has kept by now stays until the end."""
+        """Begin the forward pass of a module. What the root has kept by now stays until the end."""
         self.entering[""] = self._nbytes("") / self._dtype("").itemsize
         self.inside.append(unit)
         self.entering[unit] += sum(prod(t.shape) for t in args if _floats(t))
@@ -243,7 +273,7 @@ class _Kept:
         self._entered = set()
 
     def passing(self, most: Mapping[str, int], layouts: Sequence[UnitLayout]) -> dict[str, float]:
-        """By unit: bytes of the `most` there were at once in its passes, beside all that is kept by its end."""
+        """Return by unit how much its peak `most` exceeds all that is kept at its end, in bytes."""
         names = [layout.name for layout in layouts if layout.name]
         found = {"": max(0.0, most.get("", 0) - sum(map(self._nbytes, ["", *names])))}
         before = self.entering[""] * self._dtype("").itemsize
@@ -259,23 +289,15 @@ class _Kept:
         return self._dtypes.get(unit, torch.float32)
 
 
-def _backward(output: Any, parameters: Iterable[torch.Tensor]) -> None:
-    """Each gradient of a parameter is gone as soon as it is whole, as in the engine."""
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    roots = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    losses = [t for t in roots if not t.dim()] or roots  # where a model gives its loss, the rest is looked at only
-    torch.autograd.backward(losses, [torch.ones_like(t) for t in losses])
-
-
 def _drop_gradient(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of what is computed inside, as long as it lives, and the most there were by unit. `owned`: storages left
-    out; `inside[-1]`: the unit under way."""
+    """Counts the bytes of live tensors that are computed inside, and their peak by unit.
+
+    `owned` are storages that do not count, and `inside[-1]` is the running unit.
+    """
 
     def __init__(self, owned: Set[int], inside: Sequence[str]) -> None:
         super().__init__()
@@ -286,11 +308,11 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":  # there nothing takes memory
-                self._appears(tensor.untyped_storage())
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":  # which takes no memory
+                self._add(tensor.untyped_storage())
         return out
 
-    def _appears(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, nbytes = storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage]
         if key in self._known:
             return
@@ -298,16 +320,16 @@ class LiveBytes(TorchDispatchMode):
         self._now += nbytes
         unit = self._inside[-1]
         self.most[unit] = max(self.most.get(unit, 0), self._now)
-        weakref.finalize(storage, self._goes, key, nbytes).atexit = False
+        weakref.finalize(storage, self._remove, key, nbytes).atexit = False
 
-    def _goes(self, key: int, nbytes: int) -> None:
+    def _remove(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self._now -= nbytes
 
 
 @contextmanager
-def _noting_units(layouts: Sequence[UnitLayout], kept: _Kept, calls: dict[nn.Module, Call]) -> Generator[None]:
-    """Tell `kept` which unit is under way, in the forward pass and in the backward pass that follows."""
+def _track_units(layouts: Sequence[UnitLayout], kept: _Kept, calls: dict[nn.Module, Call]) -> Generator[None]:
+    """Tell `kept` which unit runs, in the forward pass and in the backward pass that follows."""
     handles: list[Any] = []
 
     def enters(name: str) -> Any:
@@ -339,8 +361,8 @@ def _noting_units(layouts: Sequence[UnitLayout], kept: _Kept, calls: dict[nn.Mod
             handle.remove()
 
 
-def _like(tensor: torch.Tensor, precision: Precision, where: torch.device) -> torch.Tensor:
-    """In the dtype that it is computed with: parameters are cast, and so is what enters a unit."""
+def _empty_like(tensor: torch.Tensor, precision: Precision, where: torch.device) -> torch.Tensor:
+    """Return an empty tensor in the compute dtype, as parameters and inputs of a unit are cast."""
     dtype = tensor.dtype
     if dtype.is_floating_point:
         dtype = torch_dtype(precision.compute_dtype(dtype_name(dtype)))

@@ -1,28 +1,37 @@
-"""Measures, on every rank of a running job, what the planner has to know of its cluster.
+"""Measures on all ranks of a running job what the planner must know of its cluster.
 
-Every rank must call `probe`: all measure together, between barriers, and what counts is the slowest of them. How often
-and how large is decided by what was measured before, alike on all ranks.
+Every rank must call `probe`. All ranks measure together, between barriers, and the slowest rank counts. Sizes and
+repetitions depend only on earlier results that all ranks share, so all ranks choose them identically.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 
-from towpath.auto import host_work
-from towpath.auto.probe_routes import route_probes
-from towpath.auto.probe_together import Doing, beside
+from towpath.auto.measure import measure_host_work
 from towpath.codecs.kernels import kernels_for
+from towpath.collectives.collective import GroupRank, WireBuffers, Workspace
+from towpath.collectives.rank_transfer import has_group_between_nodes, select
 from towpath.core.formats import Codec, dtype_name, registered_formats
+from towpath.core.placement import GroupCollective
+from towpath.core.routes import ROUTES, Grid, Group, Op, Route
+from towpath.core.strategy import TransferKind
+from towpath.core.transfer import Range, Transfer
+from towpath.core.transport import Transport
 from towpath.errors import TopologyError
 from towpath.planner.profile import (
     INTER,
@@ -34,31 +43,39 @@ from towpath.planner.profile import (
     TOGETHER,
     Point,
     Profile,
-    beside_name,
+    pair_name,
+    route_name,
 )
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups
 
 SMALLEST, LARGEST = 1 << 12, 1 << 26  # bytes of a message
-_SMALLEST_REGION = 1 << 17  # of a route's collective
+_SMALLEST_REGION = 1 << 17  # bytes of a collective's buffer
 _GROWTH = 8
 _MOST_AT_ONCE = 200
-_LARGE_SECONDS = 0.02  # that a message takes which is sent beside something else, at most
+_LARGE_SECONDS = 0.02  # the longest message that is sent while something else runs
 _ELEMENTS = 1 << 20  # that a codec encodes
 _SIDE = {"cpu": 768, "cuda": 8192}
-# What links may take of the whole; the rest takes as long as it does, a few seconds.
+# The parts of the budget. All else takes a few seconds, whatever the budget is.
 _SHARES = {"inter": 0.45, "intra": 0.15, "routes": 0.12, "pairs": 0.12}
-_SLOWED = 5  # times as long as alone, what is done beside something else: about, where processors are shared
-# A profile is taken again where a message that took at most so long takes more than so many times as long, or as short.
+_SLOWED = 5  # about how many times as long things take while something else uses the same processors
+# A stored profile is measured anew if one message now takes this many times as long, or as short. The message is the
+# largest that took at most so many seconds.
 _CHECK_SECONDS, _MOST_CHANGED = 0.1, 1.6
 
 
 @dataclass(frozen=True, slots=True)
 class _Effort:
-    """How much is done of what takes as long as it does. `short_seconds`: of work between two barriers, at least;
-    `all_at_once_seconds`: of products on all ranks, where who comes late from the barrier is to count little;
-    `small_messages`: that are sent one after the other beside a product; `warm_steps`: of models, before those that
-    count; `checks`: whether that is measured, too, to which nothing is fitted."""
+    """How thorough the measurements are whose time does not depend on the budget.
+
+    Args:
+        repeats: Number of repetitions.
+        short_seconds: The least time between two barriers.
+        all_at_once_seconds: The same for products on all ranks. A rank that leaves the barrier late must count little.
+        small_messages: Number of small messages that are sent during a product.
+        warm_steps: Steps of a model before the measured ones.
+        checks: Whether points are measured to which nothing is fitted.
+    """
 
     repeats: int
     short_seconds: float
@@ -70,7 +87,7 @@ class _Effort:
 
 _THOROUGH = _Effort(5, 0.01, 0.15, 100, 2, checks=True)
 _QUICK = _Effort(3, 0.003, 0.05, 30, 1, checks=False)
-_QUICK_BUDGET = 3.0  # seconds: with less, the quick effort
+_QUICK_BUDGET = 3.0  # below this many seconds, the effort is quick
 
 Work = Callable[[], None]
 Say = Callable[[int, int], None]
@@ -79,7 +96,19 @@ Say = Callable[[int, int], None]
 def probe(
     topology: Topology | None = None, budget_seconds: float = 60.0, say: Say = lambda done, total: None
 ) -> Profile:
-    """On every rank the same."""
+    """Measure the cluster of the running job. Every rank must call it.
+
+    Args:
+        topology: The nodes, and the ranks of each node. Default: as the launcher placed them.
+        budget_seconds: About how long it may take.
+        say: Called with the number of finished parts and the total number.
+
+    Returns:
+        The profile, identical on all ranks.
+
+    Raises:
+        TopologyError: If there is no process group, or the topology does not fit the job.
+    """
     if not dist.is_initialized():
         raise TopologyError("probe: there is no process group. Call towpath.init() first.")
     if device_of_job().type == "cpu" and not Path("/proc/stat").exists():
@@ -92,16 +121,13 @@ def probe(
 
 
 def device_of_job() -> torch.device:
-    """What this rank computes on, as its process group says."""
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in _backends() else torch.device("cpu")
-
-
-def _backends() -> str:
-    return str(dist.get_backend_config()) if dist.is_initialized() else ""
+    """Return the device that this rank computes on, according to its process group."""
+    nccl = dist.is_initialized() and "nccl" in str(dist.get_backend_config())
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def still_holds(profile: Profile, groups: Groups) -> bool:
-    """Whether one message, sent by all ranks at once, takes about what it took then. Every rank must call it."""
+    """Return whether a message still takes about as long as in the profile. Every rank must call it."""
     if groups.world == 1:
         return True
     return _Prober(groups, profile.topology, 0.0, lambda done, total: None).repeats(profile)
@@ -113,12 +139,15 @@ class _Prober:
         self._effort = _THOROUGH if budget >= _QUICK_BUDGET else _QUICK
         self._device = device_of_job()
         self._rank = groups.rank
-        groups.connect()  # the first messages go between some of the ranks only
-        homes = groups.gather_objects((_boot_id(), socket.gethostname()))
+        groups.connect()  # the first messages are sent by some of the ranks only
+        # All processes on one kernel have the same boot id. Containers and network namespaces share its processors.
+        boot_id = Path("/proc/sys/kernel/random/boot_id")
+        host = boot_id.read_text().strip() if boot_id.exists() else socket.gethostname()
+        homes = groups.gather_objects((host, socket.gethostname()))
         self._ranks_on_host = sum(home[0] == homes[self._rank][0] for home in homes)
         self._first_on_host = [home[0] for home in homes].index(homes[self._rank][0]) == self._rank
         self._points: list[Point] = []
-        self._spent = 0.0  # seconds, by the last measurement
+        self._spent = 0.0  # seconds that the last measurement took
         self._host = homes[0][1]
         self._everyone = (tuple(range(groups.world)),)
 
@@ -150,33 +179,32 @@ class _Prober:
         )
 
     def repeats(self, profile: Profile) -> bool:
-        """Of the slowest link, the largest message that does not take long."""
+        """Return whether the largest message that takes little time still takes as long, on the slowest link."""
         which = "inter" if profile.has("inter, all") else "intra"
         points = profile.of(f"{which}, all")
         then = max((p for p in points if p.usual <= _CHECK_SECONDS), default=points[0], key=lambda p: p.size)
-        self._measure(then.what, then.size, self._exchange(*self._neighbours(which), then.size, 1))
+        self._measure(then.what, then.size, self._exchange(*self._neighbors(which), then.size, 1))
         now = self._points[-1].usual
         return 1 / _MOST_CHANGED <= now / then.usual <= _MOST_CHANGED
 
     # Links ----------------------------------------------------------------------------------------------------------
 
     def _links(self, which: str, seconds: float) -> None:
-        """Messages to a neighbour, which sends as many back: from one rank alone, several at once, from all ranks."""
+        """Exchange messages with a neighbor: from one rank alone, from all ranks, and several at once."""
         topology = self._topology
         if (topology.nodes if which == "inter" else topology.ranks_per_node) == 1:
             return
-        to, origin = self._neighbours(which)
+        to, origin = self._neighbors(which)
         alone = (topology.local_of if which == "inter" else topology.node_of)(self._rank) == 0
-        ways = {"one": alone, "all": True}
-        for way, takes_part in ways.items():
+        for name, takes_part in (("one", alone), ("all", True)):
             for size in self._sizes(seconds / 3):
                 work = self._exchange(to, origin, size, 1) if takes_part else _nothing
-                self._measure(f"{which}, {way}", size, work)
+                self._measure(f"{which}, {name}", size, work)
         work = self._exchange(to, origin, SMALLEST, SEVERAL) if alone else _nothing
         self._measure(f"{which}, several", SMALLEST, work)
 
-    def _neighbours(self, which: str) -> tuple[int, int]:
-        """To whom this rank sends, and from whom it receives."""
+    def _neighbors(self, which: str) -> tuple[int, int]:
+        """Return the rank to which this rank sends, and the rank from which it receives."""
         node, local = self._topology.node_of(self._rank), self._topology.local_of(self._rank)
         nodes, ranks = self._topology.nodes, self._topology.ranks_per_node
         if which == "inter":
@@ -196,13 +224,13 @@ class _Prober:
         return work
 
     def _routes(self, seconds: float) -> None:
-        probes = list(route_probes(self._groups, self._topology, self._device))
-        for probe_of in probes:
+        probes = list(_route_probes(self._groups, self._topology, self._device))
+        for name, work in probes:
             for size in self._sizes(seconds / len(probes), _SMALLEST_REGION):
-                self._measure(probe_of.name, size, probe_of.work(size))
+                self._measure(name, size, work(size))
 
     def _sizes(self, seconds: float, smallest: int = SMALLEST) -> Iterator[int]:
-        """Larger ones, as long as the next is likely to fit into what is left of `seconds`."""
+        """Yield larger and larger sizes, while the next one probably fits into what is left of `seconds`."""
         size, left = smallest, seconds
         while size <= LARGEST:
             yield size
@@ -211,7 +239,7 @@ class _Prober:
                 return
             size *= _GROWTH
 
-    # What ranks do alone ---------------------------------------------------------------------------------------------
+    # Work of single ranks --------------------------------------------------------------------------------------------
 
     def _codecs(self) -> None:
         for name in ("int8", "int4", "bf16", *registered_formats()):
@@ -245,69 +273,71 @@ class _Prober:
         out = torch.empty_like(a)
         return lambda: _ignore(torch.mm(a, b, out=out))
 
+    def _host_work(self) -> None:
+        if self._device.type == "cpu":
+            points = measure_host_work(self._groups, self._effort.warm_steps, self._effort.repeats)
+            # Rank 0's points count. The other ranks only worked at the same time.
+            self._points += self._groups.gather_objects(points)[0]
+
+    # Concurrent activities -------------------------------------------------------------------------------------------
+
     def _pairs(self, seconds: float) -> None:
-        """What a step does at once, each beside the other, on all ranks. Small messages beside a product tell how long
-        one waits for a processor that computes."""
+        """Run activities of a step in pairs, at the same time and on all ranks.
+
+        Small messages during a product show how long a message waits for a processor that computes.
+        """
         wanted = PAIRS if self._effort.checks else ((PRODUCT, INTER), (PRODUCT, INTRA))
         names = dict.fromkeys(name for pair in wanted for name in pair)
-        done = {name: self._doing(name) for name in names if any(point.what == name for point in self._points)}
+        done = {name: self._timed_work(name) for name in names if any(point.what == name for point in self._points)}
         for link in (INTER, INTRA):
             if link in done:
-                message = self._message(link, small=True)
-                self._beside(done[PRODUCT], message, self._effort.small_messages * message.seconds)
+                message = self._timed_message(link, small=True)
+                self._together(done[PRODUCT], message, self._effort.small_messages * message.seconds)
         pairs = [
             (done[first], done[second])
             for first, second in (PAIRS if self._effort.checks else ())
             if first in done and second in done
         ]
         for first, second in pairs:
-            self._beside(first, second, seconds / len(pairs) / _SLOWED)
+            self._together(first, second, seconds / len(pairs) / _SLOWED)
 
-    def _beside(self, first: Doing, second: Doing, seconds_alone: float) -> None:
+    def _together(self, first: TimedWork, second: TimedWork, seconds_alone: float) -> None:
         self._groups.barrier()
-        rows = self._groups.gather_objects(beside(first, second, self._device, seconds_alone))
+        rows = self._groups.gather_objects(run_together(first, second, self._device, seconds_alone))
         for mine, other, seconds in zip((first, second), (second, first), zip(*rows, strict=True), strict=True):
-            self._points.append(Point(beside_name(mine.name, other.name), mine.size, (max(seconds),)))
+            self._points.append(Point(pair_name(mine.name, other.name), mine.size, (max(seconds),)))
 
-    def _doing(self, name: str) -> Doing:
+    def _timed_work(self, name: str) -> TimedWork:
         if name in (INTER, INTRA):
-            return self._message(name, small=False)
+            return self._timed_message(name, small=False)
         point = next(p for p in self._points if p.what == name)
         work = self._product(torch.float32) if name == PRODUCT else self._coding("int8")[0]
-        return self._alone(name, point, work, True)
+        return self._time_alone(name, point, work, True)
 
-    def _message(self, name: str, small: bool) -> Doing:
+    def _timed_message(self, name: str, small: bool) -> TimedWork:
         points = sorted((p for p in self._points if p.what == name), key=lambda p: p.size)
         quick = [p for p in points if p.usual <= _LARGE_SECONDS]
         point = points[0] if small or not quick else quick[-1]
         which = name.removesuffix(", all")
-        work = self._exchange(*self._neighbours(which), point.size, 1, self._groups.of(self._everyone, which))
+        work = self._exchange(*self._neighbors(which), point.size, 1, self._groups.of(self._everyone, which))
         work()
-        return self._alone(name, point, work, False)
+        return self._time_alone(name, point, work, False)
 
-    def _alone(self, name: str, point: Point, work: Work, local: bool) -> Doing:
-        """As it is on all ranks at once, while nothing else goes on."""
-        self._measure(beside_name(name, NOTHING), point.size, work)
-        return Doing(name, point.size, self._points[-1].usual, work, alone=local)
-
-    def _host_work(self) -> None:
-        if self._device.type == "cpu":
-            points = self._groups.gather_objects(
-                host_work.measured(self._groups, self._effort.warm_steps, self._effort.repeats)
-            )
-            # As rank 0 has it: what others take at the same time is theirs.
-            self._points += points[0]
+    def _time_alone(self, name: str, point: Point, work: Work, local: bool) -> TimedWork:
+        """Measure an activity on all ranks at once, while nothing else runs."""
+        self._measure(pair_name(name, NOTHING), point.size, work)
+        return TimedWork(name, point.size, self._points[-1].usual, work, local)
 
     # Measuring ------------------------------------------------------------------------------------------------------
 
     def _measure(
         self, what: str, size: int, work: Work, alone: bool = False, least_seconds: float | None = None
     ) -> None:
-        """Of the slowest rank, and each repetition. `alone`: rank 0 does it while the others wait."""
+        """Record each repetition's seconds on the slowest rank. With `alone`, only rank 0 works."""
         if alone and self._rank:
             work = _nothing
-        work()  # connections are made, caches filled
-        # Ranks do not leave a barrier together: what is short is done many times between two of them.
+        work()  # makes connections and fills caches
+        # Ranks do not leave a barrier at the same time. Short work is therefore repeated between two barriers.
         once = max(self._groups.gather_objects(self._timed(work, 1)))
         count = max(1, min(_MOST_AT_ONCE, round((least_seconds or self._effort.short_seconds) / once)))
         taken: list[float] = []
@@ -324,20 +354,21 @@ class _Prober:
         self._spent = once + count * sum(slowest)
 
     def _timed(self, work: Work, count: int) -> float:
-        """Seconds of each."""
+        """Return the mean seconds of `count` repetitions."""
         began = time.perf_counter()
         for _ in range(count):
             work()
-        self._settle()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return (time.perf_counter() - began) / count
 
     def _busy(self) -> float:
-        """Of interest only where processors move the bytes."""
-        return _busy_seconds() if self._device.type == "cpu" else 0.0
-
-    def _settle(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        """Return the busy seconds of all processors of this host, with the kernel's work for the network."""
+        if self._device.type != "cpu":
+            return 0.0  # processors do not move the bytes
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
+        user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
     def _memory_of_a_rank(self) -> int:
         if self._device.type == "cuda":
@@ -354,14 +385,114 @@ def _ignore(_: torch.Tensor) -> None:
     pass
 
 
-def _boot_id() -> str:
-    """The same for all that run on one kernel: containers and network namespaces share its processors."""
-    path = Path("/proc/sys/kernel/random/boot_id")
-    return path.read_text().strip() if path.exists() else socket.gethostname()
+# Collectives of routes -----------------------------------------------------------------------------------------------
 
 
-def _busy_seconds() -> float:
-    """Of all processors of this host, the kernel's own work for the network too. Linux tells it."""
-    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8]
-    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields)
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+def _route_probes(
+    groups: Groups, topology: Topology, device: torch.device
+) -> Iterator[tuple[str, Callable[[int], Work]]]:
+    """Yield the collectives of all routes: on all ranks, inside nodes, and across nodes.
+
+    Each comes with its name, and a function that returns the work for some number of bytes. Every rank must iterate in
+    the same order, because that creates process groups.
+    """
+    nodes, width = topology.nodes, topology.ranks_per_node
+    meshes: dict[str, tuple[tuple[int, ...], ...]] = {}  # the groups that run at once
+    if nodes > 1:
+        meshes["all ranks"] = (tuple(range(topology.world)),)
+    if width > 1:
+        meshes["in nodes"] = tuple(tuple(range(node * width, (node + 1) * width)) for node in range(nodes))
+    if nodes > 1 and width > 1:
+        meshes["across nodes"] = tuple(tuple(range(local, topology.world, width)) for local in range(width))
+    backend = groups.backend(device)
+    for mesh, rows in meshes.items():
+        ranks = next(row for row in rows if groups.rank in row)
+        homes = tuple(map(topology.node_of, ranks))
+        for route in ROUTES if not Grid.of(homes).plain else ("flat",):
+            group = groups.of(rows, "probe")
+            between = groups.of(rows, "probe between nodes") if has_group_between_nodes(route, backend) else group
+            members = GroupRank(group, between, Group(ranks, tuple(range(len(ranks)))), ranks.index(groups.rank), homes)
+            for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+                yield route_name(op, route, mesh), _collective(op, route, topology, members, backend, device)
+
+
+def _collective(
+    op: Op, route: Route, topology: Topology, members: GroupRank, backend: str, device: torch.device
+) -> Callable[[int], Work]:
+    def of_size(size: int) -> Work:
+        count = len(members.group.ranks)
+        numel = max(1, size // 4 // count) * count
+        region = torch.zeros(numel, device=device)
+        move = GroupCollective(op, 1, (members.group,))
+        transfer = Transfer(
+            TransferKind.GRAD_SYNC, Range("", "probe", numel, "float32"), move, Transport(route), topology
+        )
+        collective = select(transfer, members, backend, device)
+        shard, workspace = region[slice(*transfer.bounds(members.slot))], Workspace(WireBuffers(device))
+        return lambda: collective.run(region, shard, workspace)
+
+    return of_size
+
+
+# Two activities at the same time -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TimedWork:
+    """An activity, and the seconds that it takes alone.
+
+    `alone` means that no other rank takes part. It may then run any number of times.
+    """
+
+    name: str
+    size: int
+    seconds: float
+    work: Work
+    alone: bool = True
+
+
+def run_together(first: TimedWork, second: TimedWork, device: torch.device, seconds: float) -> tuple[float, float]:
+    """Run two activities at the same time, and return the seconds that each takes meanwhile.
+
+    `second` runs as often as would take `seconds` alone, and `first` runs until it ends. If other ranks take part in
+    `first`, it runs equally often on every rank. The faster of the two then ends a little earlier.
+    """
+    times, at_least = (max(2, round(seconds / each.seconds)) for each in (second, first))
+    took: list[float] = []
+    failure: list[BaseException] = []
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def run_second() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext():
+                marks = [time.perf_counter()]
+                for _ in range(times):
+                    second.work()
+                    marks.append(time.perf_counter())
+                settle()
+                each = [after - before for before, after in pairwise(marks)]
+                took.append(_trimmed_mean(each) if device.type == "cpu" else (time.perf_counter() - marks[0]) / times)
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run_second, name="towpath-probe", daemon=True)
+    began, done = time.perf_counter(), 0
+    thread.start()
+    while done < 1 or (thread.is_alive() if first.alone else done < at_least):
+        first.work()
+        settle()
+        done += 1
+    each = (time.perf_counter() - began) / done
+    thread.join()
+    if failure:
+        raise failure[0]
+    return each, took[0]
+
+
+def _trimmed_mean(seconds: Sequence[float]) -> float:
+    # Sometimes a thread waits so long for a processor that this one time would outweigh all others.
+    left_out = len(seconds) // 20
+    return fmean(sorted(seconds)[left_out : len(seconds) - left_out])

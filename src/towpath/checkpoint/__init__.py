@@ -1,30 +1,38 @@
-"""Checkpoints that any strategy, any number of ranks and any crash can resume from.
+"""Checkpoints that any strategy and any number of ranks can resume from, after any crash.
 
     state = State(model, optimizer, schedule=scheduler, data=loader)
     saver = Saver("runs/a", state, keep_last=3)
-    resumed = load("runs/a", state)          # the newest one that is sound, or None
+    resumed = load("runs/a", state)          # the newest usable one, or None
     saver.save(step); saver.close()
 
     get_model_state_dict(model, options=…)   # PyTorch's functions, for sharded models
 
-A checkpoint is a folder `step-000120` of safetensors files and a manifest in JSON: no pickle, and nobody's code.
+A checkpoint is a folder `step-000120` with safetensors files and a manifest in JSON. It contains no pickle, so loading
+one runs no code of others. Names are resolved on first use (PEP 562).
+
 May import: engine, lab, and everything below.
 """
 
-from towpath.checkpoint.disk.checks import Verdict, latest, verify
-from towpath.checkpoint.disk.manifest import Manifest, read_manifest
-from towpath.checkpoint.export import export, import_safetensors
-from towpath.checkpoint.load import Loaded, load
-from towpath.checkpoint.memory.state import State
-from towpath.checkpoint.save import Outcome, Saver, Saving, save
-from towpath.checkpoint.state_dicts import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from towpath.checkpoint.exporting import export, import_safetensors
+    from towpath.checkpoint.loading import Loaded, load
+    from towpath.checkpoint.manifest import Manifest, read_manifest
+    from towpath.checkpoint.saving import Outcome, Saver, Saving, save
+    from towpath.checkpoint.state import State
+    from towpath.checkpoint.state_dicts import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        get_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+        set_state_dict,
+    )
+    from towpath.checkpoint.verifying import Verdict, latest, verify
 
 __all__ = [
     "Loaded",
@@ -48,3 +56,23 @@ __all__ = [
     "set_state_dict",
     "verify",
 ]
+
+_HOMES = {
+    "exporting": ("export", "import_safetensors"),
+    "loading": ("Loaded", "load"),
+    "manifest": ("Manifest", "read_manifest"),
+    "saving": ("Outcome", "Saver", "Saving", "save"),
+    "state": ("State",),
+    "verifying": ("Verdict", "latest", "verify"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    home = next((module for module, names in _HOMES.items() if name in names), "state_dicts")
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

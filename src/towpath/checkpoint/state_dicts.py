@@ -1,12 +1,13 @@
 """State dicts in memory: the functions of torch.distributed.checkpoint.state_dict, for sharded models.
 
-PyTorch's own gather DTensors and nothing else. These have the same names, arguments and results, and gather
-ShardTensors too, one unit at a time. Models without any are left to PyTorch's own, and so is `full_state_dict=False`:
-what that returns holds ShardTensors, for torch.distributed.checkpoint.
+PyTorch's functions gather only DTensors. These have the same names, arguments and results, and also gather
+ShardTensors, one unit at a time. They call PyTorch's functions for unsharded models and for `full_state_dict=False`,
+which returns ShardTensors for torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +20,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 from torch.utils import _pytree as trees
 
-from towpath.checkpoint.dcp.calls import described
-from towpath.checkpoint.memory.names import parameters_of
-from towpath.checkpoint.memory.optimizer import is_like, name_of
+from towpath.checkpoint.optimizer_state import is_like, name_of
+from towpath.checkpoint.rank_contents import described, parameters_of
 from towpath.engine.build import agree
 from towpath.engine.checks.optimizers import adopt
-from towpath.engine.executor import Engine
+from towpath.engine.executor import Engine, engine_of
+from towpath.engine.parameters.full_parameters import reshard, unshard
 from towpath.engine.parameters.shard_spec import whole_tensors
 from towpath.engine.parameters.shard_tensor import ShardTensor
 from towpath.errors import CheckpointError, TowpathError
@@ -41,11 +42,22 @@ _ADVICE = (
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> StateDict:
-    """The parameters and persistent buffers of `model` by name; every rank must call it.
+    """Return the parameters and persistent buffers of a model by name. Every rank must call it.
 
-    With `full_state_dict` whole tensors: on every rank, or, with `cpu_offload` as well, on the CPU of rank 0 alone,
-    while the others get an empty dict. They are the values that the optimizer steps (fp32 masters, say), not what
-    computes.
+    The values are those that the optimizer steps, such as fp32 masters, even if the model computes in another dtype.
+
+    Args:
+        model: The model, sharded or not.
+        submodules: Return only the tensors of these modules.
+        options: PyTorch's options. With `full_state_dict`, every rank gets full tensors. With `cpu_offload` as well,
+            only rank 0 gets them, on the CPU, and the others get an empty dict. Otherwise each rank gets its shards.
+
+    Returns:
+        The tensors by their names in the unsharded model.
+
+    Raises:
+        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
+        MismatchError: It failed on another rank, or ranks called it with different models or arguments.
     """
     engines, options = _engines(model), options or StateDictOptions()
 
@@ -55,7 +67,7 @@ def get_model_state_dict(
 
     if not (engines and options.full_state_dict):
         return pytorchs.get_model_state_dict(model, submodules=submodules, options=options)
-    return _gathered(_alike("get_model_state_dict", engines, collect), engines[0], options)
+    return _gathered(_on_all_ranks("get_model_state_dict", engines, collect), engines[0], options)
 
 
 def get_optimizer_state_dict(
@@ -65,10 +77,23 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> StateDict:
-    """The states of the optimizers by the names of their parameters, and their groups; every rank must call it.
+    """Return the states of optimizers by the names of their parameters, and their groups. Every rank must call it.
 
-    Who gets what is as in `get_model_state_dict`. With `full_state_dict`, an optimizer that has not stepped has no
-    states. (PyTorch's own steps it once, which changes the steps that follow.)
+    With `full_state_dict`, an optimizer that has not stepped has no states. PyTorch's function would step it once,
+    which changes the following steps.
+
+    Args:
+        model: The model, sharded or not.
+        optimizers: The model's optimizer, or several.
+        submodules: Not supported with `full_state_dict`.
+        options: PyTorch's options. They select the ranks that get the states, as in `get_model_state_dict`.
+
+    Returns:
+        A dict with "state" and "param_groups", or a flat dict with `flatten_optimizer_state_dict`.
+
+    Raises:
+        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
+        MismatchError: It failed on another rank, or ranks called it with different optimizers or arguments.
     """
     engines, options = _engines(model), options or StateDictOptions()
 
@@ -84,11 +109,11 @@ def get_optimizer_state_dict(
     if not (engines and options.full_state_dict):
         _listed(optimizers)
         return pytorchs.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
-    tree = _alike("get_optimizer_state_dict", engines, collect)
+    tree = _on_all_ranks("get_optimizer_state_dict", engines, collect)
     gathered = _gathered(tree, engines[0], options)
     for optimizer in _listed(optimizers):
         if isinstance(optimizer, OwnerSteppedOptimizer):
-            _add_whole_states(optimizer, _parameters(model, options), gathered, options)
+            _add_owned_states(optimizer, _parameters(model, options), gathered, options)
     return _flattened(gathered) if options.flatten_optimizer_state_dict and gathered else gathered
 
 
@@ -99,7 +124,17 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[StateDict, StateDict]:
-    """`get_model_state_dict` and `get_optimizer_state_dict`."""
+    """Return the results of `get_model_state_dict` and `get_optimizer_state_dict`. Every rank must call it.
+
+    Args:
+        model: The model, sharded or not.
+        optimizers: The model's optimizer, or several.
+        submodules: Return only the model's tensors of these modules.
+        options: PyTorch's options, for both.
+
+    Returns:
+        The state dict of the model and that of the optimizers.
+    """
     model_state = get_model_state_dict(model, submodules=submodules, options=options)
     return model_state, get_optimizer_state_dict(model, optimizers, options=options)
 
@@ -107,10 +142,20 @@ def get_state_dict(
 def set_model_state_dict(
     model: nn.Module, model_state_dict: StateDict, *, options: StateDictOptions | None = None
 ) -> Any:
-    """Load what `get_model_state_dict` returned, under any strategy; the missing and the unexpected keys.
+    """Load what `get_model_state_dict` returned, under any strategy. Every rank must call it.
 
-    With `full_state_dict` every rank passes the whole dict, or, with `broadcast_from_rank0` as well, rank 0 does and
-    the others pass an empty one.
+    Args:
+        model: The model, sharded or not.
+        model_state_dict: The tensors by name. With `full_state_dict` and `broadcast_from_rank0`, only rank 0 passes
+            them, and the others pass an empty dict. Otherwise every rank passes its dict.
+        options: PyTorch's options, such as those that the dict was made with.
+
+    Returns:
+        The missing and the unexpected keys.
+
+    Raises:
+        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
+        MismatchError: It failed on another rank, or ranks passed different dicts.
     """
     engines, options = _engines(model), options or StateDictOptions()
     if not (engines and options.full_state_dict):
@@ -132,9 +177,19 @@ def set_model_state_dict(
 def set_optimizer_state_dict(
     model: nn.Module, optimizers: Optimizers, optim_state_dict: StateDict, *, options: StateDictOptions | None = None
 ) -> None:
-    """Load what `get_optimizer_state_dict` returned, under any strategy; who passes it is as in `set_model_state_dict`.
+    """Load what `get_optimizer_state_dict` returned, under any strategy. Every rank must call it.
 
-    Options of the groups (lr, betas, …) are loaded as well.
+    It also loads the options of the groups (lr, betas, …).
+
+    Args:
+        model: The model, sharded or not.
+        optimizers: The model's optimizer, or several.
+        optim_state_dict: The states by name. The ranks that pass them are those of `set_model_state_dict`.
+        options: PyTorch's options, such as those that the dict was made with.
+
+    Raises:
+        CheckpointError: It was called inside `full_parameters()`, or it failed on this rank.
+        MismatchError: It failed on another rank, or ranks passed different dicts.
     """
     engines, options = _engines(model), options or StateDictOptions()
     listed, parameters = _listed(optimizers, check=False), dict[str, nn.Parameter]()
@@ -161,7 +216,7 @@ def set_optimizer_state_dict(
     given = _given("set_optimizer_state_dict", engines, check, options, take)
     names = {id(p): name for name, p in parameters.items()}
     for optimizer in owned:
-        _load_whole_states(optimizer, names, given)
+        _load_owned_states(optimizer, names, given)
     others = [optimizer for optimizer in listed if not isinstance(optimizer, OwnerSteppedOptimizer)]
     if not others:
         return
@@ -181,21 +236,32 @@ def set_state_dict(
     optim_state_dict: StateDict,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """`set_optimizer_state_dict` and `set_model_state_dict`."""
+    """Call `set_optimizer_state_dict` and `set_model_state_dict`. Every rank must call it.
+
+    Args:
+        model: The model, sharded or not.
+        optimizers: The model's optimizer, or several.
+        model_state_dict: The tensors of the model by name.
+        optim_state_dict: The states of the optimizers.
+        options: PyTorch's options, for both.
+
+    Returns:
+        The missing and the unexpected keys of the model.
+    """
     set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
-# Names ----------------------------------------------------------------------------------------------------------------
+# --- names ------------------------------------------------------------------------------------------------------------
 
 
 def _engines(model: nn.Module) -> list[Engine]:
-    """Of the model, or of the parts of it that are sharded."""
+    """Return the engine of the model, or those of its sharded submodules."""
     return [e for e in (vars(m).get("towpath_engine") for m in model.modules()) if isinstance(e, Engine)]
 
 
 def _listed(optimizers: Optimizers, check: bool = True) -> list[Optimizer]:
-    """Return the optimizers one by one. Those made before `shard` then have the parameters of now (see `adopt`)."""
+    """Return the optimizers one by one, and give those made before `shard` the sharded parameters (see `adopt`)."""
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for optimizer in listed:
         adopt(optimizer, check)
@@ -213,8 +279,8 @@ def _parameters(model: nn.Module, options: StateDictOptions) -> dict[str, nn.Par
 
 
 def _add_by_name(optimizer: Optimizer, names: dict[int, str], found: StateDict) -> None:
-    """Its state dict, which counts the parameters, with their names instead."""
-    if isinstance(optimizer, OwnerSteppedOptimizer):  # its states are added by `_add_whole_states`
+    """Add the state dict of an optimizer to `found`, with names in place of the numbers of parameters."""
+    if isinstance(optimizer, OwnerSteppedOptimizer):  # its states are added by `_add_owned_states`
         own = {**Optimizer.state_dict(optimizer), "state": {}}
     else:
         own = optimizer.state_dict()
@@ -224,13 +290,13 @@ def _add_by_name(optimizer: Optimizer, names: dict[int, str], found: StateDict) 
     found["param_groups"] += [{**g, "params": [order[number] for number in g["params"]]} for g in own["param_groups"]]
 
 
-def _add_whole_states(
+def _add_owned_states(
     optimizer: OwnerSteppedOptimizer,
     parameters: dict[str, nn.Parameter],
     gathered: StateDict,
     options: StateDictOptions,
 ) -> None:
-    """What each rank has of the parameters that it owns."""
+    """Gather the states of parameters from the ranks that own them, and add them to `gathered`."""
     device = torch.device("cpu") if options.cpu_offload else None
     states = optimizer.whole_states(device, wanted=bool(gathered))
     names = {id(p): name for name, p in parameters.items()}
@@ -238,8 +304,8 @@ def _add_whole_states(
         gathered["state"].update({names[id(parameter)]: state for parameter, state in states.items()})
 
 
-def _load_whole_states(optimizer: OwnerSteppedOptimizer, names: dict[int, str], given: StateDict) -> None:
-    """Of a dict that goes by names, what this rank owns, and the options of its groups."""
+def _load_owned_states(optimizer: OwnerSteppedOptimizer, names: dict[int, str], given: StateDict) -> None:
+    """Load the states that this rank owns, and the options of its groups, from a dict with names of parameters."""
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     number = {name: i for i, name in enumerate(order)}
     options = {name: g for g in given["param_groups"] for name in g["params"]}
@@ -252,7 +318,7 @@ def _load_whole_states(optimizer: OwnerSteppedOptimizer, names: dict[int, str], 
 
 
 def _flattened(tree: StateDict) -> StateDict:
-    """As PyTorch flattens it: `state.NAME.KEY` and `param_groups.NAME.OPTION`."""
+    """Return a flat dict as PyTorch makes it, with `state.NAME.KEY` and `param_groups.NAME.OPTION`."""
     flat = {f"state.{name}.{key}": v for name, state in tree["state"].items() for key, v in state.items()}
     for group in tree["param_groups"]:
         options = [(key, value) for key, value in group.items() if key != "params"]
@@ -261,7 +327,7 @@ def _flattened(tree: StateDict) -> StateDict:
 
 
 def _nested(flat: StateDict) -> StateDict:
-    """And back, with a group for each parameter."""
+    """Return the nested dict of a flat one, with one group for each parameter."""
     found: dict[str, dict[str, StateDict]] = {"state": defaultdict(dict), "param_groups": defaultdict(dict)}
     for path, value in flat.items():
         kind, _, rest = path.partition(".")
@@ -271,11 +337,13 @@ def _nested(flat: StateDict) -> StateDict:
     return {"state": dict(found["state"]), "param_groups": groups}
 
 
-# All ranks alike ------------------------------------------------------------------------------------------------------
+# --- agreement --------------------------------------------------------------------------------------------------------
 
 
-def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], compare: bool = True) -> StateDict:
-    """What `work` finds; or an error on every rank, where it failed on one or found other tensors there."""
+def _on_all_ranks(
+    call: str, engines: Sequence[Engine], work: Callable[[], StateDict], compare: bool = True
+) -> StateDict:
+    """Return the result of `work`. Raise on every rank if it fails on one, or if the results have other tensors."""
     engines[0].comm.record.peers.come_together(f"{call}()")
     lines, found, failure = list[str](), StateDict(), None
     try:
@@ -286,7 +354,7 @@ def _alike(call: str, engines: Sequence[Engine], work: Callable[[], StateDict], 
         lines = [f"{_path(keys)}: {_kind(leaf)}" for keys, leaf in leaves]
     except TowpathError as error:
         failure = error
-    except Exception as error:  # whatever it is: the others wait for an answer
+    except Exception as error:  # any error: the other ranks wait for an answer
         failure = CheckpointError(f"{call}: {described(error)}")
     agree(engines[0].comm.groups, lines, failure, call, _ADVICE)
     return found
@@ -302,11 +370,11 @@ def _kind(leaf: Any) -> str:
     return type(leaf).__name__
 
 
-# Gathering ------------------------------------------------------------------------------------------------------------
+# --- gathering --------------------------------------------------------------------------------------------------------
 
 
 def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> StateDict:
-    """With whole tensors, one unit at a time; of one tensor under two names there is one."""
+    """Return `tree` with full tensors, which are gathered one unit at a time. Tied tensors stay one tensor."""
     device = torch.device("cpu") if options.cpu_offload else None
     sharded = {id(leaf.held): leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, ShardTensor)}
     wanted = not options.cpu_offload or _is_first(engine, sharded.values())
@@ -321,7 +389,7 @@ def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> Sta
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, ShardTensor):
             return wholes[id(leaf.held)]
-        if isinstance(leaf, torch.Tensor):  # a buffer, or a number of steps: what trains goes on writing to it
+        if isinstance(leaf, torch.Tensor):  # a buffer, or a number of steps, which the training changes later
             return leaf.detach().to(device or leaf.device, copy=True)
         return leaf
 
@@ -329,33 +397,33 @@ def _gathered(tree: StateDict, engine: Engine, options: StateDictOptions) -> Sta
 
 
 def _is_first(engine: Engine, tensors: Iterable[ShardTensor]) -> bool:
-    """Whether this is rank 0, of a tensor-parallel mesh too."""
+    """Return whether this is rank 0, also of a tensor-parallel mesh."""
     mesh_ranks = [t.shard_spec.parallel.ranks for t in tensors if t.shard_spec.parallel is not None]
     groups = engine.comm.groups
     return groups.rank == 0 and (not mesh_ranks or groups.members[0] == min(mesh_ranks[0]))
 
 
-# Taking over ----------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 Take = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class _AtRank0:
-    """A tensor that rank 0 has."""
+    """The description of a tensor that rank 0 has."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     @staticmethod
     def of(leaf: Any) -> Any:
-        return _AtRank0(leaf.shape, leaf.dtype) if _travels(leaf) else leaf
+        return _AtRank0(leaf.shape, leaf.dtype) if _is_sent(leaf) else leaf
 
 
 def _given(
     call: str, engines: Sequence[Engine], check: Callable[[], StateDict], options: StateDictOptions, take: Take
 ) -> StateDict:
-    """The dict that was passed, here or on rank 0, with what `take` makes of its tensors, one after the other."""
+    """Return the dict that was passed, here or on rank 0. `take` converts each of its tensors."""
     groups, device = engines[0].comm.groups, engines[0].comm.device
 
     def checked() -> StateDict:
@@ -366,10 +434,10 @@ def _given(
             )
         return tree
 
-    given = _alike(call, engines, checked, compare=not options.broadcast_from_rank0)
+    given = _on_all_ranks(call, engines, checked, compare=not options.broadcast_from_rank0)
     at_rank_0 = iter(())
     if options.broadcast_from_rank0:
-        at_rank_0 = iter([leaf for leaf in trees.tree_leaves(given) if _travels(leaf)])
+        at_rank_0 = iter([leaf for leaf in trees.tree_leaves(given) if _is_sent(leaf)])
         given = groups.gather_objects(trees.tree_map(_AtRank0.of, given) if groups.rank == 0 else None)[0]
     for engine in engines:
         engine.tell_before_rewrite()
@@ -384,13 +452,13 @@ def _given(
     return trees.tree_map_with_path(receive, given)
 
 
-def _travels(leaf: Any) -> bool:
-    """Other leaves, numbers of steps for instance, are told with the names."""
+def _is_sent(leaf: Any) -> bool:
+    """Return whether a leaf is sent as a tensor. Others, such as numbers of steps, are sent with the names."""
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0
 
 
-def _slice_of(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like.detach(), dtype=whole.dtype).copy_(whole)
+def _slice_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like.detach(), dtype=full.dtype).copy_(full)
 
 
 def _without_gathering(options: StateDictOptions) -> StateDictOptions:
@@ -401,3 +469,51 @@ def _without_gathering(options: StateDictOptions) -> StateDictOptions:
         broadcast_from_rank0=False,
         flatten_optimizer_state_dict=False,
     )
+
+
+# --- save_pretrained --------------------------------------------------------------------------------------------------
+
+
+def save_pretrained(model: nn.Module, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Save a sharded model by its own `save_pretrained`, as Hugging Face, PEFT and Diffusers define it.
+
+    Rank 0 writes. If the method accepts a state dict, full tensors are gathered unit by unit. Otherwise the parameters
+    are unsharded meanwhile, on every rank. Every rank must call it.
+
+    Args:
+        model: The sharded model.
+        save: The model's own method.
+        *args: Arguments for the method.
+        **kwargs: Arguments for the method.
+
+    Returns:
+        The result of the method on rank 0, and None on the others.
+
+    Raises:
+        CheckpointError: Saving failed on this rank.
+        MismatchError: Saving failed on another rank.
+    """
+    engine = engine_of(model)
+    groups, signature = engine.comm.groups, inspect.signature(save)
+    given = signature.bind(*args, **kwargs).arguments.get("state_dict", kwargs.get("state_dict"))
+    if engine.kept_unsharded == engine.units or given:
+        return save(*args, **kwargs)
+    if given is not None:  # an empty dict, which get_model_state_dict returns on all ranks but rank 0
+        return None
+    writes, made = groups.rank == 0, []
+    if "state_dict" in signature.parameters or hasattr(model, "peft_config"):  # PEFT accepts it without naming it
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        kwargs["state_dict"] = get_model_state_dict(model, options=options)
+        writes = bool(kwargs["state_dict"])
+    else:
+        engine.comm.record.peers.come_together("save_pretrained()")
+        made = unshard(engine)
+    failure, result = None, None
+    try:
+        result = save(*args, **kwargs) if writes else None
+    except Exception as error:  # any error: the other ranks wait for an answer
+        failure = CheckpointError(f"save_pretrained: {described(error)}")
+        failure.__cause__ = error
+    reshard(engine, None, made)
+    agree(groups, [], failure, "save_pretrained()")
+    return result

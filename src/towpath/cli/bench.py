@@ -1,72 +1,225 @@
-"""`towpath bench`: the suites, each with a command line of its own, and the page of their results."""
+"""`towpath bench`: our strategies against DDP, HSDP and FSDP2, on this job's cluster or in the lab."""
 
 from __future__ import annotations
 
-import importlib
-from textwrap import fill
-from typing import Annotated, Any
+import html
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
-from towpath.bench.harness.help import help_width
 from towpath.errors import ConfigError
+from towpath.files import check_output_file
+from towpath.topology.cluster import Topology
 
-# By name, what each measures. Their modules load torch, and are not needed for this list.
-SUITES = {
-    "strategies": "steps of every strategy beside DDP, FSDP2 and HSDP of PyTorch, as their experts tune them",
-    "collectives": "our routes beside the flat one",
-    "kernels": "the codecs' kernels beside a copy of memory, and beside the oracle",
-    "scaling": "steps on 1, 2, 4 and 8 nodes, with the same work for each rank, and with the same work for all",
-    "overhead": "one rank beside the bare module, and the engine's own time",
-    "planner": "predicted beside measured steps, and what the planner's choice costs",
-    "lora": "a step in which only PEFT's adapters train, beside the computation alone, and beside FSDP2",
-    "memory": "what a rank needs to start a model of a billion parameters; hpz where mics has no room",
-}
-_REPORT = "report"
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from towpath.bench import Comparison, Sample, TrainingSetup
 
-# What the suite's own parser is to see of --help and of its options.
-PASSED_ON: dict[str, Any] = {
-    "allow_extra_args": True,
-    "ignore_unknown_options": True,
-    "help_option_names": [],
-    "allow_interspersed_args": False,
-}
+_HEADINGS = ("candidate", "", "step", "speed-up", "interval", "waiting", "between nodes", "GPU memory")
+_MARKS = (
+    "+: Towpath. ~: lossy, a codec rounds what it sends. Speed-ups are over the fastest peer, whose row has 1.00. "
+    "Waiting: the share of a step beyond its forward and backward pass (compute only)."
+)
 
 
 def bench(
-    suite: Annotated[str | None, typer.Argument(metavar="SUITE", help="Or report: all results as one page.")] = None,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGUMENT ...]")] = None,
+    strategies: Annotated[
+        list[str] | None, typer.Argument(metavar="[STRATEGY ...]", help="In place of zero3, mics, paro-ngg and zero++.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="tiny, 125m, 350m, 1b, 3b, 7b, or WIDTHxDEPTH. Default: 125m; lab: tiny.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per rank and micro-step.")] = 4,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens per sequence. Default: 1024; lab: 64.")] = None,
+    micro_steps: Annotated[int, typer.Option(min=1, help="Micro-steps per optimizer step.")] = 1,
+    dtype: Annotated[
+        str | None, typer.Option(help="bfloat16 or float32. Default: bfloat16 on GPUs, float32 on CPUs.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements per candidate. An interval at 95 % needs six.")] = 6,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per measurement.")] = 5,
+    peers: Annotated[
+        str, typer.Option(metavar="NAME,…", help="What to compare with.")
+    ] = "fsdp2,hsdp,hsdp reshard=no,torch-ddp",
+    lab: Annotated[bool, typer.Option("--lab", help="Emulate a cluster on this Linux machine.")] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of the lab. Default: 2.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Ranks per node of the lab. Default: 2.")] = None,
+    inter: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Rate of the lab's links between nodes. Default: 200mbit.")
+    ] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The page.")] = Path("bench.html"),
 ) -> None:
-    """Measure Towpath beside what people would use instead, each configured as its experts would.
+    """Measure whether Towpath is faster than FSDP2, HSDP and DDP on your network, and with which strategy.
 
-    Example: `towpath bench strategies --quick`, and then `towpath bench report -o bench.html`
+    Example: `towpath bench --lab mics "mics gradients=int4:64"`
 
-    On a cluster of your own: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench strategies`
+    On a cluster: `torchrun --nnodes 2 --nproc-per-node 8 … -m towpath bench --model 1b`
 
-    `towpath bench SUITE --help` tells a suite's options.
+    All candidates train the same GPT. Each round measures every candidate once, in a new order, with only one model in
+    memory. The result is a table, and a page with every measurement. A candidate that fails is left out.
 
-    Exit code: 0; 1 if something could not be measured; 2 if it could not begin.
+    Exit code: 0; 1 if no strategy or no peer could be measured; 2 if nothing could start.
     """
-    if suite is None or suite in ("-h", "--help"):
-        print(_listing())
-        return
-    command = f"towpath bench {suite}"
-    if suite == _REPORT:
-        from towpath.bench.page import main
+    _check_launcher(lab, {"--nodes": nodes, "--ranks": ranks, "--inter": inter})
+    if dtype not in (None, "bfloat16", "float32"):
+        raise ConfigError(f"--dtype {dtype}: expected bfloat16 or float32.")
+    check_output_file("--output", output)
+    # What follows loads torch.
+    from towpath.bench import STRATEGIES, TrainingSetup, check_candidates, compare, parse_model
 
-        main(arguments or (), command)
-        return
-    if suite not in SUITES:
-        raise ConfigError(f"there is no suite {suite!r}, only {', '.join(SUITES)}; and {_REPORT}.")
-    module = importlib.import_module(f"towpath.bench.suites.{suite}")
-    module.SUITE.run(arguments or (), command)
+    width, depth, vocabulary = parse_model(model or ("tiny" if lab else "125m"))
+    with _lab(Topology(nodes or 2, ranks or 2), inter or "200mbit") if lab else _job() as place:
+        length = length or (64 if lab else 1024)
+        dtype = dtype or place.dtype
+        setup = TrainingSetup(width, depth, vocabulary, length, batch, micro_steps, dtype, steps)
+        kinds = check_candidates(strategies or STRATEGIES, peers.split(",") if peers else (), place.topology, dtype)
+        about = f"{place.topology.nodes} nodes × {place.topology.ranks_per_node} ranks, {place.links}. {setup}"
+        say = partial(Console(stderr=True, highlight=False, quiet=not place.leads).print, style="dim")
+        say(about)
+        found = compare(kinds, rounds, lambda name: place.measure(name, setup), say)
+    if place.leads:
+        show(found)
+        write_page(output, about, found)
+        print(f"Page: {output}")
+    if found.fastest("peer") is None or found.fastest("ours", "ours, lossy") is None:
+        raise typer.Exit(1)
 
 
-def _listing() -> str:
-    width = help_width()
-    usage = "Usage: towpath bench SUITE [CASE ...] [--quick] [--resume] [-o FILE] …"
-    about = "Measure Towpath beside what people would use instead, each configured as its experts would."
-    listed = SUITES | {_REPORT: "all results as one HTML page: bench.html, or -o FILE"}
-    suites = [fill(f"  {name:<12} {what}", width, subsequent_indent=" " * 15) for name, what in listed.items()]
-    example = "Example: towpath bench strategies --quick"
-    return "\n\n".join([fill(usage, width), fill(about, width), "\n".join(suites), example])
+def _check_launcher(lab: bool, lab_options: dict[str, Any]) -> None:
+    """Raise `ConfigError` if options and the way in which this process was started do not fit."""
+    from towpath.topology.groups import launched
+
+    if lab and launched():
+        raise ConfigError("--lab starts its own ranks, but a launcher started this process. Leave out one of them.")
+    if not lab and not launched():
+        raise ConfigError(
+            "bench measures between ranks, and no launcher started this process. On your cluster, start torchrun … -m "
+            "towpath bench on every node. To emulate a cluster on this machine, add --lab."
+        )
+    if not lab and (names := [name for name, value in lab_options.items() if value is not None]):
+        raise ConfigError(f"{', '.join(names)}: only for --lab. A job has the ranks and links that it was started on.")
+
+
+class _Place(NamedTuple):
+    """A cluster for candidates. `leads` is whether this process prints, and `dtype` what its device prefers."""
+
+    topology: Topology
+    links: str
+    dtype: str
+    leads: bool
+    measure: Callable[[str, TrainingSetup], Sample]
+
+
+@contextmanager
+def _lab(topology: Topology, inter: str) -> Generator[_Place]:
+    from towpath import lab
+    from towpath.bench import measure_in_lab
+
+    if (reason := lab.available()) is not None:
+        raise ConfigError(f"--lab: this machine cannot emulate a cluster: {reason}")
+    rate = None if inter == "unshaped" else inter
+    with lab.Lab(topology, inter=rate, preload=(*lab.PRELOAD, "towpath.bench")) as cluster:
+        links = f"emulated, {inter} between nodes, gloo (whose reduce-scatter sends twice the bytes)"
+        yield _Place(topology, links, "float32", True, partial(measure_in_lab, cluster))
+
+
+@contextmanager
+def _job() -> Generator[_Place]:
+    import torch.distributed as dist
+
+    from towpath.bench import measure_in_job
+    from towpath.topology.groups import Groups, detect_shape
+    from towpath.topology.init import init
+
+    device = init()
+    try:
+        groups = Groups()
+        topology = Topology(*detect_shape(groups))
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        links = f"links as they are, {groups.describe_backends()}"
+        yield _Place(topology, links, dtype, groups.rank == 0, partial(measure_in_job, groups, topology))
+    finally:
+        dist.destroy_process_group()
+
+
+def show(found: Comparison) -> None:
+    """Print the table of a comparison in 100 columns, and what can be concluded."""
+    rows = _rows(found)
+    shown = [i for i in range(len(_HEADINGS)) if i < 2 or any(row[i] for row in rows)]
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i in shown:
+        table.add_column(_HEADINGS[i], justify="left" if i < 2 else "right", no_wrap=i != 0)
+    for row in rows:
+        table.add_row(*(row[i] for i in shown))
+    console = Console(width=100, highlight=False)
+    console.print(table)
+    for text in (*found.verdicts(), *(f"{name}: left out: {why}" for name, why in found.failures.items()), _MARKS):
+        console.print(text)
+
+
+def _rows(found: Comparison) -> list[tuple[str, ...]]:
+    """Return the rows under `_HEADINGS`, the fastest candidate first."""
+    from towpath.bench import COMPUTE
+    from towpath.train.progress import size
+
+    peer, rows = found.fastest("peer"), list[tuple[str, ...]]()
+    for name in sorted(found.samples, key=found.step):
+        kind, samples = found.kinds.get(name, ""), found.samples[name]
+        ratio = interval = waiting = ""
+        if peer is not None and kind:
+            speedup, bounds = found.speedup(name, peer)
+            ratio, interval = f"{speedup:.2f}", "" if name == peer else f"{bounds.low:.2f} – {bounds.high:.2f}"
+        if COMPUTE in found.samples and kind:
+            waiting = f"{max(0.0, 1 - found.step(COMPUTE) / found.step(name)):.0%}"
+        marks = "+" * kind.startswith("ours") + "~" * kind.endswith("lossy")
+        sent = [each.sent_bytes for each in samples if each.sent_bytes is not None]
+        memory = max((each.memory_bytes or 0 for each in samples), default=0)
+        figures = (f"{found.step(name):.4g} s", ratio, interval, waiting)
+        rows.append((name, marks, *figures, size(median(sent)) if sent else "", size(memory) if memory else ""))
+    return rows
+
+
+def write_page(path: Path, about: str, found: Comparison) -> None:
+    """Write one HTML file with the table, a picture, and every measurement. It fetches nothing."""
+    import torch
+
+    import towpath
+    from towpath.train.report import figure_html, svg, table_html, write_page
+
+    names = sorted(found.samples, key=found.step)
+    numbers = [str(number) for number in range(1, len(found.order) + 1)]
+    raw = [(name, *(f"{seconds:.4g}" for seconds in found.seconds(name))) for name in names]
+    order = [(number, ", ".join(names)) for number, names in zip(numbers, found.order, strict=True)]
+    parts = [
+        ("Seconds of a step", "A dot per round, and a line at the median.", svg(_draw_steps, found, (10.4, 3.6))),
+        ("Every measurement", "Seconds of a step, by round.", table_html(("candidate", *numbers), raw)),
+        ("Order", "The order of the candidates in each round.", table_html(("round", "order"), order)),
+    ]
+    if found.failures:
+        failed = table_html(("candidate", "reason"), list(found.failures.items()))
+        parts.append(("Left out", "Candidates that failed in a round.", failed))
+    verdicts = "".join(f"<p>{html.escape(text)}</p>" for text in found.verdicts())
+    best = {found.fastest("ours"), found.fastest("ours, lossy"), found.fastest("peer")}
+    table = table_html(_HEADINGS, _rows(found), ["best" if name in best else "" for name in names])
+    about = f"{about} Towpath {towpath.__version__}, PyTorch {torch.__version__}. {_MARKS}"
+    figures = [figure_html(title, text, content, wide=True) for title, text, content in parts]
+    write_page(path, "Towpath against FSDP2, HSDP and DDP", about, f"{verdicts}{table}", figures)
+
+
+def _draw_steps(figure: Any, found: Comparison) -> None:
+    from towpath.train.report import axes_of, color
+
+    names = sorted(found.samples, key=found.step)
+    axes = axes_of(figure, "seconds of a step", "")
+    for place, name in enumerate(names):
+        paint = color(0) if found.kinds.get(name, "").startswith("ours") else "#868e96"
+        axes.plot(found.seconds(name), [place] * len(found.order), "o", color=paint, markersize=4, alpha=0.6)
+        axes.plot([found.step(name)] * 2, [place - 0.35, place + 0.35], "-", color=paint, linewidth=2)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)

@@ -14,8 +14,7 @@ from rich.table import Table
 
 from towpath.cli.terminal import Commands, load_torch
 from towpath.errors import CheckpointError
-from towpath.train.observe.bar import counting_bar
-from towpath.train.observe.progress import size
+from towpath.train.progress import counting_bar, size
 
 app = Commands()
 
@@ -100,7 +99,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     """
     load_torch()
     from towpath.checkpoint import latest, read_manifest
-    from towpath.checkpoint.disk.safe_open import visible
+    from towpath.checkpoint.safe_open import visible
 
     found = _checkpoints(folder)
     path = found[0] if found == [folder] else latest(folder) or found[0]
@@ -127,9 +126,10 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, the newest first."""
-    from towpath.checkpoint.disk import folders
+    from towpath.checkpoint import folders
 
-    found = [folder] if folders.is_checkpoint(folder) and folder.is_dir() else folders.checkpoints(folders.home(folder))
+    one = folders.is_checkpoint(folder) and folder.is_dir()
+    found = [folder] if one else folders.checkpoints(folders.search_folder(folder))
     if not found:
         raise CheckpointError(f"{folder}: there is no checkpoint (a folder named step-000120, say). Check the path.")
     return found
@@ -215,7 +215,7 @@ def export(
     """
     load_torch()
     from towpath import checkpoint as checkpoints
-    from towpath.checkpoint.disk import folders
+    from towpath.checkpoint import folders
 
     source = checkpoint if folders.is_checkpoint(checkpoint) else checkpoints.latest(checkpoint)
     if source is None:
@@ -266,8 +266,8 @@ def import_(
 def _config(path: Path | None) -> dict[str, Any] | None:
     if path is None:
         return None
-    from towpath.checkpoint.disk.safe_open import named_file
-    from towpath.checkpoint.export import read_config
+    from towpath.checkpoint.exporting import read_config
+    from towpath.checkpoint.safe_open import named_file
 
     return read_config(named_file(path))
 

@@ -14,10 +14,9 @@ from towpath.cli.terminal import Commands
 from towpath.files import check_output_file, write_output_file
 from towpath.train.config import DataConfig
 from towpath.train.data import corpus
-from towpath.train.data.prepare import SHARD_TOKENS, Plan, prepare
-from towpath.train.data.shards import Manifest
-from towpath.train.observe.bar import progress_bar
-from towpath.train.observe.progress import size
+from towpath.train.data.prepare import SHARD_TOKENS, prepare
+from towpath.train.data.token_files import Manifest
+from towpath.train.progress import progress_bar, size
 
 app = Commands()
 
@@ -65,8 +64,9 @@ def prepare_command(
     found = corpus.find(DataConfig(text=tuple(sources or ()), dataset=dataset, column=column, tokenizer=tokenizer))
     with progress_bar("Tokens of " + found.about) as progress:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        plan = Plan(workers=workers or cores, shard_tokens=shard_tokens, progress=progress)
-        outcome = prepare(found, tokenizer, output, plan)
+        outcome = prepare(
+            found, tokenizer, output, workers=workers or cores, shard_tokens=shard_tokens, progress=progress
+        )
     out = Console(highlight=False, soft_wrap=True)
     manifest = outcome.manifest
     files = "1 file" if len(manifest.shards) == 1 else f"{len(manifest.shards)} files"

@@ -22,7 +22,7 @@ import typer
 
 import towpath
 from towpath.cli import checkpoint, data, lab_run
-from towpath.cli.bench import PASSED_ON, bench
+from towpath.cli.bench import bench
 from towpath.cli.plan import explain, plan, simulate
 from towpath.cli.probe import probe
 from towpath.cli.terminal import Commands, Output
@@ -49,7 +49,7 @@ app.command()(plan)
 app.command()(explain)
 app.command()(simulate)
 app.command()(probe)
-app.command(context_settings=PASSED_ON)(bench)
+app.command()(bench)
 app.add_typer(data.app, name="data")
 app.add_typer(lab_run.app, name="lab")
 app.add_typer(checkpoint.app, name="checkpoint")

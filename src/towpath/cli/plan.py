@@ -21,14 +21,14 @@ from towpath.core.pipeline import COMPRESSIONS, SCHEDULES, plain_walk
 from towpath.core.strategy import Strategy
 from towpath.errors import ConfigError, PlanError
 from towpath.files import check_output_file, write_output_file
-from towpath.planner import clusters, tables
-from towpath.planner import model as models
+from towpath.planner import tables
+from towpath.planner.catalog import describe_model, load_cluster, model_shape
 from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import Layout, Pipelines, PricedPipeline
+from towpath.planner.pipelines import Layout, PipelinePrediction, Pipelines
 from towpath.planner.request import BF16, OPTIMIZERS, Optimizer, Request, codecs_for_both
-from towpath.planner.solver import MOST, Batching, Infeasible, Priced, Ranking, Solver
-from towpath.sim.lateness import Late, Uneven, lateness
-from towpath.train.observe.bar import progress_bar
+from towpath.planner.solver import MOST, Batching, Infeasible, Prediction, Ranking, Solver
+from towpath.sim.timeline import Delay, RankVariation, expected_delay
+from towpath.train.progress import progress_bar
 
 # The number of strategies whose time and memory a report shows.
 _IN_REPORT = 40
@@ -257,7 +257,7 @@ def _show(found: Ranking, solver: Solver, took_seconds: float, output: Path | No
         settings = [f"strategy.name={output}", f"train.micro_batch={batching.micro_batch}"]
         settings += [f"train.checkpointing={str(batching.checkpointing).lower()}"]
         first = found.ranked[0]
-        settings += _pipeline_settings(first.layout) if isinstance(first, PricedPipeline) else []
+        settings += _pipeline_settings(first.layout) if isinstance(first, PipelinePrediction) else []
         console.print(f"The first, for training: towpath train CONFIG.toml {' '.join(settings)}", soft_wrap=True)
     if report is not None:
         print(f"Plots: {report}")
@@ -288,16 +288,16 @@ def explain(
     solver = _solver(model, cluster, nodes, length, memory, precision, optimizer, 1)
     batching = Batching(micro_batch, micro_steps, checkpointing)
     names = [first] if second is None else [first, second]
-    sides: list[Priced] = []
+    sides: list[Prediction] = []
     with progress_bar("Explaining") as say:
         for name in names:
-            sides.append(solver.price(_strategy(name, solver, offload), batching))
+            sides.append(solver.predict(_strategy(name, solver, offload), batching))
             say(len(sides), len(names))
     if as_json:
-        facts = {"verdict": tables.verdict(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
+        facts = {"verdict": tables.explain(sides, solver), "strategies": [tables.as_json(p, solver) for p in sides]}
         print(json.dumps(facts, indent=2))
         return
-    _show_step(sides, solver, tables.verdict(sides, solver))
+    _show_step(sides, solver, tables.explain(sides, solver))
 
 
 def simulate(
@@ -368,20 +368,20 @@ def simulate(
             stragglers[int(rank)] = float(times)
         except ValueError:
             raise ConfigError(f"--straggler {text}: expected RANK:TIMES, such as 3:1.5.") from None
-    uneven = Uneven(jitter, stragglers)
+    uneven = RankVariation(jitter, stragglers)
     uneven.check(made.topology.world)
     late = None
     with progress_bar("Simulating") as say:
         if trace is not None:
             _write_trace(trace, solver, made, batching, say)
-        priced = solver.price(made, batching)
-        if uneven != Uneven():
-            moments = solver.timeline(made, batching, say).moments
-            late = lateness(moments, uneven, made.topology.world, say=say)
+        priced = solver.predict(made, batching)
+        if uneven != RankVariation():
+            events = solver.timeline(made, batching, say).thread_events
+            late = expected_delay(events, uneven, made.topology.world, say=say)
     _show_simulated(priced, solver, late, trace, as_json)
 
 
-def _show_simulated(priced: Priced, solver: Solver, late: Late | None, trace: Path | None, as_json: bool) -> None:
+def _show_simulated(priced: Prediction, solver: Solver, late: Delay | None, trace: Path | None, as_json: bool) -> None:
     if as_json:
         found = tables.as_json(priced, solver)
         print(json.dumps(found if late is None else found | {"late_seconds": asdict(late)}, indent=2))
@@ -395,13 +395,13 @@ def _show_simulated(priced: Priced, solver: Solver, late: Late | None, trace: Pa
         print(f"The step, for https://ui.perfetto.dev: {trace}")
 
 
-def _show_step(sides: Sequence[Priced], solver: Solver, conclusion: str) -> None:
+def _show_step(sides: Sequence[Prediction], solver: Solver, conclusion: str) -> None:
     """Print the step of each strategy, side by side."""
     console = Console(width=100, highlight=False)
     console.print(_heading(solver))
     table = table_of("one optimizer step", *(tables.title(p) for p in sides), numbers=1)
     table.add_row("P, G, OS", *(tables.extents(p.strategy) for p in sides))
-    for cells in tables.comparison(sides, solver):
+    for cells in tables.compare(sides, solver):
         table.add_row(*cells)
     console.print(table)
     console.print(conclusion)
@@ -417,10 +417,10 @@ def _solver(
     optimizer: str,
     batch: int,
 ) -> Solver:
-    found = clusters.load(cluster, nodes)
+    found = load_cluster(cluster, nodes)
     limit = found.memory if memory is None else max(1, int(memory * GIB))
     request = Request(batch, limit, _PRECISIONS[precision], optimizer=Optimizer.named(optimizer))
-    return Solver(models.describe(model, length), found, request)
+    return Solver(describe_model(model, length), found, request)
 
 
 def _strategy(name: str, solver: Solver, offload: OffloadName | None) -> Strategy:
@@ -468,11 +468,10 @@ def _what_would_fit(found: Infeasible, solver: Solver, more_hints: Sequence[str]
 def _write_trace(
     path: Path, solver: Solver, strategy: Strategy, batching: Batching, say: Callable[[int, int], None]
 ) -> None:
-    from towpath.train.observe import perfetto
-    from towpath.train.observe.simulated import intervals_of  # imports torch
+    from towpath.train.trace import simulated_intervals, write_trace  # imports torch
 
-    intervals = intervals_of(solver.timeline(strategy, batching, say).events)
-    perfetto.write(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
+    intervals = simulated_intervals(solver.timeline(strategy, batching, say).events)
+    write_trace(path, {0: intervals}, {0: f"every rank of {solver.cluster.name}, simulated"})
 
 
 # --- pipelines --------------------------------------------------------------------------------------------------------
@@ -520,18 +519,17 @@ def _with_pipelines(
 
 def _simulate_pipeline(
     solver: Solver, name: str, length: int | None, layout: Layout, batching: Batching, trace: Path | None
-) -> PricedPipeline:
+) -> PipelinePrediction:
     """Simulate one step of a pipeline. The trace shows one replica of each of its ranks."""
     pipelines = _pipelines(solver, name, length, (layout.schedule,))
     pipelines.check(layout, batching)
     if trace is not None:
-        from towpath.train.observe import perfetto
-        from towpath.train.observe.simulated import intervals_of  # imports torch
+        from towpath.train.trace import simulated_intervals, write_trace  # imports torch
 
         timeline = pipelines.replay(layout, batching)
-        ranks = {rank: intervals_of(each.events) for rank, each in enumerate(timeline.ranks)}
-        perfetto.write(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
-    return pipelines.price(layout, batching)
+        ranks = {rank: simulated_intervals(each.events) for rank, each in enumerate(timeline.ranks)}
+        write_trace(trace, ranks, {rank: f"rank {rank} of {layout}, simulated" for rank in ranks})
+    return pipelines.predict(layout, batching)
 
 
 def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequence[str]) -> Pipelines:
@@ -539,7 +537,7 @@ def _pipelines(solver: Solver, name: str, length: int | None, schedules: Sequenc
         walks = plain_walk
     else:
         from towpath.pipeline.schedules import walks
-    shape, called, tokens = models.shape_of(name, length)
+    shape, called, tokens = model_shape(name, length)
     return Pipelines(lambda count: shape.staged(called, tokens, count), solver.cluster, solver.request, walks)
 
 

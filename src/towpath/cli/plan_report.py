@@ -14,19 +14,21 @@ from towpath.errors import TowpathError
 from towpath.observing import Interval
 from towpath.planner import tables
 from towpath.planner.cluster import GIB, Cluster
-from towpath.planner.solver import Batching, Priced, Ranking, Solver
-from towpath.train.observe.plots import (
-    COLOURS,
+from towpath.planner.solver import Batching, Prediction, Ranking, Solver
+from towpath.train.report import (
+    COLORS,
     Curve,
     axes_of,
     draw_curves,
     draw_stacked,
     draw_timelines,
+    figure_html,
     set_log_scale,
     svg,
+    table_html,
+    write_page,
 )
-from towpath.train.observe.report import figure_html, table_html, write_page
-from towpath.train.observe.simulated import intervals_of
+from towpath.train.trace import simulated_intervals
 
 # The presets drawn over link rates and numbers of nodes: the lossless ones that differ most.
 PRESETS = ("zero3", "hpz", "mics", "paro-igg", "paro-iig", "paro-nig")
@@ -62,7 +64,7 @@ def write_plan_report(path: Path, found: Ranking, solver: Solver, heading: str, 
     by_nodes = curves(solver, best.batching, nodes_of(solver), step)
     compared = dict.fromkeys([best.strategy, presets.strategy(tables.BASELINE, solver.cluster.topology)])
     steps = [
-        TimelineRow(name, intervals_of(solver.timeline(strategy, best.batching).events))
+        TimelineRow(name, simulated_intervals(solver.timeline(strategy, best.batching).events))
         for name, strategy in zip(("best: " + tables.label(best.strategy), tables.BASELINE), compared, strict=False)
     ]
     small, wide = (5.2, 3.3), (11, 0.8 + 0.95 * len(steps))
@@ -118,7 +120,7 @@ def curves(
 
 def _seconds(name: str, solver: Solver, batching: Batching) -> float | None:
     try:
-        priced = solver.price(presets.strategy(name, solver.cluster.topology), batching)
+        priced = solver.predict(presets.strategy(name, solver.cluster.topology), batching)
     except TowpathError:  # the preset does not fit this topology
         return None
     return priced.seconds if priced.peak_bytes <= solver.request.memory else None
@@ -154,21 +156,21 @@ def caption(curves: Sequence[Curve]) -> str:
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 
-def front(ranked: Sequence[Priced]) -> list[Priced]:
+def front(ranked: Sequence[Prediction]) -> list[Prediction]:
     """Return the Pareto front of seconds and memory, fastest first."""
-    chosen: list[Priced] = []
+    chosen: list[Prediction] = []
     for priced in sorted(ranked, key=lambda p: (p.seconds, p.peak_bytes)):
         if not chosen or priced.peak_bytes < chosen[-1].peak_bytes:
             chosen.append(priced)
     return chosen
 
 
-def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
+def draw_front(figure: Any, ranked: Sequence[Prediction]) -> None:
     """Draw the strategies by memory and time, with their front."""
     axes = axes_of(figure, "GiB of a rank", "seconds of a step")
-    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLOURS[7], markersize=3)
+    axes.plot([p.peak_bytes / GIB for p in ranked], [p.seconds for p in ranked], "o", color=COLORS[7], markersize=3)
     best = front(ranked)
-    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLOURS[0], markersize=5)
+    axes.plot([p.peak_bytes / GIB for p in best], [p.seconds for p in best], "o-", color=COLORS[0], markersize=5)
     for priced in best:
         axes.annotate(
             tables.label(priced.strategy), (priced.peak_bytes / GIB, priced.seconds), xytext=(5, 4),
@@ -176,7 +178,7 @@ def draw_front(figure: Any, ranked: Sequence[Priced]) -> None:
         )  # fmt: skip
 
 
-def draw_parts(figure: Any, shown: Sequence[Priced]) -> None:
+def draw_parts(figure: Any, shown: Sequence[Prediction]) -> None:
     """Draw the parts of a step of each strategy: computing, and waiting by kind of transfer."""
     names = [f"{n}  {tables.label(p.strategy)}" for n, p in enumerate(shown, 1)]
     parts = {"computing": [p.computing for p in shown]}
@@ -201,7 +203,7 @@ def _draw_curves(figure: Any, drawn: Sequence[Curve], label: str) -> None:
         return
     draw_curves(axes, drawn)
     for at, _, to in crossings(drawn):
-        axes.axvline(at, color=COLOURS[7], linestyle=":", linewidth=1)
+        axes.axvline(at, color=COLORS[7], linestyle=":", linewidth=1)
         axes.annotate(
             to, (at, 1.0), xytext=(0, 3), xycoords=("data", "axes fraction"), textcoords="offset points", fontsize=8,
             va="bottom", ha="center",

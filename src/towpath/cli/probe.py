@@ -13,8 +13,7 @@ from rich.table import Table
 from towpath.cli.terminal import load_torch, table_of
 from towpath.errors import ConfigError
 from towpath.files import check_output_file, write_output_file
-from towpath.planner.probe_checks import collective_seconds, slowdowns
-from towpath.planner.profile import Profile
+from towpath.planner.profile import Profile, collective_seconds, slowdowns
 from towpath.planner.tables import seconds
 
 _LINKS = ("inter, one", "inter, all", "intra, one", "intra, all")
@@ -71,7 +70,7 @@ def _measure(budget: float) -> Profile | None:
 
     from towpath.auto.probe import probe as measure
     from towpath.topology.init import init
-    from towpath.train.observe.bar import progress_bar
+    from towpath.train.progress import progress_bar
 
     init()
     try:
@@ -112,7 +111,7 @@ def show(profile: Profile, output: Path) -> None:
 def _pairs(profile: Profile) -> Table:
     table = table_of("at the same time", "takes", "predicted", numbers=1)
     for slowdown in slowdowns(profile):
-        table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.foretold:.2f} ×")
+        table.add_row(slowdown.what, f"{slowdown.measured:.2f} ×", f"{slowdown.predicted:.2f} ×")
     return table
 
 
@@ -143,13 +142,13 @@ def _routes(profile: Profile) -> Table:
 
 def draw(profile: Profile) -> str:
     """Return an SVG: messages with the lines fitted to them, and collectives with their predictions."""
-    from towpath.train.observe.plots import standalone_svg  # imports torch
+    from towpath.train.report import standalone_svg  # imports torch
 
     return standalone_svg(_draw, profile, (10, 4.8))
 
 
 def _draw(figure: Any, profile: Profile) -> None:
-    from towpath.train.observe.plots import colour
+    from towpath.train.report import color
 
     links, routes = figure.subplots(1, 2)
     links.set_title("messages: points measured, lines fitted")
@@ -159,16 +158,16 @@ def _draw(figure: Any, profile: Profile) -> None:
         usual = [point.usual for point in points]
         spread = [[u - min(p.seconds) for u, p in zip(usual, points, strict=True)]]
         spread.append([max(p.seconds) - u for u, p in zip(usual, points, strict=True)])
-        links.errorbar(sizes, usual, yerr=spread, fmt="o", markersize=3, color=colour(number), linewidth=0.8)
+        links.errorbar(sizes, usual, yerr=spread, fmt="o", markersize=3, color=color(number), linewidth=0.8)
         fitted = [fit.latency + size / fit.rate for size in sizes]
-        links.plot(sizes, fitted, color=colour(number), linewidth=1.2, label=f"{what} (within {fit.error:.0%})")
+        links.plot(sizes, fitted, color=color(number), linewidth=1.2, label=f"{what} (within {fit.error:.0%})")
     routes.set_title("collectives: points measured, lines from messages")
     for number, what in enumerate(dict.fromkeys(point.what for point in profile.routes())):
         points = profile.of(what)
         sizes = [point.size for point in points]
-        routes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=colour(number))
+        routes.plot(sizes, [point.usual for point in points], "o", markersize=3, color=color(number))
         predicted = [collective_seconds(profile, point) for point in points]
-        routes.plot(sizes, predicted, color=colour(number), linewidth=1.0, label=what)
+        routes.plot(sizes, predicted, color=color(number), linewidth=1.0, label=what)
     for axes in (links, routes):
         axes.set_xscale("log")
         axes.set_yscale("log")

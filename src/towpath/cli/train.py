@@ -60,7 +60,7 @@ def train(
 
         read.train.micro_steps(ranks)
         raise typer.Exit(run_ranks(["train", str(config), *(overrides or ())], ranks))
-    from towpath.train.run import train as run
+    from towpath.train.trainer import train as run
 
     raise typer.Exit(run(read))
 
@@ -85,7 +85,7 @@ def demo(
     """
     load_torch()
     from towpath.train import demo as story
-    from towpath.train.observe.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
+    from towpath.train.report import HEADINGS, MARKS, fastest_first, rows_of, wins, write_report
 
     check_output_file("--output", output)
     names = strategies or list(story.STRATEGIES)

@@ -3,7 +3,7 @@
     kernels/     encode and decode, by back end       packing.py  the messages of a reduction in hops
     low_rank.py  matrices in low rank (PowerSGD)
 
-`register` makes a codec from two functions (docs/extending.md).
+`register` makes a codec from two functions (docs/guides/extending.md).
 May import: core, topology.cluster, errors.
 """
 

@@ -18,7 +18,7 @@ from towpath.codecs.kernels import Watch, kernels_for, watched
 from towpath.core.formats import NARROW, Codec, dtype_name
 
 
-class WireBuffers(Protocol):
+class PackingBuffers(Protocol):
     """The part of a transfer's workspace that packing uses."""
 
     watch: Watch | None
@@ -38,7 +38,7 @@ class Packing(ABC):
         """Return the size of a packed piece of `elements` elements, in elements of `dtype`."""
 
     @abstractmethod
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: WireBuffers) -> None:
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
         """Pack pieces of a region into `out`."""
 
     @abstractmethod
@@ -49,12 +49,12 @@ class Packing(ABC):
         out: torch.Tensor,
         stage: int,
         hop: int,
-        workspace: WireBuffers,
+        workspace: PackingBuffers,
     ) -> None:
         """Sum the pieces of all rows, and pack the sums into `out`. `lengths` are the pieces' numbers of elements."""
 
     @abstractmethod
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: WireBuffers) -> None:
+    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
         """Sum the piece of all rows into the elements of `out`."""
 
 
@@ -68,7 +68,7 @@ class PlainPacking(Packing):
     def size(self, elements: int) -> int:
         return elements
 
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: WireBuffers) -> None:
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
         torch.cat(list(pieces), out=out[: sum(p.numel() for p in pieces)])
 
     def sum(
@@ -78,11 +78,11 @@ class PlainPacking(Packing):
         out: torch.Tensor,
         stage: int,
         hop: int,
-        workspace: WireBuffers,
+        workspace: PackingBuffers,
     ) -> None:
         self.unpack(rows, out[: sum(lengths)], workspace)
 
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: WireBuffers) -> None:
+    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
         narrow = dtype_name(out.dtype) in NARROW
         total = workspace.take(self._sum_elements, torch.float32)[: out.numel()] if narrow else out
         total.copy_(rows[0])
@@ -121,7 +121,7 @@ class EncodedPacking(Packing):
     def size(self, elements: int) -> int:
         return self._codec.encoded_bytes(elements)
 
-    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: WireBuffers) -> None:
+    def pack(self, pieces: Sequence[torch.Tensor], out: torch.Tensor, stage: int, workspace: PackingBuffers) -> None:
         for number, place in enumerate(self._places([p.numel() for p in pieces])):
             self._encode(pieces[number], out[place], self._error(stage, 0, number), workspace)
 
@@ -132,7 +132,7 @@ class EncodedPacking(Packing):
         out: torch.Tensor,
         stage: int,
         hop: int,
-        workspace: WireBuffers,
+        workspace: PackingBuffers,
     ) -> None:
         kernels = watched(self._kernels, workspace.watch)
         for number, (place, elements) in enumerate(zip(self._places(lengths), lengths, strict=True)):
@@ -146,7 +146,7 @@ class EncodedPacking(Packing):
                 kernels.decode_sum(self._codec, arrived, total)
                 self._encode(total, out[place], error, workspace)
 
-    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: WireBuffers) -> None:
+    def unpack(self, rows: Sequence[torch.Tensor], out: torch.Tensor, workspace: PackingBuffers) -> None:
         if out.numel():
             sent = [row[: self.size(out.numel())] for row in rows]
             watched(self._kernels, workspace.watch).decode_sum(self._codec, sent, out)
@@ -160,7 +160,7 @@ class EncodedPacking(Packing):
         return None if kept is None else kept[stage, number]
 
     def _encode(
-        self, values: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None, workspace: WireBuffers
+        self, values: torch.Tensor, out: torch.Tensor, error: torch.Tensor | None, workspace: PackingBuffers
     ) -> None:
         n = values.numel()
         if n == 0:

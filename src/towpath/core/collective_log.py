@@ -22,7 +22,7 @@ earlier ones into a digest.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
@@ -35,6 +35,7 @@ from towpath.errors import StepError
 
 _DIGEST_BYTES = 8
 _SLOT_BYTES = 2 * _DIGEST_BYTES
+_AFTER_MODEL = "after_a_transfer_of_model"  # the name of a detail
 _COMPLEMENT = bytes(255 - byte for byte in range(256))
 
 # How many entries of a scope are folded at a time. The number is fixed, so that ranks with lists of different lengths
@@ -271,11 +272,23 @@ class CollectiveLog:
         strategy: The strategy of the model, which says which ranks compare what.
         rank: This rank.
         model: The number of the model, the same on all ranks.
+        last: For each group of ranks, the model whose collective came last there. All models of a process group share
+            it, and their logs keep it up to date.
     """
 
-    def __init__(self, strategy: Strategy, rank: int, model: int = 0) -> None:
+    def __init__(
+        self, strategy: Strategy, rank: int, model: int = 0, last: dict[Hashable, list[int]] | None = None
+    ) -> None:
         self.rank, self.model = rank, model
         self.scopes = scopes(strategy)
+        shared = {} if last is None else last
+        # By scope, a list of one item. Scopes without collectives have lists of their own, which never change.
+        self._last = [
+            shared.setdefault((each.kinds, each.group_of), [model])
+            if each.kinds.isdisjoint({Call.STEP, Call.VALUES})
+            else [model]
+            for each in self.scopes
+        ]
         self._bytes = log_bytes(strategy)
         self._scope_of = {kind: scope.number for scope in self.scopes for kind in scope.kinds}
         self._step, self._ended = 0, False
@@ -290,7 +303,13 @@ class CollectiveLog:
         if kind is TransferKind.UNUSED_PARAMS:
             self._ended = True
         elif kind in self._scope_of:
-            self._kept[self._scope_of[kind]].note(Entry(kind, what, details))
+            number = self._scope_of[kind]
+            # Models over the same ranks share process groups, where collectives match by their order alone. So the
+            # first collective after one of another model says so.
+            if self._last[number][0] != self.model:
+                details = (*details, ((_AFTER_MODEL, self._last[number][0] + 1),))
+                self._last[number][0] = self.model
+            self._kept[number].note(Entry(kind, what, details))
 
     def turn(self) -> None:
         """Begin the step log of the next step."""
@@ -304,7 +323,8 @@ class CollectiveLog:
         """Return this rank's digests in the slots of its groups. Other slots are zeros, which the maximum ignores."""
         slots = bytearray(self._bytes)
         for scope, kept in zip(self.scopes, self._kept, strict=True):
-            digest = _digest(kept.digest, kept.entries, _DIGEST_BYTES)
+            # Ranks that run models in different orders meet here with logs that may be identical.
+            digest = _digest(f"{self.model} {kept.digest}", kept.entries, _DIGEST_BYTES)
             start = _SLOT_BYTES * (scope.first_slot + scope.group_of[self.rank])
             slots[start : start + _SLOT_BYTES] = digest + digest.translate(_COMPLEMENT)
         return bytes(slots)
@@ -330,7 +350,16 @@ class CollectiveLog:
         self.turn()
         if not found:
             return
+        for last in self._last:
+            last[0] = -1  # on all ranks, so that those which catch the error agree again
         step_logs, texts = of_all_ranks(step_log), list[str]()
+        if other := next((rank for rank, theirs in enumerate(step_logs) if theirs.model != step_logs[0].model), 0):
+            raise StepError(
+                f"rank {self.rank}: the ranks ran different models: in the order of their shard() calls, rank 0 ended "
+                f"a step of model {step_logs[0].model + 1}, rank {other} one of model {step_logs[other].model + 1}. "
+                "Their gradients would be mixtures of both, and none is delivered. Let every rank run the forward and "
+                "backward passes of all models in the same order."
+            )
         for scope, group in found[:2]:
             first, *others = scope.members(group)
             differences = (
@@ -388,6 +417,12 @@ def divergence_message(rank: int, found: Difference) -> str:
         return (
             f"rank {rank}: the ranks made different calls that need all of them: {found}. Norms, sums and "
             "full_tensor() of sharded tensors are collectives: let every rank make them, at the same place."
+        )
+    if any(name == _AFTER_MODEL for entry in found.entries if entry for group in entry.details for name, _ in group):
+        return (
+            f"rank {rank}: the ranks ran their models in different orders: {found} (models are counted in the order of "
+            "their shard() calls). Their transfers may have met, and no gradient is delivered. Let every rank run the "
+            "forward and backward passes of all models in the same order."
         )
     return (
         f"rank {rank}: the ranks ran different units: {found}. Their gradients would be mixtures of both, and none is "

@@ -70,7 +70,7 @@ class Options(TypedDict, total=False):
 
 NONE = Extent(1)
 
-# No lossless route is faster where links inside a node are faster than those between nodes (benchmarks/collectives.py).
+# No lossless route is faster where links inside a node are the faster ones (benchmarks/suites/collectives.py).
 BEST_ROUTE: Route = "ho-ring"
 
 

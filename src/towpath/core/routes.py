@@ -54,7 +54,7 @@ WITH_OWNERS = (Op.TO_OWNERS, Op.FROM_OWNERS)
 HO_RING_PARTS = 4
 # The hop inside nodes of one part overlaps with the hop between nodes of another part (ZeRO++ 4.1.2, pipelining).
 TWO_HOP_PARTS = 4
-# Each part costs a fixed time. Parts smaller than this lose more by it than they gain (`benchmarks/collectives.py`).
+# Each part costs a fixed time. Smaller parts lose more by it than they gain (benchmarks/suites/collectives.py).
 SMALLEST_PART_BYTES = 1 << 18
 # How many steps an item of the HO-Ring may take. Two items are in flight at a time, so that no link waits for the next
 # one. A slice that is not cut into parts takes one step, because it must arrive before it is forwarded.

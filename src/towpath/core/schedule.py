@@ -277,7 +277,12 @@ def unused_params_transfers(strategy: Strategy, parameters: int) -> tuple[Transf
 class Schedule(SentBytes):
     """Every transfer of one optimizer step, in the order in which the engine submits them.
 
-    `plans` has one plan for each unit. `matrices` is the plan of an optimizer that needs full matrices, if any.
+    Attributes:
+        strategy: The strategy of the model.
+        micro_steps: The forward and backward passes of one optimizer step.
+        plans: One plan for each unit: its buckets, and what happens to them.
+        transfers: The transfers in order, those of all units.
+        matrices: The plan of an optimizer that needs full matrices, if any.
     """
 
     strategy: Strategy
@@ -524,7 +529,11 @@ class JobSchedule(SentBytes):
 
 
 def job_schedule(
-    topology: Topology, pipelines: Iterable[Sequence[Stage]], order: Order, compression: Compression
+    topology: Topology,
+    pipelines: Iterable[Sequence[Stage]],
+    order: Order,
+    compression: Compression,
+    walks: int = 1,
 ) -> JobSchedule:
     """Return the schedule of a job with pipeline stages.
 
@@ -534,12 +543,13 @@ def job_schedule(
             are sharded by themselves over the ranks of several stages, such as tied embeddings, follow the stages.
         order: The passes that each rank of a pipeline computes.
         compression: The codecs of messages between stages.
+        walks: How many times a step runs the whole order, with gradient accumulation. Default: 1.
     """
     found: list[Transfer] = []
     for stages in pipelines:
         for stage in stages:
             found += [transfer.over(stage.ranks, topology) for transfer in stage.schedule.transfers]
-        for message in messages(order):
+        for message in list(messages(order)) * walks:
             pairs = list(zip(stages[message.source].ranks, stages[message.target].ranks, strict=True))
             outputs = stages[message.output_of].outputs
             found += message_transfers(message, pairs, outputs, topology, compression)

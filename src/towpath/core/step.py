@@ -463,10 +463,10 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_begin(self, passes: Sequence[ForwardPass]) -> list[Action]:
-        """Begin the second half of a backward pass, for all its units. Their weights are always unsharded. Modules show
-        them until `weight_gradients_end`, because parts of any unit may be recomputed."""
+        """Begin the second half of a backward pass: unsharded parameters show in all its units until it ends."""
         for passed in passes:
             unit = self._units[passed.unit]
+            # Parts of any unit may be recomputed in this half. The weights of such units never take turns in a slot.
             assert unit.slot is None, f"{unit}: its weights may have been another unit's meanwhile"
             self.in_backward, self._walk = True, passed.walk
             unit.inside += 1
@@ -482,8 +482,7 @@ class StepMachine:
         return self._answer()
 
     def weight_gradients_done(self, passed: ForwardPass) -> list[Action]:
-        """Finish the unit if this was its last pass: the gradients of its weights are computed. It is the last event of
-        a unit's backward pass, right after `input_gradients_done` or later."""
+        """Finish the unit if this was its last pass. This is the last event of a unit's backward pass."""
         unit = self._units[passed.unit]
         unit.backwards[passed.walk] += 1
         # Passes are counted, so that all ranks decide the same: which graphs a rank keeps alive must not matter.

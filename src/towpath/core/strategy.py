@@ -237,6 +237,9 @@ class Strategy:
         """Return the strategy of optimizer step `step`, counted from 0.
 
         It differs between steps if a codec serves only from or until some step.
+
+        Args:
+            step: The optimizer step, counted from 0.
         """
         transports = {kind.value: self.transport(kind).at(step) for kind in WITH_TRANSPORT}
         return replace(self, **transports)
@@ -287,7 +290,14 @@ class Strategy:
 
     @staticmethod
     def from_toml(text: str) -> Strategy:
-        """Return the strategy that `to_toml` wrote, in this or an older version. Raise StrategyError for other text."""
+        """Return the strategy that `to_toml` wrote, in this or an older version.
+
+        Args:
+            text: TOML text.
+
+        Raises:
+            StrategyError: The text is not a strategy.
+        """
         try:
             table = tomllib.loads(text)
             for kind, saved in SAVED_NAMES.items():

@@ -223,7 +223,8 @@ def build(
         MismatchError: Another rank could not read the values.
     """
     number: int = next(groups.shared("models made", count))
-    comm = CommContext(groups, device_of(layouts, groups), CollectiveLog(strategy, groups.rank, number))
+    log = CollectiveLog(strategy, groups.rank, number, groups.shared("last models", dict))
+    comm = CommContext(groups, device_of(layouts, groups), log)
     mesh = mesh_of([p.parallel for p in _places(layouts) if p.parallel is not None])
     if mesh.groups and (
         strategy.frozen_codec != "none" or any(strategy.transport(kind).encoding for kind in TransferKind)

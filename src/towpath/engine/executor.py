@@ -400,8 +400,7 @@ class Engine:
             self._held_back, self.machine.more_passes = None, False
 
     def weight_gradients(self, passes: Sequence[ForwardPass], compute: Callable[[Unit], None]) -> None:
-        """Compute the weight gradients of the `passes` that `input_gradients_only` yielded, and end the backward pass.
-        `compute` computes those of one unit, and calls `gradient` with each."""
+        """Compute the weight gradients of passes from `input_gradients_only`. `compute` does those of one unit."""
         self._only_weight_gradients = True
         try:
             self.execute(self.machine.weight_gradients_begin(passes))

@@ -93,8 +93,8 @@ _BY_STRATEGY = (
 )
 _PREFETCH = "Leave the call out: the engine learns the order of the units in the first step, and then prefetches them."
 _COMMUNICATION = (
-    "Routes and codecs change what is sent, as in towpath.strategy('zero3', weights='int8'); see docs/routes.md and "
-    "docs/codecs.md."
+    "Routes and codecs change what is sent, as in towpath.strategy('zero3', weights='int8'); see "
+    "docs/concepts/routes.md and docs/concepts/codecs.md."
 )
 _MEAN = "Gradients are the mean over all ranks. Multiply the loss by a factor for another scale."
 _BUFFERS = "Leave the call out: the engine allocates no buffer after the second step."
@@ -172,7 +172,7 @@ def check_arguments(names: Iterable[str], known: Iterable[str]) -> None:
     """
     for name in names:
         if name in ARGUMENTS:
-            raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/from-fsdp2.md.")
+            raise ShardError(f"shard() has no {name}=. Use instead: {ARGUMENTS[name]}. See docs/start/from-fsdp2.md.")
         nearest = difflib.get_close_matches(name, known, 1)
         meant = f" Did you mean {nearest[0]}=?" if nearest else ""
         raise TypeError(f"shard() got an unexpected keyword argument {name!r}.{meant}")

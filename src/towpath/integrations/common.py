@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from towpath.api import shard
 from towpath.checkpoint import Saver, State, latest, load
-from towpath.checkpoint.dcp.calls import described
-from towpath.checkpoint.disk.folders import step_of
+from towpath.checkpoint.folders import step_of
+from towpath.checkpoint.rank_contents import described
 from towpath.checkpoint.state_dicts import set_model_state_dict, set_optimizer_state_dict
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.presets import Preset
@@ -30,7 +30,7 @@ from towpath.engine.parameters.unit import CHECK_EVERY
 from towpath.errors import CheckpointError, ShardError
 from towpath.logs import logger
 from towpath.optim import members_of, whole_of
-from towpath.planner.workload import Workload
+from towpath.planner.request import Workload
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 

@@ -37,6 +37,9 @@ class MeshRanks:
         return [found[rank] for rank in self.members]
 
 
+_CALLS = ("evaluate()", "step()", "step() inside no_sync()")
+
+
 @final
 class Calls:
     """The comparison of the calls of all ranks. Every rank must make it."""
@@ -54,11 +57,11 @@ class Calls:
         """Return if all ranks make this call in the same optimizer step, and none refuses it; else raise on all.
 
         Args:
-            call: The method of Pipeline.
+            call: The call as errors name it: "evaluate()", "step()" or "step() inside no_sync()".
             step: How many optimizer steps there were before it.
             refusal: Why this rank cannot do it.
         """
-        number = 2 * step + (call == "step")
+        number = 3 * step + _CALLS.index(call)
         word = torch.tensor([number, -number] if refusal is None else [torch.iinfo(torch.int64).max, 0])
         words = [torch.empty_like(word) for _ in range(self._pipeline.size())] if self._first else None
         dist.gather(word, words, group=self._pipeline, group_dst=0)
@@ -72,7 +75,7 @@ class Calls:
             self._raise(call, step, refusal)
 
     def _raise(self, call: str, step: int, refusal: StepError | None) -> None:
-        mine = f"Pipeline.{call}() of step {step + 1}"
+        mine = f"Pipeline.{call} of step {step + 1}"
         told = self._everyone.gather_objects((mine, None if refusal is None else str(refusal)))
         if refusal is not None:
             raise refusal
@@ -80,7 +83,7 @@ class Calls:
         own = dist.get_rank()
         for rank, (_, error) in by_rank.items():
             if error is not None:
-                raise StepError(f"rank {own}: Pipeline.{call}() was refused on rank {rank}: {error}")
+                raise StepError(f"rank {own}: Pipeline.{call} was refused on rank {rank}: {error}")
         rank, other = next((rank, theirs) for rank, (theirs, _) in by_rank.items() if theirs != mine)
         raise StepError(
             f"rank {own} is in {mine}, and rank {rank} in {other}. Let every rank make the same calls in the same "

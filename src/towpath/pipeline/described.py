@@ -16,7 +16,7 @@ from towpath.core.units import BucketSpec, UnitSpec
 from towpath.engine.layout import BucketLayout, UnitLayout, lay_out
 from towpath.pipeline.shapes import outputs_without_values
 from towpath.pipeline.split import blocks_in, cut
-from towpath.planner.model import Line, Measured, Model, StagedModel, Unit
+from towpath.planner.model import LinearSeconds, MeasuredPasses, Model, ModelUnit, StagedModel
 
 
 class DescribedStages:
@@ -36,7 +36,7 @@ class DescribedStages:
     ) -> None:
         self._whole, self._model, self._example, self._precision = whole, model, example, precision
         self._between = blocks_in(model, layouts)
-        self._unit_of: dict[int, Unit] = {}
+        self._unit_of: dict[int, ModelUnit] = {}
         for unit, layout in zip(whole.units, layouts, strict=True):
             self._unit_of |= {id(place.parameter): unit for bucket in layout.buckets for place in bucket.places}
 
@@ -65,16 +65,16 @@ class DescribedStages:
         units = [self._root(root, number, count, tied), *map(self._blocks, blocks)]
         return Model(f"{self._whole.name}, stage {number}", self._whole.length, tuple(units))
 
-    def _root(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> Unit:
+    def _root(self, layout: UnitLayout, number: int, count: int, tied: Mapping[int, int]) -> ModelUnit:
         """The arithmetic of the root is that of the model's end."""
         own = [_without(bucket, tied) for bucket in layout.buckets]
         spec = UnitSpec("", tuple(bucket for bucket in own if bucket.numels), kept=True)
         root = self._whole.units[0]
         if number == count - 1:
             return replace(root, spec=spec)
-        return Unit(spec, 0.0, 0.0, 0.0, measured=None if root.measured is None else _NO_TIME)
+        return ModelUnit(spec, 0.0, 0.0, 0.0, measured=None if root.measured is None else _NO_TIME)
 
-    def _blocks(self, layout: UnitLayout) -> Unit:
+    def _blocks(self, layout: UnitLayout) -> ModelUnit:
         elements: dict[int, int] = {}  # by the unit of the whole model in which they lie
         units = {id(unit): unit for unit in self._whole.units}
         for bucket in layout.buckets:
@@ -82,13 +82,13 @@ class DescribedStages:
                 home = id(self._unit_of[id(place.parameter)])
                 elements[home] = elements.get(home, 0) + place.numel
         parts = [_some_blocks(units[home], numel / units[home].numel) for home, numel in elements.items()]
-        return replace(reduce(Unit.beside, parts), spec=layout.spec, modules=len(layout.modules))
+        return replace(reduce(ModelUnit.combined_with, parts), spec=layout.spec, modules=len(layout.modules))
 
 
-_NO_TIME = Measured(Line(0.0, 0.0), Line(0.0, 0.0))
+_NO_TIME = MeasuredPasses(LinearSeconds(0.0, 0.0), LinearSeconds(0.0, 0.0))
 
 
-def _some_blocks(unit: Unit, share: float) -> Unit:
+def _some_blocks(unit: ModelUnit, share: float) -> ModelUnit:
     """What is there for a moment is of one block, however many there are."""
     return replace(unit.computing(share), passing=unit.passing, passing_fp32=unit.passing_fp32)
 

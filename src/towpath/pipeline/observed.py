@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -32,42 +31,37 @@ class Observed:
     def __init__(
         self,
         modules: Callable[[], Iterable[nn.Module]],
-        plan: Callable[[int], JobSchedule],
+        plan: Callable[[int, int], JobSchedule],
         changes: Set[int],
         groups: Sequence[dist.ProcessGroup],
     ) -> None:
         self._modules, self._plan, self._groups = modules, plan, groups
-        # The steps that were made, by the first step of their schedule.
-        self._steps = dict.fromkeys(sorted({0, *changes}), 0)
+        self._changes = sorted({0, *changes})
+        # How many optimizer steps were made, by the first step of their schedule and their steps inside no_sync.
+        self._steps = Counter[tuple[int, int]]()
+        self._jobs: dict[tuple[int, int], tuple[JobSchedule, Sums]] = {}
         self.seconds_waited = 0.0
 
     @property
     def steps(self) -> int:
-        return sum(self._steps.values())
+        return self._steps.total()
 
-    def count_step(self, step: int) -> None:
+    def count_step(self, step: int, accumulated: int) -> None:
         """Count an optimizer step that is through; `step`: how many there were before it, other runs' among them."""
-        self._steps[max(first for first in self._steps if first <= step)] += 1
+        self._steps[max(first for first in self._changes if first <= step), accumulated] += 1
 
-    @cached_property
-    def jobs(self) -> dict[int, JobSchedule]:
-        """The job's schedules, by the step at which they begin."""
-        return {first: self._plan(first) for first in self._steps}
+    def job(self, first: int = 0, accumulated: int = 0) -> tuple[JobSchedule, Sums]:
+        """Return the job's schedule of a step, with its messages and the bytes of all stages. Every rank must call
+        it."""
+        if (first, accumulated) not in self._jobs:
+            job = self._plan(first, accumulated)
+            messages = sum(t.kind in _MESSAGES for t in job.transfers)
+            sums = Sums(calls=messages, intra_bytes=job.intra_bytes, inter_bytes=job.inter_bytes)
+            self._jobs[first, accumulated] = job, sums
+        return self._jobs[first, accumulated]
 
-    @cached_property
-    def _of_a_step(self) -> dict[int, Sums]:
-        """Messages, and the bytes of all stages, of a step of each schedule."""
-        return {
-            first: Sums(
-                calls=sum(t.kind in _MESSAGES for t in job.transfers),
-                intra_bytes=job.intra_bytes,
-                inter_bytes=job.inter_bytes,
-            )
-            for first, job in self.jobs.items()
-        }
-
-    def stats_of_rank(self) -> Stats:
-        """Of this rank's stages, and all messages. Every rank must call it the first time."""
+    def stats(self) -> Stats:
+        """Return the stats of this rank's stages, with the transfers of all ranks. Every rank must call it."""
         each = [stats(module) for module in self._modules()]
         memory: Counter[str] = Counter()
         host_memory: Counter[str] = Counter()
@@ -75,8 +69,17 @@ class Observed:
             memory.update(one.memory_bytes)
             host_memory.update(one.host_memory_bytes)
         transfers = [transfer for one in each for transfer in one.transfers]
+        for group in self._groups:
+            told: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(told, transfers, group=group)
+            del told[dist.get_rank(group)]
+            transfers += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for each in told for t in each]
+        # Transfers of different stages may be equal. Differences between two stats find them by their transfer.
+        total: dict[Transfer, TransferStats] = {}
+        for one in (*transfers, *self._messages()):
+            total[one.transfer] = one.plus(total[one.transfer]) if one.transfer in total else one
         return Stats(
-            (*transfers, *self._messages()),
+            tuple(total.values()),
             tuple(transfer for one in each for transfer in one.last_step),
             dict(memory),
             sum(one.buffers_made for one in each),
@@ -87,9 +90,8 @@ class Observed:
     def _messages(self) -> list[TransferStats]:
         """By kind and wire; the seconds are those of waiting for any of them."""
         found: dict[Transfer, TransferStats] = {}
-        for first, job in self.jobs.items():
-            steps = self._steps[first]
-            for transfer in job.transfers if steps else ():
+        for (first, accumulated), steps in self._steps.items():
+            for transfer in self.job(first, accumulated)[0].transfers:
                 if transfer.kind in _MESSAGES:
                     alike = replace(transfer, micro_step=0)
                     before = found.get(alike, TransferStats(alike, 0, 0, 0, 0.0, 0.0))
@@ -104,23 +106,12 @@ class Observed:
             found[first] = replace(found[first], seconds_exposed=self.seconds_waited)
         return list(found.values())
 
-    def summed_up(self, done: Stats) -> Stats:
-        """`done`, of this rank, and the transfers of other stages and of their other parts. Every rank must call it."""
-        found = [t for t in done.transfers if t.transfer.kind not in _MESSAGES]
-        for group in self._groups:
-            told: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(told, found, group=group)
-            del told[dist.get_rank(group)]
-            found += [replace(t, seconds_in_flight=0.0, seconds_exposed=0.0) for each in told for t in each]
-        messages = [t for t in done.transfers if t.transfer.kind in _MESSAGES]
-        return replace(done, transfers=(*found, *messages))
-
     def sums(self) -> Sums:
-        """Quick: for a look after every step. Every rank must call it the first time."""
+        """Quick: for a look after every step. Every rank must call it."""
         own = Sums()
         for module in self._modules():
             own = own.plus(sums(module))
-        steps = [(self._steps[first], each) for first, each in self._of_a_step.items()]
+        steps = [(count, self.job(*key)[1]) for key, count in self._steps.items()]
         return replace(
             own,
             calls=own.calls + sum(count * each.calls for count, each in steps),

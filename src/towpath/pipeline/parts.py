@@ -14,8 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from towpath.checkpoint.memory.names import Named, named
-from towpath.checkpoint.memory.parts import EngineState, KeepsState, Parts, together
+from towpath.checkpoint.rank_contents import (
+    EngineState,
+    NamedTensors,
+    RankContents,
+    RankState,
+    gather_or_raise,
+    named_tensors,
+)
 from towpath.engine.codec_state import fingerprint
 from towpath.engine.executor import engine_of
 from towpath.errors import CheckpointError
@@ -64,7 +70,7 @@ class _Told:
 
 def parts_of(
     mesh: DeviceMesh, stages: Sequence[TowpathStage], tied: TiedEmbeddings | None, prefixes: Sequence[str], how: str
-) -> Parts:
+) -> RankContents:
     """`how`: what else has to be the same for ranks to carry the same. Every rank must call it."""
     groups = Groups()
     if mesh.size() != groups.world:
@@ -74,20 +80,20 @@ def parts_of(
 
     twin = _twin(tied, prefixes)
 
-    def found(stages: Sequence[TowpathStage] = stages) -> Named:
-        return _joined([(prefixes[s.stage_index], named(s.submod)) for s in stages], twin)
+    def found(stages: Sequence[TowpathStage] = stages) -> NamedTensors:
+        return _joined([(prefixes[s.stage_index], named_tensors(s.submod)) for s in stages], twin)
 
     engines = [(f"stage {s.stage_index}/", s.engine) for s in stages]
     if tied is not None and tied.module is not None:
         engines.append(("tied/", engine_of(tied.module)))
-    keepers: dict[str, KeepsState] = {prefix: EngineState(engine) for prefix, engine in engines}
-    keepers |= {f"messages of stage {s.stage_index}/": _Messages(s) for s in stages}
+    states: dict[str, RankState] = {prefix: EngineState(engine) for prefix, engine in engines}
+    states |= {f"messages of stage {s.stage_index}/": _Messages(s) for s in stages}
 
     def mine() -> _Told:
         names = {s.stage_index: sorted(_names(found([s]))) for s in stages}
         return _Told(names, {**found().aliases, **twin}, [fingerprint(engine) for _, engine in engines])
 
-    told: list[_Told] = together(groups, "the pipeline's stages", mine)
+    told: list[_Told] = gather_or_raise(groups, "the pipeline's stages", mine)
     aliases = {alias: first for each in told for alias, first in each.aliases.items()}
     lowest: dict[str, int] = {}
     for each in told:
@@ -98,13 +104,13 @@ def parts_of(
     copied = {name for stage, names in own.items() for name in names if lowest[name] not in (stage, *own)}
     carried = "\n".join([how, *(line for each in told for line in each.fingerprints)])
     others = [name for name in mesh.mesh_dim_names or () if name != "pp"]
-    return Parts(
+    return RankContents(
         groups=groups,
         named=lambda: replace(found(), aliases=aliases),
         nodes=list(range(groups.world)),
         writes_copies=not any(mesh.get_local_rank(name) for name in others),
         engines=tuple(engine for _, engine in engines),
-        keepers=keepers,
+        states=states,
         fingerprint=hashlib.sha256(carried.encode()).hexdigest(),
         held=frozenset(lowest),
         # Where one engine spans both ends, their ranks share out what they all hold.
@@ -121,17 +127,17 @@ def _twin(tied: TiedEmbeddings | None, prefixes: Sequence[str]) -> dict[str, str
     return {f"{prefixes[-1]}{last}.{name}": f"{prefixes[0]}{first}.{name}" for name in tied.names}
 
 
-def _names(found: Named) -> set[str]:
+def _names(found: NamedTensors) -> set[str]:
     return {*found.parameters, *found.buffers}
 
 
-def _joined(stages: Sequence[tuple[str, Named]], twin: Mapping[str, str]) -> Named:
+def _joined(stages: Sequence[tuple[str, NamedTensors]], twin: Mapping[str, str]) -> NamedTensors:
     """Of stages with what precedes their names."""
 
     def called(name: str) -> str:
         return twin.get(name, name)
 
-    return Named(
+    return NamedTensors(
         {called(f"{prefix}{name}"): p for prefix, each in stages for name, p in each.parameters.items()},
         {f"{prefix}{name}": b for prefix, each in stages for name, b in each.buffers.items()},
         {f"{prefix}{alias}": called(f"{prefix}{f}") for prefix, each in stages for alias, f in each.aliases.items()},

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import count as count_up
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from towpath.api import shard
-from towpath.checkpoint.memory.parts import Parts
+from towpath.checkpoint.rank_contents import RankContents
 from towpath.core import presets
 from towpath.core.formats import Dtype, MixedPrecisionPolicy, Precision
 from towpath.core.pipeline import Compression, StagePass, as_computed, encoded_gradients
@@ -42,7 +42,7 @@ from towpath.engine.layout import UnitChoice
 from towpath.engine.parameters.initialise import Values
 from towpath.engine.parameters.partial_sums import total_norm
 from towpath.errors import ShardError, StepError, TowpathError
-from towpath.observing import Stats, Trace
+from towpath.observing import Interval, Observable, Stats, Sums, Trace
 from towpath.pipeline.calls import Calls, MeshRanks
 from towpath.pipeline.embedding_sync import TiedEmbeddings, find_ends
 from towpath.pipeline.observed import Observed
@@ -53,6 +53,7 @@ from towpath.pipeline.split import cut_of
 from towpath.pipeline.split_backward import can_be_halved
 from towpath.pipeline.stage import BackwardPasses, Place, TowpathStage, engines_in
 from towpath.pipeline.traced import TracedStages
+from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
 from towpath.topology.store import StatusStore
@@ -63,7 +64,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 _LAST_WORDS_SECONDS = 2.0
 
 
-class Pipeline:
+class Pipeline(Observable):
     """`stages`: all of the model, in order, each a module or what makes one; a rank builds its own only. What a stage
     returns, a tensor or a tuple of them, is what the next one is called with.
 
@@ -102,7 +103,7 @@ class Pipeline:
     ) -> None:
         _check_mesh(mesh)
         group: dist.ProcessGroup = mesh["pp"].get_group()
-        self._mesh, self._group, self._micro_batches = mesh, group, micro_batches
+        self._mesh, self._group, self.micro_batches = mesh, group, micro_batches
         Groups(group).connect()  # the first messages go between two stages only
         self._everyone = MeshRanks(mesh)
         ranks, count = mesh["pp"].size(), len(stages)
@@ -141,7 +142,10 @@ class Pipeline:
         self._schedule: Any = kind(run, micro_batches, loss_fn=loss)
         groups: list[dist.ProcessGroup] = [mesh[name].get_group() for name in mesh.mesh_dim_names or () if name != "dp"]
         changes = self._compression.changes.union(*(_changes(each) for each in strategies))
-        self.observed = Observed(self._sharded_modules, lambda step: self.schedule(step=step), changes, groups)
+        self._observed = Observed(
+            self._sharded_modules, lambda step, accumulated: self.schedule(None, step, accumulated), changes, groups
+        )
+        self._accumulated = 0  # steps inside no_sync since the last boundary
         self._status_store = _status_store(Groups(group))
         self._calls, self._walks = Calls(self._everyone), 0  # walks of the whole schedule, evaluations too
 
@@ -150,7 +154,7 @@ class Pipeline:
         count, copies = len(self.owners), self._mesh["dp"].size()
         halved = splits and can_be_halved(engines_in(module))
         device = torch.device(self._mesh.device_type)
-        place = Place(index, count, inputs, outputs, self._group, device, self._micro_batches, copies, encoded, halved)
+        place = Place(index, count, inputs, outputs, self._group, device, self.micro_batches, copies, encoded, halved)
         return TowpathStage(module, place, self._compression, self._passes_back, self._traced)
 
     def _halved(self) -> set[int]:
@@ -200,14 +204,20 @@ class Pipeline:
         """
         with self._failures_told():
             before, began = self._seconds_computed, time.perf_counter()
-            losses = self._walk("step", self._schedule.step, args, target)
-            self.observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
+            accumulating = self._passes_back.accumulating
+            call = "step() inside no_sync()" if accumulating else "step()"
+            losses = self._walk(call, self._schedule.step, args, target)
+            self._observed.seconds_waited += time.perf_counter() - began - (self._seconds_computed - before)
             loss = self._mean_loss(losses)  # on its way while the gradients are
+            if accumulating:
+                self._accumulated += 1
+                return loss()
             for engine in self._passes_back.engines:
                 engine.end_boundary()
             if self._tied is not None:
                 self._tied.end_step()
-            self.observed.count_step(self._stages[0].engine.step - 1)
+            self._observed.count_step(self._stages[0].engine.step - 1, self._accumulated)
+            self._accumulated = 0
             return loss()
 
     @torch.no_grad()
@@ -216,12 +226,34 @@ class Pipeline:
         with self._failures_told(), ExitStack() as stack:
             for stage in self._stages:
                 stack.enter_context(stage.keeping_senders())
-            return self._mean_loss(self._walk("evaluate", self._schedule.eval, args, target))()
+            return self._mean_loss(self._walk("evaluate()", self._schedule.eval, args, target))()
 
-    def train(self, mode: bool = True) -> None:
-        """As nn.Module's, of this rank's stages."""
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Return a context for the steps before the last one of an optimizer step.
+
+        Inside, `step` accumulates gradients without a gradient sync. The first `step` outside delivers the sum over all
+        these steps as `.grad`. Divide the loss by their number to get the mean. Every rank must enter it.
+        """
+        before, self._passes_back.accumulating = self._passes_back.accumulating, True
+        try:
+            yield
+        finally:
+            self._passes_back.accumulating = before
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Set the training mode of this rank's stages, as `nn.Module.train` does, and return the pipeline.
+
+        Args:
+            mode: False for the evaluation mode. Default: True.
+        """
         for module in self.modules.values():
             module.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Set the evaluation mode of this rank's stages, as `nn.Module.eval` does, and return the pipeline."""
+        return self.train(False)
 
     def _walk(
         self, call: str, walk: Callable[..., Any], args: tuple[torch.Tensor, ...], target: torch.Tensor | None
@@ -247,9 +279,9 @@ class Pipeline:
         """Why this rank cannot take the batch. A rank also checks what it does not read: most are given all of it."""
         try:
             if args or 0 in self.modules:
-                check_batch(args, self._example, self._micro_batches)
+                check_batch(args, self._example, self.micro_batches)
             if target is not None or len(self.owners) - 1 in self.modules:
-                check_target(target, self._target_rows, self._micro_batches)
+                check_target(target, self._target_rows, self.micro_batches)
         except StepError as error:
             return error
         return None
@@ -279,7 +311,7 @@ class Pipeline:
                 word = said.get(place, "has said nothing: it waits or works, or it is gone")
                 lines.append(f"\n  rank {rank}, stage {stages}: {word}")
         return (
-            f"rank {dist.get_rank()}: step {self.observed.steps + 1} failed in stage {', '.join(map(str, own))} of "
+            f"rank {dist.get_rank()}: step {self._observed.steps + 1} failed in stage {', '.join(map(str, own))} of "
             f"{count}: {kind}{error}\n"
             "If this speaks of a connection or of time, a rank of the pipeline has died, hangs or has lost its link. "
             f"The others:{''.join(lines)}"
@@ -298,12 +330,12 @@ class Pipeline:
 
         return arrived
 
-    def checkpoint_parts(self) -> Parts:
+    def checkpoint_contents(self) -> RankContents:
         """For `towpath.checkpoint.State(pipeline, optimizer)`."""
         how = f"{self._compression} {list(self.owners)}"
         return parts_of(self._mesh, self._stages, self._tied, self._prefixes, how)
 
-    def schedule(self, topology: Topology | None = None, step: int | None = None) -> JobSchedule:
+    def schedule(self, topology: Topology | None = None, step: int | None = None, accumulated: int = 0) -> JobSchedule:
         """Return every transfer of one step of the whole job. Every rank must call it: each knows its own stages only.
 
         Transfers of tensor-parallel layers are DTensor's, and are left out.
@@ -311,47 +343,71 @@ class Pipeline:
         Args:
             topology: The nodes and their ranks; detected by default.
             step: The optimizer step, counted from 0, for wires with `after=` or `until=`. By default all codecs serve.
+            accumulated: How many steps inside `no_sync` the optimizer step begins with. Default: 0.
         """
         topology = topology or Topology.detect()
         members = tuple(dist.get_process_group_ranks(self._mesh["dp"].get_group()))
         mine = {
-            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step), s.handed_on) for s in self._stages
+            s.stage_index: Stage(members, self.stage_schedule(s.stage_index, step, accumulated), s.handed_on)
+            for s in self._stages
         }
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(gathered, mine, group=self._group)
         stages: dict[int, Stage] = {index: stage for each in gathered for index, stage in each.items()}
         pipeline = [stages[index] for index in sorted(stages)]
         if self._tied is not None:
-            pipeline += self._tied.schedules(self._micro_batches, self._passes(0))
+            pipeline += self._tied.schedules((accumulated + 1) * self.micro_batches, self._passes(0, accumulated))
         pipelines: list[Any] = [pipeline]
         if "tp" in (self._mesh.mesh_dim_names or ()):
             pipelines = [None] * self._mesh["tp"].size()
             dist.all_gather_object(pipelines, pipeline, group=self._mesh["tp"].get_group())
         compression = self._compression if step is None else self._compression.at(step)
-        return job_schedule(topology, pipelines, self.order, compression)
+        return job_schedule(topology, pipelines, self.order, compression, accumulated + 1)
 
-    def stage_schedule(self, index: int, step: int | None = None) -> Schedule:
-        """What one of this rank's stages sends among its own ranks; `step` as of `schedule`."""
+    def stage_schedule(self, index: int, step: int | None = None, accumulated: int = 0) -> Schedule:
+        """What one of this rank's stages sends among its own ranks; `step` and `accumulated` as of `schedule`."""
         engine = next(stage.engine for stage in self._stages if stage.stage_index == index)
         strategy = engine.strategy if step is None else engine.strategy.at(step)
         units = tuple(unit.plan.spec for unit in engine.units)
-        return derive_schedule(strategy, units, self._micro_batches, engine.precision, self._passes(index))
+        passes, count = self._passes(index, accumulated), (accumulated + 1) * self.micro_batches
+        return derive_schedule(strategy, units, count, engine.precision, passes)
 
-    def _passes(self, stage: int) -> list[StagePass]:
-        return [each for passes in self.order.values() for each in passes if each.stage == stage]
+    def _passes(self, stage: int, accumulated: int = 0) -> list[StagePass]:
+        own = [each for passes in self.order.values() for each in passes if each.stage == stage]
+        return [
+            replace(each, micro_batch=each.micro_batch + walk * self.micro_batches)
+            for walk in range(accumulated + 1)
+            for each in own
+        ]
 
     def stats(self) -> Stats:
         """As `towpath.stats`, of all stages and what goes between them; messages between stages are exposed as long as
         this rank waited for any, and no seconds in flight are known of them. Every rank must call it."""
-        return self.observed.summed_up(self.observed.stats_of_rank())
+        return self._observed.stats()
+
+    def sums(self) -> Sums:
+        """Return the totals over all transfers so far. Every rank must call it.
+
+        Use it in each step, because it takes less time than `stats`. A step counts once its gradients are delivered.
+        """
+        return self._observed.sums()
 
     def tracing(self) -> AbstractContextManager[Trace]:
         """As `towpath.tracing(model)`, of this rank's stages. Every rank must trace the same steps."""
         meshes = [Groups(self._mesh[name].get_group()) for name in self._mesh.mesh_dim_names or ()]
-        job = self.observed.jobs[0]
+        job, _ = self._observed.job()
         crossing = {t.payload.unit: t.inter_bytes > 0 for t in job.transfers if t.kind is TransferKind.ACTIVATION}
         engines = [engine_of(module) for module in self._sharded_modules()]
         return self._traced.recording(engines, meshes, lambda stage: crossing.get(f"stage {stage}", True))
+
+    def intervals_of_ranks(self, trace: Trace) -> dict[int, tuple[Interval, ...]]:
+        """Return the intervals of all ranks' traces by rank, on rank 0. Every rank must call it.
+
+        Args:
+            trace: This rank's trace, after its `tracing` context has ended.
+        """
+        found = dict(zip(self._everyone.members, self._everyone.gather_objects(trace.intervals), strict=True))
+        return {} if dist.get_rank() else found
 
     @property
     def running_trace(self) -> Trace | None:
@@ -363,6 +419,12 @@ class Pipeline:
             yield self._tied.module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, and also drop those accumulated inside `no_sync` since the last boundary.
+
+        Args:
+            set_to_none: Whether `.grad` becomes None instead of zero. Default: True.
+        """
+        self._accumulated = 0
         for module in self._sharded_modules():
             module.zero_grad(set_to_none)
 
@@ -412,13 +474,23 @@ def _first_line(error: Exception) -> str:
 
 
 def _module(stage: nn.Module | Callable[[], nn.Module]) -> nn.Module:
-    return stage if isinstance(stage, nn.Module) else stage()
+    module = stage if isinstance(stage, nn.Module) else stage()
+    if isinstance(module, ShardedModule):
+        raise ShardError(
+            f"Pipeline: a stage, {type(module).__name__}, is sharded already. Build it anew: Pipeline shards it."
+        )
+    return module
 
 
 def _strategies(given: str | Strategy | Sequence[str | Strategy], count: int) -> Sequence[str | Strategy]:
     found = [given] * count if isinstance(given, (str, Strategy)) else given
     if len(found) != count:
         raise ShardError(f"Pipeline: {len(found)} strategies for {count} stages: pass one for all, or one for each.")
+    if "auto" in found:
+        raise ShardError(
+            'Pipeline does not take the strategy "auto": name one for all stages, or one for each. `towpath plan` with '
+            '--pipeline ranks them, and `towpath train` takes name = "auto" with pipelines, too.'
+        )
     return found
 
 

@@ -50,6 +50,7 @@ class BackwardPasses:
     def __init__(self) -> None:
         self._expected: Counter[Engine] = Counter()
         self._begun: Counter[Engine] = Counter()
+        self.accumulating = False  # inside no_sync, where no pass is the last one
 
     @property
     def engines(self) -> list[Engine]:
@@ -65,7 +66,7 @@ class BackwardPasses:
     def begin(self, engines: Iterable[Engine]) -> list[Engine]:
         """Another one of all these. Those of which more are to come."""
         self._begun.update(engines)
-        return [engine for engine in engines if self._begun[engine] < self._expected[engine]]
+        return [e for e in engines if self.accumulating or self._begun[e] < self._expected[e]]
 
 
 class TowpathStage(PipelineStage):

@@ -1,8 +1,11 @@
-"""Which strategy, and why: a model and a cluster as numbers, what a step takes and holds, and what is best.
+"""The planner: it ranks strategies for a model and a cluster, both given as numbers.
 
-model.py     what is trained: units, their parameters, FLOPs and activations
-cluster.py   what it is trained on; clusters/ has some, profile.py is a measured one
-memory.py    what a rank holds at most
-cost.py      how long a rank computes, and what a step takes at least
-solver.py    every placement, route, codec and micro-batch that may be, and the best of them
+cluster.py    what a model is trained on, as a TOML file describes it
+profile.py    the same as `towpath probe` has measured it
+model.py      what is trained, how long a rank computes it, and what a rank holds
+catalog.py    models and clusters by name, or from a file
+request.py    what one optimizer step must do
+solver.py     all placements, routes, codecs and micro-batches, and the best of them
+pipelines.py  the same for models that are split into stages
+tables.py     results as rows, sentences and JSON
 """

@@ -2,21 +2,21 @@
 
     nodes = 16
     ranks_per_node = 8
-    memory = 80                     # GiB of each rank
+    memory = 80                     # GiB per rank
 
     [compute]
-    bfloat16 = 312                  # TFLOP/s at most, by dtype
+    bfloat16 = 312                  # peak TFLOP/s, by dtype
     float32 = 19.5
-    reached = 0.55                  # what share of it matrix products reach
+    reached = 0.55                  # the share of the peak that matrix products reach
     memory = 1300                   # GB/s that a rank copies
 
     [intra]                         # inside a node
-    gigabytes = 240                 # a second, of each rank, each way
+    gigabytes = 240                 # per second, for each rank and direction
     latency = 8                     # microseconds from the start of a message to its first byte
-    message = 1                     # microseconds that each message keeps its sender busy
+    message = 1                     # microseconds for which each message keeps its sender busy
 
     [inter]                         # between nodes
-    gigabits = 400                  # a second, of each node, each way
+    gigabits = 400                  # per second, for each node and direction
     latency = 15
     message = 2
 
@@ -24,14 +24,14 @@
     nodes = 32
     gigabits = 3200
 
-    [host]                          # for what is offloaded: the host's memory
-    copies = 20                     # GB/s between it and each rank's device, each way, while all copy
+    [host]                          # the host's memory, for offloaded states
+    copies = 20                     # GB/s between it and each rank's device, each direction, while all copy
     memory = 25                     # GB/s that a rank's share of the processors copies
 
-    [codecs]                        # 10⁹ elements a second that a rank encodes, and decodes; else as memory allows
+    [codecs]                        # 10⁹ elements per second that a rank encodes and decodes; default: memory speed
     int8 = [250, 300]
 
-`gigabits` and `gigabytes` are what one measures there, not what is printed on the cable.
+`gigabits` and `gigabytes` are measured rates, not the nominal rates of the cables.
 """
 
 from __future__ import annotations
@@ -46,14 +46,22 @@ from towpath.sim.hardware import CodecSpeed, Hardware, HostMemory, Link, Racks
 from towpath.topology.cluster import Topology
 
 GIB = 1 << 30
-# A codec reads what it encodes and writes less, and the other way round: about as fast as an element is copied.
+# A codec reads an element and writes less, or the other way round. It is about as fast as a copy of the element.
 _BYTES_OF_A_CODED_ELEMENT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """`memory`: bytes of a rank. `peak`: FLOP/s by dtype that a rank is said to be able to; `reached`: the share of it
-    that matrix products reach; `estimated`: FLOP/s of dtypes of which nothing is said."""
+    """A cluster, described by numbers.
+
+    Args:
+        name: Its name.
+        hardware: The speed of links, processors and kernels.
+        memory: Bytes of memory per rank.
+        peak: The described peak FLOP/s of a rank, by dtype.
+        reached: The share of the peak that matrix products reach.
+        estimated: Estimated FLOP/s of other dtypes.
+    """
 
     name: str
     hardware: Hardware
@@ -64,9 +72,21 @@ class Cluster:
 
     @property
     def topology(self) -> Topology:
+        """The nodes, and the ranks of each node."""
         return self.hardware.topology
 
     def peak_of(self, dtype: str) -> float:
+        """Return the peak FLOP/s of a rank.
+
+        Args:
+            dtype: The dtype of the computation, such as "bfloat16".
+
+        Returns:
+            The FLOP/s.
+
+        Raises:
+            ConfigError: If the description does not have this dtype.
+        """
         peaks = dict(self.estimated) | dict(self.peak)
         if dtype not in peaks:
             raise ConfigError(
@@ -76,15 +96,17 @@ class Cluster:
         return peaks[dtype]
 
     def flops_of(self, dtype: str) -> float:
+        """Return the FLOP/s that matrix products of a dtype reach."""
         return self.peak_of(dtype) * self.reached
 
     def on(self, nodes: int) -> Cluster:
-        """The same with another number of nodes."""
+        """Return the same cluster with another number of nodes."""
         topology = Topology(nodes, self.topology.ranks_per_node)
         return replace(self, hardware=replace(self.hardware, topology=topology))
 
 
 def from_table(name: str, table: Mapping[str, Any]) -> Cluster:
+    """Return the cluster that a parsed TOML file describes. Raise ConfigError if the file is not valid."""
     root = _Section(f"cluster {name}", "", dict(table))
     topology = Topology(root.count("nodes"), root.count("ranks_per_node"))
     memory = int(root.number("memory") * GIB)
@@ -140,7 +162,7 @@ def _codecs(root: _Section, copies: float) -> tuple[tuple[str, CodecSpeed], ...]
 
 
 class _Section:
-    """A table of the file, whose keys are taken one by one; what is left at its end is unknown."""
+    """A table of the file. Keys are taken out one by one, and the keys that are left at the end are unknown."""
 
     def __init__(self, file: str, name: str, table: dict[str, Any]) -> None:
         self._file, self._name, self.table = file, name, table

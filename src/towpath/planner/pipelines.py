@@ -1,8 +1,8 @@
-"""What a pipeline costs: its stages placed on a cluster's ranks, each sharded among its copies, and replayed.
+"""The planner for pipelines: it places stages on a cluster's ranks, shards each among its copies, and simulates them.
 
-Ranks are numbered as `init_device_mesh(device, (pipeline, copies, tensor))` does: those of a stage are neighbours, and
-in them those that share a layer. What a tensor-parallel layer sends is counted as PyTorch does it, two sums over
-activations in each pass of a block; it stays inside the node, or the layout is refused.
+Ranks are numbered as `init_device_mesh(device, (pipeline, copies, tensor))` numbers them. The ranks of a stage are
+neighbors, and so are the ranks that share a layer. A tensor-parallel layer costs what it does in PyTorch: two sums over
+activations in each pass of a block. These sums stay inside a node, or the layout is refused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from towpath.core.pipeline import (
     owners,
     plain_walk,
 )
-from towpath.core.pipeline import compression as named
+from towpath.core.pipeline import compression as named_compression
 from towpath.core.placement import Placement
 from towpath.core.routes import Grid, Op
 from towpath.core.schedule import schedule as derive_schedule
@@ -36,30 +36,43 @@ from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.errors import PlanError
 from towpath.planner.cluster import Cluster
-from towpath.planner.cost import computing, optimizer_seconds
-from towpath.planner.memory import activation_bytes, engine_bytes, kept_bytes
-from towpath.planner.model import Model, StagedModel, Unit
+from towpath.planner.model import (
+    Model,
+    ModelUnit,
+    StagedModel,
+    activation_bytes,
+    compute_seconds,
+    engine_bytes,
+    kept_bytes,
+    optimizer_seconds,
+)
 from towpath.planner.request import Request
-from towpath.planner.solver import Batching, Priced
-from towpath.sim.loads import TransferShape, loads_of, seconds_alone
-from towpath.sim.pipeline import PipelineReplay, PipelineTimeline, SimulatedStage
-from towpath.sim.replay import Seconds
+from towpath.planner.solver import Batching, Prediction
+from towpath.sim.hardware import TransferShape, phase_costs, seconds_alone
+from towpath.sim.replay import ComputeSeconds, PipelineReplay, PipelineTimeline, SimulatedStage
 from towpath.topology.cluster import Topology
 
-# The order and the walk of a schedule, by its name, for so many ranks and micro-batches; `halved`: whether stages can
-# compute the weights' gradients by themselves.
+# Returns the order and the walk of a schedule. The arguments are its name, the number of ranks, the number of
+# micro-batches, and whether stages can compute the gradients of weights separately.
 Walks = Callable[[str, int, int, bool], tuple[Order, Walk]]
 
-# Of a stage among its copies. What is sharded further is gathered for every micro-batch.
+# The strategies for the copies of a stage. Anything sharded further would be gathered for every micro-batch.
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "mics")
-# A step of more micro-batches is replayed for so many times its ranks, and for a little more.
+# If a step has many micro-batches, these multiples of the pipeline's ranks are replayed. The rest is extrapolated.
 _REPLAYED = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`pipeline` ranks that a micro-batch passes through, `tensor` ranks that share each layer; the rest are copies, of
-    which each stage is sharded by `strategy`. `compression`: a preset's name, or what it stands for."""
+    """How a model is distributed over a pipeline. All ranks that are left hold copies.
+
+    Args:
+        pipeline: Number of ranks that a micro-batch passes through.
+        schedule: The name of the schedule.
+        strategy: The strategy that shards each stage among its copies.
+        compression: The compression of messages between stages, or the name of a preset.
+        tensor: Number of ranks that share each layer.
+    """
 
     pipeline: int
     schedule: str = "1F1B"
@@ -69,7 +82,14 @@ class Layout:
 
     @property
     def stages(self) -> int:
+        """Number of stages. Some schedules have several stages on each rank."""
         return self.pipeline * SCHEDULES[self.schedule]
+
+    @property
+    def plain_compression(self) -> Compression:
+        """The compression that `compression` is, or stands for."""
+        named = self.compression
+        return named if isinstance(named, Compression) else named_compression(named)
 
     def __str__(self) -> str:
         parts = f" × {self.tensor} tensor-parallel" if self.tensor > 1 else ""
@@ -78,20 +98,36 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class PricedPipeline(Priced):
-    """`computing` is what ranks do on average, and `idle` the share of the step that is left; `exposed` is of the rank
-    that waits longest, `memory` of the one that needs most."""
+class PipelinePrediction(Prediction):
+    """The predicted optimizer step of a pipeline.
+
+    `computing` is the mean over ranks. `exposed` is that of the rank that waits longest, and `memory` that of the rank
+    that needs most.
+
+    Args:
+        layout: How the model is distributed.
+        copies: Number of copies of each stage.
+        idle: The share of the step in which a rank does not compute, on average.
+    """
 
     layout: Layout
     copies: int
     idle: float
 
     def sequences(self, world: int) -> int:
+        """Return the sequences of a step. All copies together compute them, whatever `world` is."""
         return self.batching.micro_batch * self.batching.micro_steps * self.copies
 
 
 class Pipelines:
-    """Of one model, by how many stages it is cut into."""
+    """Predicts and ranks pipelines for a model on a cluster.
+
+    Args:
+        staged: Returns the model in some number of stages, such as `Transformer.staged`.
+        cluster: The cluster.
+        request: What one optimizer step must do.
+        walks: Returns the order of a schedule. The default knows GPipe and 1F1B, and needs no torch.
+    """
 
     def __init__(
         self,
@@ -112,20 +148,35 @@ class Pipelines:
         tensors: Sequence[int] = (1,),
         best: int = 10,
         say: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[PricedPipeline]:
-        """The `best` of those that fit, the quickest first. What computing alone would make slower than these is not
-        replayed."""
+    ) -> list[PipelinePrediction]:
+        """Find the best layouts.
+
+        Args:
+            pipelines: Numbers of ranks that a micro-batch passes through.
+            schedules: Names of schedules.
+            compressions: Compressions of messages between stages.
+            tensors: Numbers of ranks that share each layer.
+            best: Number of layouts to return.
+            say: Called with the amount of finished work and the total amount.
+
+        Returns:
+            The best of those that fit into memory, the fastest first.
+
+        Raises:
+            PlanError: If the ranks cannot be divided so.
+        """
         order = [
             (self._bound(layout, batching), number, layout, batching)
             for number, (layout, batching) in enumerate(self._candidates(pipelines, schedules, compressions, tensors))
         ]
         heapq.heapify(order)
-        found: list[PricedPipeline] = []
+        found: list[PipelinePrediction] = []
         total = len(order)
+        # A layout whose computation alone takes longer than the best steps is not simulated.
         while order and (len(found) < best or order[0][0] < sorted(p.seconds for p in found)[best - 1]):
             _, _, layout, batching = heapq.heappop(order)
             if sum(self._memory(layout, batching).values()) <= self.request.memory:
-                found.append(self.price(layout, batching))
+                found.append(self.predict(layout, batching))
             say(total - len(order), total)
         return sorted(found, key=lambda p: (p.seconds, p.peak_bytes))[:best]
 
@@ -142,7 +193,7 @@ class Pipelines:
             for strategy in STRATEGIES:
                 layout = Layout(pipeline, schedule, strategy, compression, tensor)
                 placement = self._plain_strategy(layout).placement
-                if placement in seen:  # on one node, or of one copy, it is what another name stands for
+                if placement in seen:  # on one node, or with one copy, several names mean the same placement
                     continue
                 seen.add(placement)
                 for (size, count), checkpointing in product(self.request.shares(self.copies(layout)), again):
@@ -150,12 +201,16 @@ class Pipelines:
                         yield layout, Batching(size, count, checkpointing)
 
     def _bound(self, layout: Layout, batching: Batching) -> float:
-        """Seconds that a step computes at least, while nothing else goes on: of a rank all micro-batches, and where it
-        has one stage, before them or after them what the other stages compute of one."""
+        """Return a lower bound on the step time, from computation alone.
+
+        A rank computes all micro-batches. If it has one stage, it also waits while the other stages compute one
+        micro-batch, before its own work or after it.
+        """
         staged = self._staged(layout.stages)
-        tokens, again = batching.micro_batch * staged.whole.length, batching.checkpointing
+        tokens, again = batching.micro_batch * staged.model.length, batching.checkpointing
+        dtype = self.request.compute_dtype
         each = [
-            computing(_share_of(model, layout.tensor), self.cluster, self._compute, tokens, again).micro_step
+            compute_seconds(_tensor_share(model, layout.tensor), self.cluster, dtype, tokens, again).micro_step
             for model in staged.stages
         ]
         if layout.stages == layout.pipeline:
@@ -163,17 +218,17 @@ class Pipelines:
         return batching.micro_steps * sum(each) / layout.pipeline
 
     def check(self, layout: Layout, batching: Batching) -> None:
-        """Refuse what no pipeline can run."""
+        """Raise PlanError if a pipeline cannot run this layout with these micro-batches."""
         self.copies(layout)
         if layout.strategy not in STRATEGIES:
             raise PlanError(f"strategy {layout.strategy!r}: stages are planned with {', '.join(STRATEGIES)}.")
-        if asked := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
+        if needed := asked_of_micro_batches(layout.schedule, layout.pipeline, batching.micro_steps):
             raise PlanError(
-                f"{layout.schedule} of {layout.pipeline} ranks asks for {asked}; got {batching.micro_steps}."
+                f"{layout.schedule} of {layout.pipeline} ranks asks for {needed}; got {batching.micro_steps}."
             )
 
     def copies(self, layout: Layout) -> int:
-        """How often the job has each stage; or why it has none."""
+        """Return how many copies of each stage the job has. Raise PlanError if the ranks cannot be divided so."""
         topology, together = self._topology, layout.pipeline * layout.tensor
         if topology.world % together:
             raise PlanError(
@@ -193,16 +248,27 @@ class Pipelines:
             )
         return topology.world // together
 
-    # One of them ----------------------------------------------------------------------------------------------------
+    # One layout -----------------------------------------------------------------------------------------------------
 
-    def price(self, layout: Layout, batching: Batching) -> PricedPipeline:
-        """Of many micro-batches some are replayed: each further one adds as much."""
+    def predict(self, layout: Layout, batching: Batching) -> PipelinePrediction:
+        """Simulate one optimizer step of a pipeline.
+
+        Args:
+            layout: How the model is distributed.
+            batching: The micro-batches. Of many micro-batches, only the first few are simulated.
+
+        Returns:
+            The predicted step. It may need more memory than there is.
+
+        Raises:
+            PlanError: If the ranks cannot be divided so.
+        """
         few, many = (times * layout.pipeline for times in _REPLAYED)
-        found = self.replay(layout, replace(batching, micro_steps=min(batching.micro_steps, many))).summed_up()
-        if batching.micro_steps > many:
-            shorter = self.replay(layout, replace(batching, micro_steps=few)).summed_up()
+        found = self.replay(layout, replace(batching, micro_steps=min(batching.micro_steps, many))).combined()
+        if batching.micro_steps > many:  # each further micro-batch adds as much
+            shorter = self.replay(layout, replace(batching, micro_steps=few)).combined()
             found = found.with_more((batching.micro_steps - many) / (many - few), shorter)
-        return PricedPipeline(
+        return PipelinePrediction(
             self._plain_strategy(layout),
             batching,
             found.seconds,
@@ -218,73 +284,78 @@ class Pipelines:
         )
 
     def replay(self, layout: Layout, batching: Batching) -> PipelineTimeline:
-        staged, compression = self._staged(layout.stages), _compression(layout)
+        """Simulate every micro-batch of a step. Use it for traces.
+
+        Args:
+            layout: How the model is distributed.
+            batching: The micro-batches.
+
+        Returns:
+            All that the ranks of the pipeline do in the step.
+        """
+        staged = self._staged(layout.stages)
         order, walk = self._walk(layout, batching)
         homes, stages = owners(order), self._stages(layout, batching, order)
         tied = list(self._tied(layout, staged, len({homes[0], homes[layout.stages - 1]})))
-        return PipelineReplay(stages, walk, self.cluster.hardware, compression, tied).run()
-
-    def _stages(self, layout: Layout, batching: Batching, order: Order) -> list[SimulatedStage]:
-        staged, homes = self._staged(layout.stages), owners(order)
-        return [self._stage(layout, staged, index, homes[index], batching) for index in range(layout.stages)]
+        return PipelineReplay(stages, walk, self.cluster.hardware, layout.plain_compression, tied).run()
 
     def _walk(self, layout: Layout, batching: Batching) -> tuple[Order, Walk]:
-        whole = self._plain_strategy(layout).placement.params.size == 1
-        return self._walks(layout.schedule, layout.pipeline, batching.micro_steps, whole)
+        unsharded = self._plain_strategy(layout).placement.params.size == 1
+        return self._walks(layout.schedule, layout.pipeline, batching.micro_steps, unsharded)
 
     def _plain_strategy(self, layout: Layout) -> Strategy:
-        """Of all stages, before some of them get a codec."""
-        return presets.strategy(layout.strategy, self._within(layout))
+        """Return the strategy of all stages, before the compression adds codecs to some of them."""
+        return presets.strategy(layout.strategy, self._stage_topology(layout))
 
-    def _ranks(self, layout: Layout, place: int) -> tuple[int, ...]:
+    def _ranks(self, layout: Layout, home: int) -> tuple[int, ...]:
         each = self.copies(layout) * layout.tensor
-        return tuple(range(place * each, (place + 1) * each))
+        return tuple(range(home * each, (home + 1) * each))
 
-    def _within(self, layout: Layout) -> Topology:
-        """The copies of a stage, of one of its tensor-parallel parts."""
+    def _stage_topology(self, layout: Layout) -> Topology:
+        """Return the topology of the copies of one tensor-parallel part of a stage."""
         nodes = [self._topology.node_of(rank) for rank in self._ranks(layout, 0)[:: layout.tensor]]
         return Topology(len(set(nodes)), len(nodes) // len(set(nodes)))
 
-    def _stage(self, layout: Layout, staged: StagedModel, index: int, home: int, batching: Batching) -> SimulatedStage:
-        strategy = _compression(layout).strategy_of(self._plain_strategy(layout), index, layout.stages)
-        model = _share_of(staged.stages[index], layout.tensor)
-        plans = [self._plan(strategy, unit.spec) for unit in model.units]
-        compute, tokens = self._compute, batching.micro_batch * model.length
-        shape = ((batching.micro_batch, model.length, staged.width), compute)
-        return SimulatedStage(
-            self._ranks(layout, home),
-            strategy,
-            plans,
-            self._seconds(layout, model, staged.width, strategy, batching, tokens),
-            (shape,) if index < layout.stages - 1 else (),
-            layout.tensor,
-        )
+    def _stages(self, layout: Layout, batching: Batching, order: Order) -> list[SimulatedStage]:
+        staged, homes = self._staged(layout.stages), owners(order)
+        stages: list[SimulatedStage] = []
+        for index in range(layout.stages):
+            strategy = layout.plain_compression.strategy_of(self._plain_strategy(layout), index, layout.stages)
+            model = _tensor_share(staged.stages[index], layout.tensor)
+            shape = ((batching.micro_batch, model.length, staged.width), self.request.compute_dtype)
+            stages.append(
+                SimulatedStage(
+                    self._ranks(layout, homes[index]),
+                    strategy,
+                    [self._plan(strategy, unit.spec) for unit in model.units],
+                    self._seconds(layout, model, staged.width, strategy, batching),
+                    (shape,) if index < layout.stages - 1 else (),
+                    layout.tensor,
+                )
+            )
+        return stages
 
     def _plan(self, strategy: Strategy, spec: UnitSpec) -> UnitPlan:
-        """Of like units one is planned."""
+        """Return the plan of a unit. Equal units share one plan."""
         key = (strategy, spec.buckets, spec.kept)
         if key not in self._plans:
             self._plans[key] = plan_unit(strategy, spec, self.request.precision)
         return self._plans[key]
 
-    @property
-    def _compute(self) -> str:
-        return self.request.precision.compute_dtype(self.request.own)
-
     def _seconds(
-        self, layout: Layout, model: Model, width: int, strategy: Strategy, batching: Batching, tokens: int
-    ) -> Seconds:
-        request, hardware = self.request, self.cluster.hardware
-        seconds = computing(model, self.cluster, self._compute, tokens, batching.checkpointing)
+        self, layout: Layout, model: Model, width: int, strategy: Strategy, batching: Batching
+    ) -> ComputeSeconds:
+        request, hardware, tokens = self.request, self.cluster.hardware, batching.micro_batch * model.length
+        seconds = compute_seconds(model, self.cluster, request.compute_dtype, tokens, batching.checkpointing)
         elements = model.trainable / strategy.placement.optimizer.size
         optimizer = optimizer_seconds(elements, model.trainable_parameters, request.own, request.optimizer, hardware)
         seconds = replace(seconds, optimizer=optimizer)
         if layout.tensor == 1:
             return seconds
-        # By a ring, while nothing else uses the links inside the node.
+        # The sums of tensor-parallel layers use a ring, while nothing else uses the links inside the node.
         shape = MoveShape(Op.ALL_REDUCE, 1, Grid(1, layout.tensor), 1)
-        moved = TransferShape.of_move(shape, Transport(), tokens * width, self._compute)
-        summed = seconds_alone(loads_of(moved, hardware), hardware)
+        moved = TransferShape.of_move(shape, Transport(), tokens * width, request.compute_dtype)
+        summed = seconds_alone(phase_costs(moved, hardware), hardware)
         sums = [2 * summed * unit.modules * (not unit.spec.kept) for unit in model.units]
         return replace(
             seconds,
@@ -293,33 +364,36 @@ class Pipelines:
         )
 
     def _tied(self, layout: Layout, staged: StagedModel, homes: int) -> Iterator[tuple[Transfer, int]]:
-        """What brings the gradients of tied embeddings together, and how many groups do it alike: fused, one sum over
-        the ranks of both ends; else one at each end, and then between every two copies. `homes`: ranks of the pipeline
-        that have an end; if one has both, its copies have nothing more to sum."""
+        """Yield the sums of the gradients of tied embeddings, and how many groups do each of them.
+
+        Fused, it is one sum over the ranks of both ends. Otherwise each end has its own sum, and another one follows
+        between each two copies. `homes` is the number of ranks of the pipeline that have an end. A rank that has both
+        ends needs no sum between them.
+        """
         if not staged.tied:
             return
         strategy, spec = self._tied_unit(layout, staged, homes)
-        fused = _compression(layout).fused_embeddings
+        fused = layout.plain_compression.fused_embeddings
         yield from (
             (transfer, layout.tensor * (1 if fused else homes))
             for transfer in derive_schedule(strategy, (spec,), 1, self.request.precision).transfers
         )
         if not fused and homes == 2:
-            # Of what was delivered, in its own dtype.
+            # The delivered gradients are summed in their own dtype.
             between = derive_schedule(presets.strategy("ddp", Topology(2, 1)), (spec,), 1, Precision())
             copies = self.copies(layout) * layout.tensor
             yield from ((transfer, copies) for transfer in between.transfers if transfer.kind is TransferKind.GRAD_SYNC)
 
     def _tied_unit(self, layout: Layout, staged: StagedModel, homes: int) -> tuple[Strategy, UnitSpec]:
-        """As `pipeline/embedding_sync.py` shards them: over both ends, or each end by itself."""
-        within = self._within(layout)
+        """Return how `pipeline/embedding_sync.py` shards tied embeddings: over both ends, or over each end."""
+        stage = self._stage_topology(layout)
         spec = UnitSpec("", (BucketSpec((staged.tied // layout.tensor,)),), kept=True)
-        if _compression(layout).fused_embeddings:
-            return presets.strategy("zero1", Topology(homes * within.nodes, within.ranks_per_node)), spec
-        return presets.strategy("ddp", within), spec
+        if layout.plain_compression.fused_embeddings:
+            return presets.strategy("zero1", Topology(homes * stage.nodes, stage.ranks_per_node)), spec
+        return presets.strategy("ddp", stage), spec
 
     def _memory(self, layout: Layout, batching: Batching) -> dict[str, int]:
-        """Of the rank that needs most."""
+        """Return the memory of the rank that needs most."""
         few, many = (min(batching.micro_steps, times * layout.pipeline) for times in _REPLAYED)
         shorter, _ = self._walk(layout, replace(batching, micro_steps=few))
         order, _ = self._walk(layout, replace(batching, micro_steps=many))
@@ -330,52 +404,46 @@ class Pipelines:
             own = [index for index, home in homes.items() if home == rank]
             most = most_in_flight(passes)
             in_flight = (most + further * (most - most_in_flight(shorter[rank]))) / len(own)
-            parts = [self._memory_of(index, stages[index], layout, batching, in_flight) for index in own]
+            parts = [self._stage_memory(index, stages[index], layout, batching, in_flight) for index in own]
             if staged.tied and (ends := {0, layout.stages - 1} & set(own)):
                 plans = [self._plan(*self._tied_unit(layout, staged, 2 // len(ends)))]
                 parts.append({"tied embeddings": sum(engine_bytes(plans, self.request.optimizer).values())})
             by_rank.append({name: sum(part.get(name, 0) for part in parts) for part in parts for name in part})
         return max(by_rank, key=lambda memory: sum(memory.values()))
 
-    def _memory_of(
+    def _stage_memory(
         self, index: int, stage: SimulatedStage, layout: Layout, batching: Batching, in_flight: float
     ) -> dict[str, int]:
-        """`in_flight`: micro-batches of which it keeps activations at once."""
-        staged = self._staged(layout.stages)
-        model, tokens = _share_of(staged.stages[index], layout.tensor), batching.micro_batch * staged.whole.length
-        asked = model, self.request.precision, tokens, batching.checkpointing
-        kept, most = kept_bytes(*asked), activation_bytes(*asked)
-        activations = round(in_flight * kept) + most - kept  # one micro-batch at a time computes
+        """Return the memory of a stage that keeps activations of `in_flight` micro-batches at once."""
+        staged, precision = self._staged(layout.stages), self.request.precision
+        model, tokens = _tensor_share(staged.stages[index], layout.tensor), batching.micro_batch * staged.model.length
+        kept = kept_bytes(model, precision, tokens, batching.checkpointing)
+        most = activation_bytes(model, precision, tokens, batching.checkpointing)
+        activations = round(in_flight * kept) + most - kept  # only one micro-batch computes at a time
         found = engine_bytes(stage.plans, self.request.optimizer) | {"activations": activations}
-        transport = _compression(layout).activation_gradients
+        transport = layout.plain_compression.activation_gradients
         if index and transport.low_rank is not None:
-            shape = (batching.micro_batch, staged.whole.length, staged.width)
+            shape = (batching.micro_batch, staged.model.length, staged.width)
             kept_elements = transport.low_rank.kept_elements(shape, transport.feedback != "none")
-            found["compression"] = kept_elements * item_bytes(self._compute)
+            found["compression"] = kept_elements * item_bytes(self.request.compute_dtype)
         return found
 
 
-def _compression(layout: Layout) -> Compression:
-    return layout.compression if isinstance(layout.compression, Compression) else named(layout.compression)
-
-
-def _share_of(model: Model, tensor: int) -> Model:
-    """That of one of the ranks that share every layer. What they all have, such as norms, is counted as shared, too."""
+def _tensor_share(model: Model, tensor: int) -> Model:
+    """Return the share of one tensor-parallel rank. Norms count as shared, although all ranks have them."""
     if tensor == 1:
         return model
-
-    def part(bucket: BucketSpec) -> BucketSpec:
-        """Matrices are cut along their columns, where these divide."""
-        numels = tuple(-(-numel // tensor) for numel in bucket.numels)
-        matrices = [
-            (shape[0], shape[1] // tensor) if shape is not None and shape[1] % tensor == 0 else None
-            for shape in bucket.matrices
-        ]
-        return replace(bucket, numels=numels, matrices=tuple(matrices))
-
-    def share(unit: Unit) -> Unit:
-        buckets = tuple(map(part, unit.spec.buckets))
-        # What enters, which checkpointing keeps, is whole on each.
-        return replace(unit.computing(1 / tensor), spec=replace(unit.spec, buckets=buckets), entering=unit.entering)
-
-    return replace(model, units=tuple(map(share, model.units)))
+    units: list[ModelUnit] = []
+    for unit in model.units:
+        buckets: list[BucketSpec] = []
+        for bucket in unit.spec.buckets:
+            numels = tuple(-(-numel // tensor) for numel in bucket.numels)
+            matrices = [  # split along their columns, if their number can be divided
+                (shape[0], shape[1] // tensor) if shape is not None and shape[1] % tensor == 0 else None
+                for shape in bucket.matrices
+            ]
+            buckets.append(replace(bucket, numels=numels, matrices=tuple(matrices)))
+        # Every rank has the full input of a unit. Checkpointing keeps it.
+        spec = replace(unit.spec, buckets=tuple(buckets))
+        units.append(replace(unit.computing(1 / tensor), spec=spec, entering=unit.entering))
+    return replace(model, units=tuple(units))

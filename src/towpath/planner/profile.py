@@ -1,36 +1,56 @@
-"""What `towpath probe` has measured, as a file: raw points, and the cluster that they make.
+"""A cluster as `towpath probe` measured it: a file of raw points, and the description that follows from them.
 
-    {"version": 1, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
+    {"version": 2, "topology": {...}, "host": "...", "date": "...", "points": [...], ...}
 
-A link is latency + bytes / rate; of its points the one that is farthest off from that is said with it.
+A link is fitted as latency + bytes / rate. The largest error of the fit is reported with it. Some points are not used
+for any fit. They are collectives and pairs of concurrent activities, and they check what the simulator predicts.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from towpath.core.formats import FLOATING, codec_names
-from towpath.core.routes import Op
+from towpath.core.routes import Grid, Op, Route
+from towpath.core.strategy import MoveShape
+from towpath.core.transport import Transport
 from towpath.errors import ConfigError, PlanError
 from towpath.planner.cluster import Cluster
-from towpath.sim.hardware import CodecSpeed, Hardware, HostWork, Link, PassWork
+from towpath.sim.bandwidth import BandwidthModel, Demand
+from towpath.sim.hardware import (
+    CABLE,
+    INSIDE,
+    PROCESSOR,
+    CodecSpeed,
+    Hardware,
+    HostWork,
+    Link,
+    PassWork,
+    TransferShape,
+    phase_costs,
+    seconds_alone,
+)
 from towpath.topology.cluster import Topology
 
 VERSION = 2
-SEVERAL = 9  # messages that are sent at once where more than one is
-TOGETHER = "matmul float32, all"  # by all ranks at once, of the size of 'matmul float32'
+SEVERAL = 9  # the number of messages that are sent at once in "inter, several" and "intra, several"
+TOGETHER = "matmul float32, all"  # all ranks at once, of the size of "matmul float32"
 
 
-# What the engine and the optimizer take of the processor is measured on models of so many units, of so many parameters.
 @dataclass(frozen=True, slots=True)
 class HostShape:
+    """A model on which the engine's and the optimizer's processor time is measured.
+
+    `parameters` is the number of parameters of each unit.
+    """
+
     units: int
-    parameters: int  # of each unit
+    parameters: int
 
 
 FEW, MANY_UNITS, MANY_PARAMETERS = HostShape(2, 4), HostShape(16, 4), HostShape(2, 32)
@@ -39,15 +59,17 @@ HOST_PARTS = ("forward", "backward", "optimizer")
 
 
 def host_name(kind: str, part: str, shape: HostShape) -> str:
+    """Return the name of a measurement of host work."""
     return f"{part} {kind}, {shape.parameters} parameters a unit"
 
 
-# What a step does at the same time.
+# Activities that a step runs at the same time.
 INTER, INTRA, PRODUCT, ENCODING, NOTHING = "inter, all", "intra, all", "matmul float32", "encode int8", "nothing"
 PAIRS = ((PRODUCT, INTER), (PRODUCT, INTRA), (INTRA, INTER), (PRODUCT, ENCODING))
 
 
-def beside_name(what: str, other: str) -> str:
+def pair_name(what: str, other: str) -> str:
+    """Return the name of the measurement of an activity while another one runs."""
     return f"{what} beside {other}"
 
 
@@ -55,13 +77,13 @@ MESHES = ("all ranks", "in nodes", "across nodes")
 
 
 def route_name(op: Op, route: str, mesh: str) -> str:
-    """What a measurement of a route's collective is called. `mesh`: all ranks, or those in nodes or across nodes."""
+    """Return the name of a measurement of a route's collective on one of `MESHES`."""
     assert mesh in MESHES, mesh
     return f"{op.value} by {route}, {mesh}"
 
 
 def route_of(name: str) -> tuple[str, str, str]:
-    """The operation, the route and the mesh that `route_name` was given."""
+    """Return the operation, the route and the mesh that `route_name` received."""
     op, _, rest = name.partition(" by ")
     route, _, mesh = rest.partition(", ")
     return op, route, mesh
@@ -69,9 +91,9 @@ def route_of(name: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`what` was done with `size` (bytes, elements or a matrix's side), several times: its seconds, each time.
+    """Several repetitions of one measurement. `size` is in bytes or elements, or the side of a matrix.
 
-    `busy`: processor seconds of the whole host, each time, where the kernel tells them.
+    `busy` are processor seconds of the host per repetition, where the kernel reports them.
     """
 
     what: str
@@ -81,12 +103,13 @@ class Point:
 
     @property
     def usual(self) -> float:
+        """The median of the seconds."""
         return median(self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """`error`: of the point that is farthest off, as a share of what was measured."""
+    """A fitted latency and rate. `error` is the largest error of a point, as a share of its seconds."""
 
     latency: float
     rate: float
@@ -95,7 +118,19 @@ class Fit:
 
 @dataclass(frozen=True)
 class Profile:
-    """`budget_seconds`: how long its probe was to take."""
+    """The measurements of a cluster.
+
+    Args:
+        topology: The nodes, and the ranks of each node.
+        device: The type of the ranks' device.
+        host: The name of rank 0's host.
+        date: When it was measured.
+        cores: Processor cores of a host.
+        ranks_on_host: Ranks that share a host.
+        memory: Bytes of memory per rank.
+        points: The measurements.
+        budget_seconds: The time that the probe was given.
+    """
 
     topology: Topology
     device: str
@@ -108,39 +143,49 @@ class Profile:
     budget_seconds: float = 60.0
 
     def of(self, what: str) -> list[Point]:
+        """Return the points of a measurement, the smallest size first. Raise ConfigError if there are none."""
         found = [point for point in self.points if point.what == what]
         if not found:
             raise ConfigError(f"the profile has no measurement of {what!r}: probe anew.")
         return sorted(found, key=lambda point: point.size)
 
     def has(self, what: str) -> bool:
+        """Return whether there are points of a measurement."""
         return any(point.what == what for point in self.points)
 
     def fit(self, what: str) -> Fit:
+        """Return the latency and rate that fit the points of a measurement."""
         return fitted([(point.size, point.usual) for point in self.of(what)])
 
     def routes(self) -> list[Point]:
-        """Of whole collectives; nothing is fitted to them."""
+        """Return the points of collectives. No parameter is fitted to them."""
         return [point for point in self.points if point.what.endswith(tuple(f", {mesh}" for mesh in MESHES))]
 
     def host_points(self) -> list[Point]:
-        """Of the engine's and the optimizer's own work."""
+        """Return the points of the engine's and the optimizer's own work."""
         return [point for point in self.points if point.what.endswith("parameters a unit")]
 
     def pairs(self) -> list[Point]:
-        """Of things that were done at once."""
+        """Return the points of activities that ran at the same time."""
         return [point for point in self.points if " beside " in point.what]
 
     def singles(self) -> list[Point]:
-        """Of messages, kernels and products, each by itself."""
+        """Return the points of messages, kernels and matrix products that ran alone."""
         others = {point.what for point in (*self.routes(), *self.host_points(), *self.pairs())}
         return [point for point in self.points if point.what not in others]
 
     def cluster(self) -> Cluster:
-        """As the planner takes it."""
+        """Return the description of the cluster, as the planner takes it."""
         inter = self._link("inter") if self.has("inter, one") else self._link("intra")
         intra = self._link("intra") if self.has("intra, one") else inter
-        measured = {d: _flops(self.of(f"matmul {d}")) for d in FLOATING if self.has(f"matmul {d}")}
+        measured: dict[str, float] = {}
+        for dtype in FLOATING:
+            if self.has(f"matmul {dtype}"):
+                largest = self.of(f"matmul {dtype}")[-1]
+                measured[dtype] = 2 * largest.size**3 / largest.usual
+        # A probe does not measure float64 and float16.
+        single = measured["float32"]
+        estimated = {"float64": single / 2, "float16": measured.get("bfloat16", single)}
         codecs = tuple(
             (codec, CodecSpeed(self.fit(f"encode {codec}").rate, self.fit(f"decode {codec}").rate))
             for codec in codec_names()
@@ -157,40 +202,38 @@ class Profile:
             ranks_sharing=self.ranks_on_host,
             host=self._host_work(intra, inter),
         )
-        peak, estimated = tuple(measured.items()), tuple(_estimated(measured).items())
-        return Cluster(f"{self.host}, probed on {self.date}", hardware, self.memory, peak, 1.0, estimated)
+        peak, name = tuple(measured.items()), f"{self.host}, probed on {self.date}"
+        return Cluster(name, hardware, self.memory, peak, 1.0, tuple(estimated.items()))
 
     def _link(self, which: str) -> Link:
-        """Its rate is that of all ranks at once. What a message costs is told by one rank alone: of many at once, those
-        that wait for a processor would count for what they wait for."""
+        # The rate is that of all ranks sending at once. The cost of a message comes from one rank alone: with many
+        # ranks, it would include the time that they wait for a processor.
         one, everyone = self.fit(f"{which}, one"), self.fit(f"{which}, all")
         largest, several = self.of(f"{which}, all")[-1], self.of(f"{which}, several")[0]
+        shortest = self.of(f"{which}, one")[0].usual
         ranks = self.topology.ranks_per_node
         rate = everyone.rate * (ranks if which == "inter" else 1)
-        message = max(several.usual - self.of(f"{which}, one")[0].usual, 0.0) / (SEVERAL - 1)
+        message = max(several.usual - shortest, 0.0) / (SEVERAL - 1)
         if self.device != "cpu":
             return Link(rate, one.latency, message)
         work = largest.busy / (largest.size * self.ranks_on_host)
-        # One rank of each node sends to another node, and those of the first node inside it.
+        # "several" ran between one rank of each node and another node, or between the ranks of the first node.
         senders = max(1, self.ranks_on_host // ranks) if which == "inter" else ranks
         message_work = several.busy / (SEVERAL * senders)
-        return Link(rate, one.latency, message, work, message_work, self._busy_latency(which))
-
-    def _busy_latency(self, which: str) -> float:
-        """What the smallest message takes longer while all ranks compute and send."""
-        beside = self.of(beside_name(f"{which}, all", PRODUCT))[0].usual
-        return max(0.0, beside - self.of(f"{which}, one")[0].usual)
+        # How much longer the smallest message takes while all ranks compute and send.
+        busy_latency = max(0.0, self.of(pair_name(f"{which}, all", PRODUCT))[0].usual - shortest)
+        return Link(rate, one.latency, message, work, message_work, busy_latency)
 
     def _host_work(self, intra: Link, inter: Link) -> HostWork:
-        """What is more of a sharded model than of a bare one, by unit and by parameter; of the optimizer all."""
+        """Return how much longer a sharded model takes than a bare one, and the time of the optimizer."""
         if self.device != "cpu":
             return HostWork()
-        forward, backward = self._more("forward", "sharded"), self._more("backward", "sharded")
+        forward, backward = self._added_work("forward", "sharded"), self._added_work("backward", "sharded")
         optimizer = self._host_seconds("sharded", "optimizer", MANY_PARAMETERS)
         optimizer -= self._host_seconds("sharded", "optimizer", FEW)
         more = MANY_PARAMETERS.units * (MANY_PARAMETERS.parameters - FEW.parameters)
-        # In a forward pass each unit is gathered, in a backward pass gathered and reduced, by a ring.
-        everywhere = [self._more(part, "over all ranks").unit for part in ("forward", "backward")]
+        # A forward pass gathers each unit. A backward pass gathers and reduces each unit, with a ring.
+        everywhere = [self._added_work(part, "over all ranks").unit for part in ("forward", "backward")]
         messages = (self.topology.world - 1) * (inter if self.topology.nodes > 1 else intra).message_work
         transfer = (sum(everywhere) - forward.unit - backward.unit) / 3 - messages
         return HostWork(forward, backward, max(0.0, optimizer / more), max(0.0, transfer))
@@ -198,7 +241,7 @@ class Profile:
     def _host_seconds(self, kind: str, part: str, shape: HostShape) -> float:
         return next(p.usual for p in self.of(host_name(kind, part, shape)) if p.size == shape.units)
 
-    def _more(self, part: str, kind: str) -> PassWork:
+    def _added_work(self, part: str, kind: str) -> PassWork:
         def more(shape: HostShape) -> float:
             return self._host_seconds(kind, part, shape) - self._host_seconds("bare", part, shape)
 
@@ -208,18 +251,30 @@ class Profile:
         return PassWork(max(0.0, unit), parameter)
 
     def _cores(self) -> float | None:
-        """How many of them compute at once, as products of matrices tell: each rank alone, and all together."""
+        """Return how many cores compute at once. Products on one rank and on all ranks at once tell."""
         if self.device != "cpu":
             return None
         alone, together = self.of("matmul float32")[0].usual, self.of(TOGETHER)[0].usual
         return min(self.cores, self.ranks_on_host * min(1.0, alone / together))
 
     def to_json(self) -> str:
+        """Return the profile as the text of a file."""
         found = asdict(self)
         return json.dumps({"version": VERSION, **found}, indent=1) + "\n"
 
     @staticmethod
     def load(path: str | Path) -> Profile:
+        """Read a profile from a file.
+
+        Args:
+            path: A file that `towpath probe` wrote.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ConfigError: If the file cannot be read, or has another version.
+        """
         try:
             text = Path(path).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -228,7 +283,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str, name: str = "profile") -> Profile:
-        """`name`: what an error calls it."""
+        """Read a profile from the text of a file. `name` is the name of the profile in errors."""
         try:
             found: dict[str, Any] = json.loads(text)
             version = found.pop("version")
@@ -242,7 +297,7 @@ class Profile:
             raise ConfigError(f"{name}: cannot be read: {error}. Expected what `towpath probe` writes.") from None
 
     def check(self, topology: Topology, host: str, device: str) -> None:
-        """It must be of the cluster that runs."""
+        """Raise PlanError unless the profile belongs to a cluster with this topology, host of rank 0 and device."""
         mine = {"topology": f"{self.topology}", "host of rank 0": self.host, "device": self.device}
         here = {"topology": f"{topology}", "host of rank 0": host, "device": device}
         differing = [f"{what} {mine[what]}, here {here[what]}" for what in mine if mine[what] != here[what]]
@@ -251,8 +306,10 @@ class Profile:
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> Fit:
-    """latency + size / rate. The rate is what the largest point takes more than the one before it, the latency what is
-    left of the smallest: a line through all points would bend to those that a shaped link lets pass at once.
+    """Fit latency + size / rate to pairs of size and seconds.
+
+    The rate comes from the two largest points, and the latency from the smallest point. A regression through all
+    points would follow the small messages, which a shaped link sends at once.
     """
     ordered = sorted(points)
     size, seconds = ordered[-1]
@@ -267,12 +324,59 @@ def fitted(points: Sequence[tuple[int, float]]) -> Fit:
     return Fit(latency, rate, error)
 
 
-def _estimated(measured: Mapping[str, float]) -> dict[str, float]:
-    """Return FLOP/s of dtypes that a probe leaves out: float64 at half the rate of float32, float16 at bfloat16's."""
-    single = measured["float32"]
-    return {"float64": single / 2, "float16": measured.get("bfloat16", single)}
+# Checks of the simulator against points that no fit uses -------------------------------------------------------------
 
 
-def _flops(points: Sequence[Point]) -> float:
-    best = max(points, key=lambda point: point.size)
-    return 2 * best.size**3 / best.usual
+def collective_seconds(profile: Profile, point: Point) -> float:
+    """Return the predicted seconds of a collective, one of `profile.routes()`, from the measured messages."""
+    op, route, mesh = route_of(point.what)
+    nodes, width = profile.topology.nodes, profile.topology.ranks_per_node
+    grid = {"all ranks": Grid(nodes, width), "in nodes": Grid(1, width), "across nodes": Grid(nodes, 1)}[mesh]
+    hardware = profile.cluster().hardware
+    shape = TransferShape.of_move(
+        MoveShape(Op(op), 1, grid, 1), Transport(cast(Route, route)), point.size // 4, "float32"
+    )
+    return seconds_alone(phase_costs(shape, hardware), hardware)
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """How many times as long an activity takes while another one runs: measured, and predicted by the simulator."""
+
+    what: str
+    measured: float
+    predicted: float
+
+
+def slowdowns(profile: Profile) -> list[Slowdown]:
+    """Return the slowdowns of both activities of each measured pair."""
+    hardware = profile.cluster().hardware
+    found: list[Slowdown] = []
+    for pair in PAIRS:
+        if not profile.has(pair_name(*pair)):  # there is no such link
+            continue
+        for mine, other in (pair, pair[::-1]):
+            alone, together = (profile.of(pair_name(mine, o))[-1].usual for o in (NOTHING, other))
+            # Both activities run forever, each at the rate that the other leaves to it.
+            model = BandwidthModel(hardware.capacities)
+            demands = [_demand(profile, what, hardware, model) for what in (mine, other)]
+            for demand in demands:
+                model.start(demand)
+            model.set_rates()
+            predicted = 1 / (demands[0].seconds * demands[0].rate)
+            found.append(Slowdown(pair_name(mine, other), together / alone, predicted))
+    return found
+
+
+def _demand(profile: Profile, what: str, hardware: Hardware, model: BandwidthModel) -> Demand:
+    point = profile.of(pair_name(what, NOTHING))[-1]
+    if what not in (INTER, INTRA):
+        # The time of one rank alone. The simulator predicts how much longer all ranks together take.
+        alone = next(p for p in profile.of(what) if p.size == point.size).usual
+        needs = {PROCESSOR: hardware.processor(alone)}
+        return Demand(max(alone, model.alone(needs)), needs, keeps_busy=1.0)
+    link = hardware.inter if what == INTER else hardware.intra
+    work = hardware.ranks_sharing * (point.size * link.work + link.message_work)
+    carried = {CABLE: point.size * profile.topology.ranks_per_node} if what == INTER else {INSIDE: float(point.size)}
+    needs = carried | ({PROCESSOR: work} if work else {})
+    return Demand(max(point.usual, model.alone(needs)), needs, busy_seconds=link.busy_latency)

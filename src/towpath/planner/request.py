@@ -1,11 +1,12 @@
-"""What is asked of one optimizer step: how much data, in which precision, with which optimizer, in how much memory."""
+"""What one optimizer step must do: how much data, in which precision, with which optimizer, in how much memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import isqrt
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from towpath.core.formats import Codec, Precision, item_bytes
 from towpath.core.strategy import Offload
@@ -14,25 +15,31 @@ from towpath.errors import ConfigError
 BF16 = Precision("bfloat16", "bfloat16")
 
 OptimizerName = Literal["adamw", "adam", "adagrad", "rmsprop", "sgd-momentum", "sgd"]
-# Elements of state that each keeps for every parameter, in the parameter's own dtype.
+# The number of state elements that each optimizer keeps for a parameter, in the parameter's own dtype.
 OPTIMIZERS: dict[OptimizerName, int] = {"adamw": 2, "adam": 2, "adagrad": 1, "rmsprop": 1, "sgd-momentum": 1, "sgd": 0}
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """`states`: elements that it keeps for each parameter."""
+    """An optimizer, as far as its memory and its speed matter.
+
+    Args:
+        name: Its name.
+        states: Number of state elements that it keeps for each parameter.
+    """
 
     name: str
     states: int
 
     @staticmethod
     def named(name: str) -> Optimizer:
+        """Return the optimizer with this name, or raise ConfigError."""
         if name not in OPTIMIZERS:
             raise ConfigError(f"optimizer {name!r}: expected one of {', '.join(OPTIMIZERS)}.")
         return Optimizer(name, OPTIMIZERS[name])
 
     def moved_bytes(self, own: str) -> int:
-        """Of one parameter in a step: all but the gradient are written as well as read."""
+        """Return the bytes that a step moves for one parameter of dtype `own`. It only reads the gradient."""
         return item_bytes(own) * (2 * (self.states + 1) + 1)
 
 
@@ -41,11 +48,19 @@ ADAMW = Optimizer.named("adamw")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One optimizer step of the whole job: `batch` sequences. `memory`: bytes that a rank may hold.
+    """One optimizer step of a job, and its limits.
 
-    `weights`, `gradients`: codecs that may be used for what crosses nodes; lossless without them. `micro_batches`: how
-    many sequences a rank may compute at once; none: every divisor of its share. `checkpointing`: None leaves it open.
-    `offload`: what lies in the host's memory, "optimizer" or nothing.
+    Args:
+        batch: Number of sequences of a step, over all ranks.
+        memory: Bytes that a rank may hold.
+        precision: The dtypes of computation and communication. Default: bfloat16.
+        own: The dtype of the parameters that the optimizer updates.
+        optimizer: The optimizer. Default: AdamW.
+        weights: Codecs that may be used for weights between nodes. Default: lossless.
+        gradients: Codecs that may be used for gradients between nodes. Default: lossless.
+        micro_batches: Numbers of sequences that a rank may compute at once. Default: every divisor of its share.
+        checkpointing: Whether blocks are recomputed in the backward pass. Default: the planner tries both.
+        offload: "optimizer" to keep the optimizer's states in the host's memory.
     """
 
     batch: int
@@ -59,8 +74,13 @@ class Request:
     checkpointing: bool | None = None
     offload: Offload | None = None
 
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype in which the passes compute."""
+        return self.precision.compute_dtype(self.own)
+
     def shares(self, world: int) -> list[tuple[int, int]]:
-        """(micro-batch, micro-steps) of a rank, all that may be."""
+        """Return all pairs of micro-batch and micro-steps in which one of `world` ranks can compute its share."""
         mine, left = divmod(self.batch, world)
         if left or not mine:
             raise ConfigError(
@@ -79,7 +99,44 @@ class Request:
 
 
 def codecs_for_both(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those that weights may travel in, and gradients: what errs in a weight errs in every step, so of the `names` only
-    those that lose little and nothing at random are for weights."""
+    """Divide codecs into those for weights and those for gradients, as `Request` takes them.
+
+    An error in a weight has an effect in every step. Weights only get codecs with small, deterministic errors.
+    """
     codecs = [Codec.parse(name) for name in names]
     return tuple(str(c) for c in codecs if c.name != "int4" and not c.stochastic), tuple(map(str, codecs))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step of one rank, as `shard(model, "auto", workload=…)` needs to know it.
+
+    Args:
+        tokens: Tokens of one forward pass.
+        micro_steps: Forward passes per optimizer step.
+        optimizer: "adamw", "adam", "adagrad", "rmsprop", "sgd-momentum" or "sgd".
+        memory: Bytes that a rank may hold. Default: 90 % of the memory of its device.
+        allow: Codecs that may be used between nodes, such as `("int8", "int4")`. Default: lossless.
+        inputs: Inputs of the model. Only their shapes matter. With them, `shard` measures the passes of the model's
+            units and counts its activations. Without them, it assumes two FLOPs per parameter and token, and no
+            activations. Then pass as `memory` what the activations leave.
+        profile: A file that `towpath probe` wrote. Default: measure the cluster once, for a few seconds, and keep the
+            profile in the user's cache.
+    """
+
+    tokens: int
+    micro_steps: int = 1
+    optimizer: OptimizerName = "adamw"
+    memory: int | None = None
+    allow: tuple[str, ...] = ()
+    inputs: Sequence[Any] = field(default=(), repr=False)
+    profile: str | Path = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "micro_steps", "memory"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and not (name == "memory" and value is None):
+                raise ConfigError(f"Workload({name}={value!r}): expected a whole number of at least 1.")
+        Optimizer.named(self.optimizer)
+        for name in self.allow:
+            Codec.parse(name)

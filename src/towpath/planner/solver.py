@@ -1,8 +1,8 @@
-"""Every placement, route, codec, micro-batch and choice of checkpointing that fits into memory, and the best of them.
+"""The solver: it ranks all placements, routes, codecs, micro-batches and choices of checkpointing that fit into memory.
 
-Each candidate first gets a bound: no step of it can take less. Then the simulator replays them, those with the lowest
-bounds first, until what is left cannot be better than what was found. So nothing better is missed than what another
-choice of routes would bring: of these each kind of transfer takes the one that is quickest alone.
+The search is branch and bound. Each candidate has a lower bound on its step time. Candidates are simulated in the order
+of their bounds, until no other candidate can be better than those found. Routes are the exception: each kind of
+transfer uses the route that is fastest alone.
 """
 
 from __future__ import annotations
@@ -34,27 +34,37 @@ from towpath.core.transport import Transport
 from towpath.core.unit_plan import UnitPlan, plan_unit
 from towpath.core.units import BucketSpec, UnitSpec
 from towpath.planner.cluster import Cluster
-from towpath.planner.cost import computing, optimizer_seconds
-from towpath.planner.memory import activation_bytes, engine_bytes, host_bytes
-from towpath.planner.model import Model
+from towpath.planner.model import (
+    Model,
+    activation_bytes,
+    compute_seconds,
+    engine_bytes,
+    host_bytes,
+    optimizer_seconds,
+)
 from towpath.planner.request import Request
-from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR
-from towpath.sim.loads import TransferShape, loads_of
-from towpath.sim.replay import Replay, Seconds
+from towpath.sim.hardware import CABLE, INSIDE, PROCESSOR, TransferShape, phase_costs
+from towpath.sim.replay import ComputeSeconds, Replay
 from towpath.sim.timeline import Timeline
 from towpath.topology.cluster import Extent, Topology
 
-# A step of more micro-steps is replayed for so many of them: the others are like its last but one.
+# At most this many micro-steps are replayed. The others of a step are like the one before the last.
 _REPLAYED = 3
-# So many candidates are replayed at most, unless told otherwise.
+# The default limit for the number of candidates that are replayed.
 MOST = 60
-# So many get their bounds before progress is told again.
-_BETWEEN_WORDS = 256
+# The number of bounds between two reports of progress.
+_BOUNDS_PER_REPORT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How a rank computes its share of a step: so many sequences at once, so many times."""
+    """How a rank computes its share of a step.
+
+    Args:
+        micro_batch: Sequences of one forward pass.
+        micro_steps: Forward passes per optimizer step.
+        checkpointing: Whether blocks are recomputed in the backward pass.
+    """
 
     micro_batch: int
     micro_steps: int
@@ -63,7 +73,7 @@ class Batching:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`weights`, `gradients`: the codec of what crosses nodes, or 'none'."""
+    """A combination that the solver considers. `weights` and `gradients` are codecs between nodes, or "none"."""
 
     placement: Placement
     weights: str
@@ -72,46 +82,71 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Priced:
-    """A strategy that was replayed."""
+class Prediction:
+    """The predicted optimizer step of a strategy.
+
+    Args:
+        strategy: The strategy.
+        batching: How each rank computes its share.
+        seconds: Duration of the step.
+        computing: Seconds of computation, without the optimizer.
+        exposed: Seconds that the computation waits for each kind of transfer.
+        in_flight: Seconds for which transfers of each kind run.
+        memory: Bytes that a rank holds, by part.
+        inter_bytes: Bytes that all ranks together send between nodes.
+        intra_bytes: Bytes that all ranks together send inside nodes.
+        host_memory: Bytes in the host's memory for each rank, by part.
+        host_copy_bytes: Bytes copied between the device and the host, both directions together.
+    """
 
     strategy: Strategy
     batching: Batching
     seconds: float
     computing: float
-    exposed: dict[TransferKind, float]  # what the computation waits for it
+    exposed: dict[TransferKind, float]
     in_flight: dict[TransferKind, float]
     memory: dict[str, int]
     inter_bytes: int
     intra_bytes: int
     host_memory: dict[str, int] = field(default_factory=dict[str, int], kw_only=True)
-    host_copy_bytes: int = field(
-        default=0, kw_only=True
-    )  # of a step, between the device and the host, both ways together
+    host_copy_bytes: int = field(default=0, kw_only=True)
 
     @property
     def peak_bytes(self) -> int:
+        """The most bytes that a rank holds."""
         return sum(self.memory.values())
 
     def sequences(self, world: int) -> int:
-        """Of a step, on so many ranks."""
+        """Return the sequences of a step on `world` ranks."""
         return self.batching.micro_batch * self.batching.micro_steps * world
 
 
 @dataclass(frozen=True)
 class Infeasible:
-    """Nothing fits: what comes nearest, and by how much it misses."""
+    """The result if nothing fits into memory.
 
-    nearest: Priced
+    Args:
+        nearest: The prediction for the candidate that needs least.
+        missing_bytes: How much more it needs than there is.
+    """
+
+    nearest: Prediction
     missing_bytes: int
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """`ranked`: the best first. How many candidates were `considered`, may be `fitting`, were `replayed`; `proven`:
-    none that was not replayed can be among the best."""
+    """The result of a search.
 
-    ranked: tuple[Priced, ...]
+    Args:
+        ranked: The best predictions, the fastest first.
+        considered: Number of candidates.
+        fitting: Number of candidates that may fit into memory.
+        replayed: Number of candidates that were simulated.
+        proven: Whether no other candidate can be among the best.
+    """
+
+    ranked: tuple[Prediction, ...]
     considered: int
     fitting: int
     replayed: int
@@ -119,32 +154,39 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
-    """Of one kind of transfer of one unit: seconds alone, and seconds of each resource."""
+class _TransferSeconds:
+    """The seconds of one kind of transfer of one unit: alone, and on the cable, the link inside and the processor."""
 
     alone: float
-    busy: tuple[float, float, float]  # cable, inside, processor
-
-
-_NOTHING = _Cost(0.0, (0.0, 0.0, 0.0))
+    busy: tuple[float, float, float]
 
 
 class Solver:
+    """Predicts and ranks strategies for a model on a cluster.
+
+    Args:
+        model: The model, from `describe_model` or `describe_module`.
+        cluster: The cluster, from `load_cluster`.
+        request: What one optimizer step must do, and the memory that a rank may use.
+    """
+
     def __init__(self, model: Model, cluster: Cluster, request: Request) -> None:
         self.model, self.cluster, self.request = model, cluster, request
         self._hardware, self._topology = cluster.hardware, cluster.topology
         self._compute, self._reduce, self._summed = request.precision.dtypes(request.own)
-        # Of each unit what trains: what is frozen may lie in the node, and adds to the bounds in any case.
+        # Units by size. Only trainable parameters count, because frozen ones may be sharded inside the node. Whatever
+        # they add, the bounds stay lower bounds.
         sizes = [(u.trainable if model.trainable else u.numel, u.spec.kept) for u in model.units]
-        self._kinds: Counter[tuple[int, bool]] = Counter(size for size in sizes if size[0])
-        self._costs: dict[object, _Cost] = {}
-        # By micro-batch and checkpointing: what is computed, and what autograd keeps.
-        self._seconds: dict[tuple[int, bool], Seconds] = {}
+        self._unit_sizes: Counter[tuple[int, bool]] = Counter(size for size in sizes if size[0])
+        self._costs: dict[object, _TransferSeconds] = {}
+        # By micro-batch and checkpointing: the seconds of computation, and the bytes of activations.
+        self._seconds: dict[tuple[int, bool], ComputeSeconds] = {}
         self._kept: dict[tuple[int, bool], int] = {}
 
     # Candidates -----------------------------------------------------------------------------------------------------
 
     def candidates(self) -> Iterator[Candidate]:
+        """Yield all candidates, whether or not they fit into memory."""
         weights, gradients = ("none", *self.request.weights), ("none", *self.request.gradients)
         checkpointing = (False, True) if self.request.checkpointing is None else (self.request.checkpointing,)
         shares = self.request.shares(self._topology.world)
@@ -157,20 +199,17 @@ class Solver:
                 yield Candidate(placement, w, g, Batching(size, steps, again))
 
     def strategy(self, candidate: Candidate) -> Strategy:
-        transports: dict[str, Any] = {
-            kind.value: self._transport(kind, candidate)
-            for kind in WITH_TRANSPORT
-            if move_shapes(candidate.placement, self._topology)[kind]
-        }
+        """Return the strategy of a candidate. Each kind of transfer uses the route that is fastest alone."""
+        numel = max(numel for numel, _ in self._unit_sizes)  # routes are chosen for the largest unit
+        transports: dict[str, Any] = {}
+        for kind in WITH_TRANSPORT:
+            if shapes := move_shapes(candidate.placement, self._topology)[kind]:
+                transports[kind.value] = min(
+                    self._transports(kind, shapes, candidate),
+                    key=lambda transport, kind=kind, shapes=shapes: self._cost(kind, shapes, transport, numel).alone,
+                )
         name = name_of(candidate.placement, self._topology)
         return Strategy(self._topology, candidate.placement, name, **transports, offload=self.request.offload)
-
-    def _transport(self, kind: TransferKind, candidate: Candidate) -> Transport:
-        """The route that takes the least time alone, for the largest unit."""
-        numel = max(numel for numel, _ in self._kinds)
-        shapes = move_shapes(candidate.placement, self._topology)[kind]
-        transports = list(self._transports(kind, shapes, candidate))
-        return min(transports, key=lambda transport: self._cost(kind, shapes, transport, numel).alone)
 
     def _transports(self, kind: TransferKind, shapes: Sequence[MoveShape], candidate: Candidate) -> Iterator[Transport]:
         crosses = any(s.grid.nodes > 1 for s in shapes)
@@ -186,19 +225,20 @@ class Solver:
     # Bounds ---------------------------------------------------------------------------------------------------------
 
     def bound(self, candidate: Candidate) -> tuple[float, float]:
-        """Seconds that a step takes at least: of the busiest of all that is shared, or of what cannot overlap.
+        """Return a lower bound on the step time of a candidate, and a number that breaks ties.
 
-        And those of all that is shared together: of two with the same bound, the one with less to do may be quicker.
+        The bound is the time of the busiest resource, or of all that cannot overlap. The tie-breaker is the time of all
+        resources together.
         """
         micro_steps = candidate.batching.micro_steps
         busy, first, last = [0.0, 0.0, 0.0], 0.0, 0.0
-        for (numel, root), count in self._kinds.items():
-            for kind, every_micro_step in _submitted(root):
+        for (numel, root), count in self._unit_sizes.items():
+            for kind, every_micro_step in _submitted_kinds(root):
                 cost = self._cheapest(kind, candidate, numel)
                 times = count * (micro_steps if every_micro_step else 1)
                 for resource, seconds in enumerate(cost.busy):
                     busy[resource] += times * seconds
-                if root:  # before anything is computed, and after everything
+                if root:  # before the first computation, and after the last one
                     first += cost.alone if kind is TransferKind.GATHER else 0.0
                     last += cost.alone if kind in GRADIENTS else 0.0
         on_host = self.request.offload == "optimizer"
@@ -208,51 +248,54 @@ class Solver:
         busy[2] += self._hardware.processor(worked) / self._hardware.capacities[PROCESSOR]
         return max(*busy, first + computed + last), sum(busy)
 
-    def _computing(self, batching: Batching, ranks_of_optimizer: int, on_host: bool) -> Seconds:
+    def _computing(self, batching: Batching, ranks_of_optimizer: int, on_host: bool) -> ComputeSeconds:
         key = (batching.micro_batch, batching.checkpointing)
         if key not in self._seconds:
             tokens = batching.micro_batch * self.model.length
             dtype = self._compute
-            self._seconds[key] = computing(self.model, self.cluster, dtype, tokens, batching.checkpointing)
+            self._seconds[key] = compute_seconds(self.model, self.cluster, dtype, tokens, batching.checkpointing)
         elements = self.model.trainable / ranks_of_optimizer
         parameters = self.model.trainable_parameters
-        asked = self.request
-        optimizer = optimizer_seconds(elements, parameters, asked.own, asked.optimizer, self._hardware, on_host)
+        own, used = self.request.own, self.request.optimizer
+        optimizer = optimizer_seconds(elements, parameters, own, used, self._hardware, on_host)
         return replace(self._seconds[key], optimizer=optimizer)
 
-    def _cheapest(self, kind: TransferKind, candidate: Candidate, numel: int) -> _Cost:
+    def _cheapest(self, kind: TransferKind, candidate: Candidate, numel: int) -> _TransferSeconds:
+        """Return the least of each cost over all transports."""
         codec = candidate.weights if kind in WEIGHTS else candidate.gradients
         shapes = move_shapes(candidate.placement, self._topology)[kind]
         if not shapes:
-            return _NOTHING
+            return _TransferSeconds(0.0, (0.0, 0.0, 0.0))
         key = (kind, shapes, codec, numel, candidate.placement.backward_params is None)
         if key not in self._costs:
             costs = [
                 self._cost(kind, shapes, transport, numel) for transport in self._transports(kind, shapes, candidate)
             ]
             least = [min(c.busy[i] for c in costs) for i in range(3)]
-            self._costs[key] = _Cost(min(c.alone for c in costs), (least[0], least[1], least[2]))
+            self._costs[key] = _TransferSeconds(min(c.alone for c in costs), (least[0], least[1], least[2]))
         return self._costs[key]
 
-    def _cost(self, kind: TransferKind, shapes: Sequence[MoveShape], transport: Transport, numel: int) -> _Cost:
+    def _cost(
+        self, kind: TransferKind, shapes: Sequence[MoveShape], transport: Transport, numel: int
+    ) -> _TransferSeconds:
         key = (kind, tuple(shapes), transport, numel)
         if key not in self._costs:
             dtype = self._reduce if kind in GRADIENTS else self._compute
             alone, busy = 0.0, [0.0, 0.0, 0.0]
             capacities = self._hardware.capacities
             for shape in shapes:
-                for load in loads_of(TransferShape.of_move(shape, transport, numel, dtype), self._hardware):
-                    taken = {name: need / capacities[name] for name, need in load.needs.items()}
-                    alone += load.seconds + max(taken.values(), default=0.0)
+                for cost in phase_costs(TransferShape.of_move(shape, transport, numel, dtype), self._hardware):
+                    taken = {name: need / capacities[name] for name, need in cost.needs.items()}
+                    alone += cost.seconds + max(taken.values(), default=0.0)
                     for i, name in enumerate((CABLE, INSIDE, PROCESSOR)):
                         busy[i] += taken.get(name, 0.0)
-            self._costs[key] = _Cost(alone, (busy[0], busy[1], busy[2]))
+            self._costs[key] = _TransferSeconds(alone, (busy[0], busy[1], busy[2]))
         return self._costs[key]
 
     # Memory ---------------------------------------------------------------------------------------------------------
 
     def least_memory(self, candidate: Candidate) -> int:
-        """What a rank holds at least: without padding, wire buffers and gradient slots."""
+        """Return a lower bound on the memory of a rank, without padding, wire buffers and gradient slots."""
         place, numel, trainable = candidate.placement, self.model.parameters, self.model.trainable
         compute, summed, own = map(item_bytes, (self._compute, self._summed, self.request.own))
         states = numel * compute / place.params.size + trainable * summed / place.grads.size
@@ -275,16 +318,27 @@ class Solver:
             self._kept[key] = activation_bytes(self.model, self.request.precision, tokens, batching.checkpointing)
         return self._kept[key]
 
-    def memory(self, plans: Sequence[UnitPlan], batching: Batching) -> dict[str, int]:
-        """What a rank holds, by part."""
+    def predict_memory(self, strategy: Strategy, batching: Batching) -> dict[str, int]:
+        """Predict the memory of a rank without simulating the step.
+
+        Args:
+            strategy: The strategy.
+            batching: How each rank computes its share.
+
+        Returns:
+            The bytes that a rank holds at most, by part.
+        """
+        return self._memory(self._plans(self._with_frozen_placed(strategy, batching)), batching)
+
+    def _memory(self, plans: Sequence[UnitPlan], batching: Batching) -> dict[str, int]:
         return engine_bytes(plans, self.request.optimizer) | {"activations": self._activations(batching)}
 
-    def with_frozen_placed(self, strategy: Strategy, batching: Batching) -> Strategy:
-        """Where it is left open: frozen parameters in each node if that fits, else as those that train."""
+    def _with_frozen_placed(self, strategy: Strategy, batching: Batching) -> Strategy:
+        """Place frozen parameters if the strategy does not: in each node if that fits, else like trainable ones."""
         if not depends_on_memory(strategy, [unit.spec for unit in self.model.units]):
             return strategy
         inside = replace(strategy, frozen=Extent(self._topology.ranks_per_node))
-        fits = sum(self.memory(self.plans(inside), batching).values()) <= self.request.memory
+        fits = sum(self._memory(self._plans(inside), batching).values()) <= self.request.memory
         return inside if fits else replace(strategy, frozen=AS_TRAINED)
 
     # The search -----------------------------------------------------------------------------------------------------
@@ -292,59 +346,80 @@ class Solver:
     def solve(
         self, best: int = 10, most: int = MOST, say: Callable[[int, int], None] = lambda done, total: None
     ) -> Ranking | Infeasible:
-        """The `best` candidates, of which `most` at most are replayed. `say` is told how much is done, of how much: the
-        first half when all have their bounds, the rest with each that is replayed."""
+        """Find the best strategies.
+
+        Args:
+            best: Number of strategies to return.
+            most: Number of candidates to simulate at most. A higher limit can prove that no other candidate is faster.
+            say: Called with the amount of finished work and the total amount. Bounds are the first half of it.
+
+        Returns:
+            The ranking, or `Infeasible` if nothing fits into memory.
+
+        Raises:
+            ConfigError: If the batch cannot be divided among the ranks.
+        """
         candidates = list(self.candidates())
         likely: list[Candidate] = []
         order: list[tuple[float, float, int, Candidate]] = []
         for number, candidate in enumerate(candidates):
-            if number % _BETWEEN_WORDS == 0:
+            if number % _BOUNDS_PER_REPORT == 0:
                 say(number * most // len(candidates), 2 * most)
             if self.least_memory(candidate) <= self.request.memory:
                 order.append((*self.bound(candidate), len(likely), candidate))
                 likely.append(candidate)
         heapq.heapify(order)
-        priced: list[Priced] = []
+        found: list[Prediction] = []
         fitting = len(likely)
-        while order and not self._is_settled(order[0][0], priced, best):
-            if len(priced) >= most:
+        while order and not self._is_settled(order[0][0], found, best):
+            if len(found) >= most:
                 break
             *_, candidate = heapq.heappop(order)
-            strategy = self.with_frozen_placed(self.strategy(candidate), candidate.batching)
-            if sum(self.memory(self.plans(strategy), candidate.batching).values()) > self.request.memory:
+            strategy = self._with_frozen_placed(self.strategy(candidate), candidate.batching)
+            if sum(self._memory(self._plans(strategy), candidate.batching).values()) > self.request.memory:
                 fitting -= 1
                 continue
-            priced.append(self.price(strategy, candidate.batching))
-            say(most + len(priced), most + min(most, fitting))
-        if not priced:
-            return self._nearest(likely or candidates)
-        proven = not order or self._is_settled(order[0][0], priced, best)
-        ranked = sorted(priced, key=lambda p: (p.seconds, p.peak_bytes))
-        return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(priced), proven)
+            found.append(self.predict(strategy, candidate.batching))
+            say(most + len(found), most + min(most, fitting))
+        if not found:
+            smallest = min(likely or candidates, key=self.least_memory)
+            nearest = self.predict(self.strategy(smallest), smallest.batching)
+            return Infeasible(nearest, nearest.peak_bytes - self.request.memory)
+        proven = not order or self._is_settled(order[0][0], found, best)
+        ranked = sorted(found, key=lambda p: (p.seconds, p.peak_bytes))
+        return Ranking(tuple(ranked[:best]), len(candidates), fitting, len(found), proven)
 
     @staticmethod
-    def _is_settled(bound: float, priced: Sequence[Priced], best: int) -> bool:
-        """Whether nothing with that bound, or a higher one, can be among the best."""
-        return len(priced) >= best and bound >= heapq.nsmallest(best, (p.seconds for p in priced))[-1]
+    def _is_settled(bound: float, found: Sequence[Prediction], best: int) -> bool:
+        """Return whether no candidate with this bound, or a higher one, can be among the best."""
+        return len(found) >= best and bound >= heapq.nsmallest(best, (p.seconds for p in found))[-1]
 
-    def _nearest(self, candidates: Sequence[Candidate]) -> Infeasible:
-        nearest = min(candidates, key=self.least_memory)
-        found = self.price(self.strategy(nearest), nearest.batching)
-        return Infeasible(found, found.peak_bytes - self.request.memory)
+    def predict(self, strategy: Strategy, batching: Batching) -> Prediction:
+        """Simulate one optimizer step of a strategy.
 
-    def price(self, strategy: Strategy, batching: Batching) -> Priced:
-        strategy = self.with_frozen_placed(strategy, batching)
-        plans = self.plans(strategy)
+        Args:
+            strategy: The strategy.
+            batching: How each rank computes its share. Of many micro-steps, only the first few are simulated.
+
+        Returns:
+            The predicted step. It may need more memory than there is.
+        """
+        strategy = self._with_frozen_placed(strategy, batching)
+        plans = self._plans(strategy)
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
-        timeline = self._replayed(strategy, plans, seconds, batching.micro_steps)
-        return Priced(
+        micro_steps = batching.micro_steps
+        timeline = Replay(strategy, plans, self._hardware, seconds, min(micro_steps, _REPLAYED)).run()
+        if micro_steps > _REPLAYED:  # the micro-steps in the middle are equal
+            shorter = Replay(strategy, plans, self._hardware, seconds, _REPLAYED - 1).run()
+            timeline = timeline.with_more(micro_steps - _REPLAYED, shorter)
+        return Prediction(
             strategy,
             batching,
             timeline.seconds,
-            batching.micro_steps * seconds.micro_step,
+            micro_steps * seconds.micro_step,
             timeline.exposed,
             timeline.in_flight,
-            self.memory(plans, batching),
+            self._memory(plans, batching),
             timeline.inter_bytes,
             timeline.intra_bytes,
             host_memory=host_bytes(plans, self.request.optimizer),
@@ -356,26 +431,23 @@ class Solver:
     def timeline(
         self, strategy: Strategy, batching: Batching, say: Callable[[int, int], None] = lambda done, total: None
     ) -> Timeline:
-        """Every micro-step of it, for those who want to look: each unit by its own name. `say` is told how many are
-        done."""
-        strategy = self.with_frozen_placed(strategy, batching)
+        """Simulate every micro-step of a step, and name each unit. Use it for traces.
+
+        Args:
+            strategy: The strategy.
+            batching: How each rank computes its share.
+            say: Called with the number of finished micro-steps and the total number.
+
+        Returns:
+            All that a rank does in the step.
+        """
+        strategy = self._with_frozen_placed(strategy, batching)
         plans = [plan_unit(strategy, unit.spec, self.request.precision) for unit in self.model.units]
         seconds = self._computing(batching, strategy.placement.optimizer.size, strategy.optimizer_on_host)
         return Replay(strategy, plans, self._hardware, seconds, batching.micro_steps, say=say).run()
 
-    def _replayed(self, strategy: Strategy, plans: Sequence[UnitPlan], seconds: Seconds, micro_steps: int) -> Timeline:
-        """A whole step; of many micro-steps, those in the middle are like one another."""
-
-        def replay(count: int) -> Timeline:
-            return Replay(strategy, plans, self._hardware, seconds, count).run()
-
-        if micro_steps <= _REPLAYED:
-            return replay(micro_steps)
-        shorter, longer = replay(_REPLAYED - 1), replay(_REPLAYED)
-        return longer.with_more(micro_steps - _REPLAYED, shorter)
-
-    def plans(self, strategy: Strategy) -> list[UnitPlan]:
-        """Of like units one is planned."""
+    def _plans(self, strategy: Strategy) -> list[UnitPlan]:
+        """Return the plan of each unit. Equal units share one plan."""
         made: dict[tuple[object, bool], UnitPlan] = {}
         plans: list[UnitPlan] = []
         for unit in self.model.units:
@@ -387,9 +459,11 @@ class Solver:
 
 
 @cache
-def _submitted(root: bool) -> tuple[tuple[TransferKind, bool], ...]:
-    """What the step machine submits for the root, or for another unit, if all of it has to travel: kinds, and whether
-    in every micro-step or in one of them."""
+def _submitted_kinds(root: bool) -> tuple[tuple[TransferKind, bool], ...]:
+    """Return the kinds of transfers that a step submits for the root or another unit, if all of its states are sharded.
+
+    With each kind comes whether every micro-step submits it, or only one.
+    """
     every_kind = strategy("paro-iig", Topology(2, 2))
     units = [UnitSpec(name, (BucketSpec((1,)),), kept=not name) for name in ("", "a", "b", "c")]
     plans = [plan_unit(every_kind, unit, Precision()) for unit in units]

@@ -1,4 +1,4 @@
-"""What was planned, in rows for people and as data for machines."""
+"""The planner's results as rows and sentences for people, and as JSON for machines."""
 
 from __future__ import annotations
 
@@ -8,169 +8,186 @@ from typing import Any
 
 from towpath.core.strategy import WITH_TRANSPORT, Strategy, TransferKind
 from towpath.planner.cluster import GIB
-from towpath.planner.pipelines import PricedPipeline
-from towpath.planner.solver import Priced, Solver
+from towpath.planner.pipelines import PipelinePrediction
+from towpath.planner.solver import Prediction, Solver
 
-BASELINE = "zero3"  # what a choice is compared with
+BASELINE = "zero3"  # the strategy that a choice is compared with
 
 HEADINGS = ("", "strategy", "P, G, OS", "batch", "step", "tokens/s", "MFU", "GiB", "GB out", "exposed")
 
 
-def row(number: int, priced: Priced, solver: Solver) -> tuple[str, ...]:
-    batching = priced.batching
-    again = ", ckpt" if batching.checkpointing else ""
+def row(number: int, step: Prediction, solver: Solver) -> tuple[str, ...]:
+    """Return one row of a ranking, with a cell for each of `HEADINGS`."""
     return (
         str(number),
-        title(priced),
-        extents(priced.strategy),
-        f"{batching.micro_batch} × {batching.micro_steps}{again}",
-        seconds(priced.seconds),
-        f"{tokens_per_second(priced, solver):,.0f}",
-        f"{mfu(priced, solver):.1%}",
-        f"{priced.peak_bytes / GIB:.1f}",
-        f"{priced.inter_bytes / solver.cluster.topology.nodes / 1e9:.3g}",
-        f"{sum(priced.exposed.values()) / priced.seconds:.0%}",
+        title(step),
+        extents(step.strategy),
+        f"{step.batching.micro_batch} × {step.batching.micro_steps}{', ckpt' if step.batching.checkpointing else ''}",
+        seconds(step.seconds),
+        f"{tokens_per_second(step, solver):,.0f}",
+        f"{mfu(step, solver):.1%}",
+        f"{step.peak_bytes / GIB:.1f}",
+        f"{step.inter_bytes / solver.cluster.topology.nodes / 1e9:.3g}",
+        f"{sum(step.exposed.values()) / step.seconds:.0%}",
     )
 
 
-def title(priced: Priced) -> str:
-    """In a pipeline, also how many ranks have stages of it, and by which schedule."""
-    if not isinstance(priced, PricedPipeline):
-        return label(priced.strategy)
-    layout = priced.layout
+def title(step: Prediction) -> str:
+    """Return the strategy's name and codecs. For a pipeline, add its number of ranks and its schedule."""
+    if not isinstance(step, PipelinePrediction):
+        return label(step.strategy)
+    layout = step.layout
     parts = f" × {layout.tensor} tp" if layout.tensor > 1 else ""
     packed = "" if layout.compression == "none" else f", {layout.compression}"
-    return f"{label(priced.strategy)} in {layout.pipeline} pp{parts}, {layout.schedule}{packed}"
+    return f"{label(step.strategy)} in {layout.pipeline} pp{parts}, {layout.schedule}{packed}"
 
 
 def label(strategy: Strategy) -> str:
-    """The name, and its codecs."""
+    """Return the strategy's name and its codecs."""
     codecs = dict.fromkeys(w.encoding.name for k in WITH_TRANSPORT if (w := strategy.transport(k)).encoding is not None)
     return " ".join([strategy.name, *codecs])
 
 
 def extents(strategy: Strategy) -> str:
-    place = strategy.placement
-    words = f"{place.params}, {place.grads}, {place.optimizer}"
-    return words if place.backward_params is None else f"{words}; copy {place.backward_params}"
+    """Return the extents of parameters, gradients and optimizer states."""
+    placement = strategy.placement
+    words = f"{placement.params}, {placement.grads}, {placement.optimizer}"
+    return words if placement.backward_params is None else f"{words}; copy {placement.backward_params}"
 
 
 def seconds(value: float) -> str:
+    """Return a duration with three digits."""
     return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
-def tokens_per_second(priced: Priced, solver: Solver) -> float:
-    return priced.sequences(solver.cluster.topology.world) * solver.model.length / priced.seconds
+def tokens_per_second(step: Prediction, solver: Solver) -> float:
+    """Return the tokens per second of all ranks."""
+    return step.sequences(solver.cluster.topology.world) * solver.model.length / step.seconds
 
 
-def mfu(priced: Priced, solver: Solver) -> float:
-    """Model-FLOPs utilisation: of what all ranks could compute, the share that goes into the model."""
-    peak = solver.cluster.peak_of(solver.request.precision.compute_dtype(solver.request.own))
-    return tokens_per_second(priced, solver) * solver.model.flops / (peak * solver.cluster.topology.world)
+def mfu(step: Prediction, solver: Solver) -> float:
+    """Return the model FLOPs utilization: the share of the ranks' peak that goes into the model."""
+    peak = solver.cluster.peak_of(solver.request.compute_dtype)
+    return tokens_per_second(step, solver) * solver.model.flops / (peak * solver.cluster.topology.world)
 
 
-def as_json(priced: Priced, solver: Solver) -> dict[str, Any]:
-    layout = {"layout": asdict(priced.layout)} if isinstance(priced, PricedPipeline) else {}
+def as_json(step: Prediction, solver: Solver) -> dict[str, Any]:
+    """Return a prediction as data for JSON."""
+    layout = {"layout": asdict(step.layout)} if isinstance(step, PipelinePrediction) else {}
     return layout | {
-        "strategy": priced.strategy.name,
-        "toml": priced.strategy.to_toml(),
-        "placement": {name: [e.local, e.nodes] for name, e in priced.strategy.placement.extents()},
+        "strategy": step.strategy.name,
+        "toml": step.strategy.to_toml(),
+        "placement": {name: [e.local, e.nodes] for name, e in step.strategy.placement.extents()},
         "transports": {
-            k.value: str(priced.strategy.transport(k))
-            for k in WITH_TRANSPORT
-            if getattr(priced.strategy.moves, k.value)
+            k.value: str(step.strategy.transport(k)) for k in WITH_TRANSPORT if getattr(step.strategy.moves, k.value)
         },
-        "micro_batch": priced.batching.micro_batch,
-        "micro_steps": priced.batching.micro_steps,
-        "checkpointing": priced.batching.checkpointing,
-        "seconds": priced.seconds,
-        "tokens_per_second": tokens_per_second(priced, solver),
-        "mfu": mfu(priced, solver),
-        "memory_bytes": priced.memory,
-        "peak_bytes": priced.peak_bytes,
-        "margin_bytes": solver.request.memory - priced.peak_bytes,
-        "host_memory_bytes": priced.host_memory,
-        "host_copy_bytes": priced.host_copy_bytes,
-        "inter_bytes": priced.inter_bytes,
-        "intra_bytes": priced.intra_bytes,
-        "exposed_seconds": {kind.value: found for kind, found in priced.exposed.items()},
-        "in_flight_seconds": {kind.value: found for kind, found in priced.in_flight.items()},
+        "micro_batch": step.batching.micro_batch,
+        "micro_steps": step.batching.micro_steps,
+        "checkpointing": step.batching.checkpointing,
+        "seconds": step.seconds,
+        "tokens_per_second": tokens_per_second(step, solver),
+        "mfu": mfu(step, solver),
+        "memory_bytes": step.memory,
+        "peak_bytes": step.peak_bytes,
+        "margin_bytes": solver.request.memory - step.peak_bytes,
+        "host_memory_bytes": step.host_memory,
+        "host_copy_bytes": step.host_copy_bytes,
+        "inter_bytes": step.inter_bytes,
+        "intra_bytes": step.intra_bytes,
+        "exposed_seconds": {kind.value: found for kind, found in step.exposed.items()},
+        "in_flight_seconds": {kind.value: found for kind, found in step.in_flight.items()},
     }
 
 
-def comparison(sides: Sequence[Priced], solver: Solver) -> list[tuple[str, ...]]:
-    """What each strategy does, kind by kind and part by part: its name first, then a cell for each side."""
+def compare(steps: Sequence[Prediction], solver: Solver) -> list[tuple[str, ...]]:
+    """Compare predicted steps, transfer by transfer and part by part.
+
+    Args:
+        steps: The steps, from `Solver.predict`.
+        solver: The solver that predicted them.
+
+    Returns:
+        Rows of text. The first cell of each row is its name, and one cell follows for each step.
+    """
     nodes, rows = solver.cluster.topology.nodes, list[tuple[str, ...]]()
 
     def add(name: str, cells: Sequence[str]) -> None:
         rows.append((name, *cells))
 
-    add("step", [seconds(p.seconds) for p in sides])
-    add("  computing", [seconds(p.computing) for p in sides])
-    if any(isinstance(p, PricedPipeline) for p in sides):
-        add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PricedPipeline) else "–" for p in sides])
+    add("step", [seconds(p.seconds) for p in steps])
+    add("  computing", [seconds(p.computing) for p in steps])
+    if any(isinstance(p, PipelinePrediction) for p in steps):
+        add("  idle ranks", [f"{p.idle:.0%}" if isinstance(p, PipelinePrediction) else "–" for p in steps])
     for kind in TransferKind:
-        if any(kind in p.in_flight for p in sides):
+        if any(kind in p.in_flight for p in steps):
             add(
                 f"  {kind.value}",
                 [
                     f"{seconds(p.in_flight[kind])} in flight, {seconds(p.exposed.get(kind, 0.0))} exposed"
                     if kind in p.in_flight
                     else "–"
-                    for p in sides
+                    for p in steps
                 ],
             )
-    add("GB out of a node", [f"{p.inter_bytes / nodes / 1e9:.4g}" for p in sides])
-    add("GB inside a node", [f"{p.intra_bytes / nodes / 1e9:.4g}" for p in sides])
-    add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in sides])
-    for part in dict.fromkeys(part for p in sides for part, size in p.memory.items() if size):
-        add(f"  {part}", [f"{p.memory.get(part, 0) / GIB:.2f}" for p in sides])
-    if any(p.host_memory for p in sides):
-        add("GiB of the host, for a rank", [f"{sum(p.host_memory.values()) / GIB:.2f}" for p in sides])
-        add("GB copied to and from it", [f"{p.host_copy_bytes / 1e9:.4g}" for p in sides])
+    add("GB out of a node", [f"{p.inter_bytes / nodes / 1e9:.4g}" for p in steps])
+    add("GB inside a node", [f"{p.intra_bytes / nodes / 1e9:.4g}" for p in steps])
+    add("GiB of a rank", [f"{p.peak_bytes / GIB:.2f}" for p in steps])
+    for part in dict.fromkeys(part for p in steps for part, size in p.memory.items() if size):
+        add(f"  {part}", [f"{p.memory.get(part, 0) / GIB:.2f}" for p in steps])
+    if any(p.host_memory for p in steps):
+        add("GiB of the host, for a rank", [f"{sum(p.host_memory.values()) / GIB:.2f}" for p in steps])
+        add("GB copied to and from it", [f"{p.host_copy_bytes / 1e9:.4g}" for p in steps])
     return rows
 
 
-def verdict(sides: Sequence[Priced], solver: Solver) -> str:
-    """One sentence: what decides between the first and the second, or what the only one waits for."""
+def explain(steps: Sequence[Prediction], solver: Solver) -> str:
+    """Explain in one sentence what makes one of two steps faster, or what a single step waits for.
+
+    Args:
+        steps: One or two steps, from `Solver.predict`.
+        solver: The solver that predicted them.
+
+    Returns:
+        The sentence.
+    """
     limit = solver.request.memory
-    if len(sides) == 1:
-        return _alone(sides[0], limit)
-    first, second = sides
+    if len(steps) == 1:
+        return _explain_one(steps[0], limit)
+    first, second = steps
     for one, other in ((first, second), (second, first)):
         if other.peak_bytes > limit >= one.peak_bytes:
             return _does_not_fit(other, limit)
     if min(first.peak_bytes, second.peak_bytes) > limit:
         return f"Neither fits into the {limit / GIB:.1f} GiB of a rank."
-    quicker, slower = (first, second) if first.seconds <= second.seconds else (second, first)
-    if slower.seconds - quicker.seconds < 0.005 * quicker.seconds:
+    faster, slower = (first, second) if first.seconds <= second.seconds else (second, first)
+    if slower.seconds - faster.seconds < 0.005 * faster.seconds:
         return "They take the same time, within half a percent."
-    kinds = set(quicker.exposed) | set(slower.exposed)
-    gain = {k: slower.exposed.get(k, 0.0) - quicker.exposed.get(k, 0.0) for k in kinds}
+    kinds = set(faster.exposed) | set(slower.exposed)
+    gain = {k: slower.exposed.get(k, 0.0) - faster.exposed.get(k, 0.0) for k in kinds}
     most = max(gain, key=lambda kind: gain[kind], default=None)
     why = ""
     if most is not None and gain[most] > 0:
         why = f": it waits {seconds(gain[most])} less for {most.value} in a step"
-    return f"{quicker.strategy.name} is {slower.seconds / quicker.seconds:.2f} times as fast{why}."
+    return f"{faster.strategy.name} is {slower.seconds / faster.seconds:.2f} times as fast{why}."
 
 
-def _alone(priced: Priced, limit: int) -> str:
-    if priced.peak_bytes > limit:
-        return _does_not_fit(priced, limit)
-    waits = sum(priced.exposed.values())
-    if waits < 0.005 * priced.seconds:
-        return f"{priced.strategy.name} waits for nothing: what it sends is hidden behind what it computes."
-    most = max(priced.exposed, key=lambda kind: priced.exposed[kind])
+def _explain_one(step: Prediction, limit: int) -> str:
+    if step.peak_bytes > limit:
+        return _does_not_fit(step, limit)
+    waits = sum(step.exposed.values())
+    if waits < 0.005 * step.seconds:
+        return f"{step.strategy.name} waits for nothing: what it sends is hidden behind what it computes."
+    most = max(step.exposed, key=lambda kind: step.exposed[kind])
     return (
-        f"{priced.strategy.name} waits {seconds(waits)} of {seconds(priced.seconds)}, the longest for {most.value} "
-        f"({seconds(priced.exposed[most])}). Name a second strategy to compare it with."
+        f"{step.strategy.name} waits {seconds(waits)} of {seconds(step.seconds)}, the longest for {most.value} "
+        f"({seconds(step.exposed[most])}). Name a second strategy to compare it with."
     )
 
 
-def _does_not_fit(priced: Priced, limit: int) -> str:
-    over = (priced.peak_bytes - limit) / GIB
-    part = max(priced.memory, key=lambda name: priced.memory[name])
+def _does_not_fit(step: Prediction, limit: int) -> str:
+    over = (step.peak_bytes - limit) / GIB
+    part = max(step.memory, key=lambda name: step.memory[name])
     return (
-        f"{priced.strategy.name} does not fit: {over:.2f} GiB more than the {limit / GIB:.1f} GiB of a rank, "
-        f"most of it {part} ({priced.memory[part] / GIB:.2f} GiB)."
+        f"{step.strategy.name} does not fit: {over:.2f} GiB more than the {limit / GIB:.1f} GiB of a rank, "
+        f"most of it {part} ({step.memory[part] / GIB:.2f} GiB)."
     )

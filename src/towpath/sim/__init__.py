@@ -1,11 +1,8 @@
-"""A training step replayed without training: the step machine's actions, with the time that each of them takes.
+"""The simulator: it replays a training step without training, from the actions of the step machine.
 
-hardware.py   what links, processors and kernels can do
-fluid.py      things that go on at the same time, and share what they need
-loads.py      what a transfer needs, phase by phase
-clock.py      threads that compute and wait, and what carries their transfers meanwhile
-engine.py     the queues of a rank, and what its thread waits for
-replay.py     one step, of ranks that all do the same
-messages.py   messages between the ranks of a pipeline
-pipeline.py   one step of a pipeline, whose ranks do not
+hardware.py   what links, processors and kernels can do, and what each transfer costs on them
+bandwidth.py  activities that run at the same time and share links and processors
+timeline.py   what a simulated rank did and when, and what uneven ranks cost
+engine.py     the transfer queues of a rank, and what its thread waits for
+replay.py     one step of a cluster, with or without pipeline stages
 """

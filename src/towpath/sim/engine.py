@@ -1,7 +1,7 @@
-"""What an engine does of what its step machine asks for, by a clock: transfers in their queues, and waiting for them.
+"""A simulated engine: it executes the actions of a step machine with a clock, in transfer queues.
 
-A queue carries out its tasks one after the other; a gather may begin to cross while the one before it is shared out in
-its node, as in the engine.
+A queue runs its tasks one after the other, as in the real engine. The messages of a gather between nodes may start
+while the gather before it is still distributed inside the node.
 """
 
 from __future__ import annotations
@@ -13,35 +13,41 @@ from itertools import islice
 
 from towpath.core.formats import item_bytes
 from towpath.core.schedule import QUEUES, unused_params_transfers
-from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, SetGrads, Submit, Task, Wait
+from towpath.core.step_state import Action, CheckRanks, OpenGradients, SaveBackwardCopy, Submit, Task, Wait
 from towpath.core.strategy import Strategy, TransferKind
 from towpath.core.transfer import Matrices, Transfer
 from towpath.core.unit_plan import UnitPlan
-from towpath.sim.fluid import BandwidthModel, Demand
-from towpath.sim.hardware import PROCESSOR, Hardware
-from towpath.sim.lateness import Computed, Submitted, TimedTask, Waited
-from towpath.sim.loads import PhaseCost, TransferShape, decoding_seconds, loads_of, matrices_load
-from towpath.sim.place import HERE, Place
-from towpath.sim.timeline import Event, Timeline
+from towpath.sim.bandwidth import BandwidthModel, Demand
+from towpath.sim.hardware import (
+    EVERYWHERE,
+    PROCESSOR,
+    Hardware,
+    PhaseCost,
+    StageLocation,
+    TransferShape,
+    matrices_cost,
+    phase_costs,
+)
+from towpath.sim.timeline import Computed, Event, Submitted, TimedTask, Timeline, Waited
 
 
 @dataclass(frozen=True, slots=True)
-class _Cost:
-    """Of a transfer, worked out once."""
+class _TransferCost:
+    """The phases and bytes of a transfer. Computing them takes long enough that each transfer does so once."""
 
-    loads: tuple[PhaseCost, ...]
+    phases: tuple[PhaseCost, ...]
     inter_bytes: int
     intra_bytes: int
 
 
 @dataclass(slots=True, eq=False)
 class QueuedTask:
-    """A task in its queue."""
+    """A task in its queue. `before` is the task ahead of it, `costs` are the phases that have not begun."""
 
     task: Task
     micro_step: int
-    loads: deque[PhaseCost]
-    before: QueuedTask | None  # in the queue
+    costs: deque[PhaseCost]
+    before: QueuedTask | None
     timed: TimedTask
     began: float | None = None
     ended: bool = False
@@ -50,39 +56,43 @@ class QueuedTask:
 
     @property
     def links_are_free(self) -> bool:
-        """Nothing of it crosses any more."""
-        still = self.crosses_now or any(load.crosses for load in self.loads)
+        """Whether no phase that crosses nodes is running or still to come."""
+        still = self.crosses_now or any(cost.crosses for cost in self.costs)
         return self.ended or (self.began is not None and not still)
 
 
 class SimulatedEngine:
-    """`plans`: the root's first. `place`: where its ranks are, if others share the clock; `of`: what its tracks are
-    called after, then. `alike`: how many groups of ranks do the same, each with its own bytes."""
+    """The engine of one rank that represents all ranks of the job, or of its stage. The root's plan comes first.
+
+    A stage has a `location` and a `suffix` for the names of its tracks. `copies` is the number of groups of ranks that
+    do the same, each with its own bytes.
+    """
 
     def __init__(
         self,
         strategy: Strategy,
         plans: Sequence[UnitPlan],
         hardware: Hardware,
-        fluid: BandwidthModel,
+        bandwidth: BandwidthModel,
         timeline: Timeline,
-        place: Place = HERE,
-        of: str = "",
-        alike: int = 1,
+        location: StageLocation = EVERYWHERE,
+        suffix: str = "",
+        copies: int = 1,
     ) -> None:
         assert plans[0].spec.kept
-        self.plans, self._hardware, self._fluid, self._timeline = plans, hardware, fluid, timeline
-        self._place, self._of, self._alike = place, of, alike
-        self._queues: dict[str, deque[QueuedTask]] = {}  # what has not ended, in order, and perhaps the last that has
+        self.plans, self._hardware, self._bandwidth, self._timeline = plans, hardware, bandwidth, timeline
+        self._location, self._suffix, self._copies = location, suffix, copies
+        # Tasks that have not ended, in order. The last task of a queue stays until another one follows.
+        self._queues: dict[str, deque[QueuedTask]] = {}
         self._started: dict[Demand, QueuedTask] = {}
-        self._costs: dict[Transfer, _Cost] = {}
+        self._costs: dict[Transfer, _TransferCost] = {}
         parameters = sum(len(b.spec.numels) for p in plans for b in p.buckets if b.spec.trainable)
         self._unused_params = unused_params_transfers(strategy, parameters)
 
-    # What the thread that trains does --------------------------------------------------------------------------------
+    # The training thread ---------------------------------------------------------------------------------------------
 
     def execute(self, action: Action, micro_step: int) -> Iterator[Demand | QueuedTask]:
-        """What the thread then computes, or waits for."""
+        """Execute an action, and yield what the thread computes or waits for."""
         match action:
             case Submit(task):
                 self._submit(task, micro_step)
@@ -92,103 +102,94 @@ class SimulatedEngine:
                 task = Task(TransferKind.UNUSED_PARAMS, 0)
                 self._submit(task, micro_step)
                 yield from self._wait(task)
-            case SaveBackwardCopy() | OpenGradients() | SetGrads():
-                yield from self.compute(self._copies(action), "copies")
-            case _:
-                pass
-
-    def compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Demand]:
-        if seconds <= 0:
-            return
-        needs = self._place.named({PROCESSOR: self._hardware.processor(share * seconds)})
-        began = self._fluid.now
-        yield Demand(max(seconds, self._fluid.alone(needs)), needs, keeps_busy=share)
-        self._timeline.computed += self._fluid.now - began
-        self._timeline.moments.append(Computed(self._fluid.now - began))
-        self._timeline.events.append(Event("compute", f"{name}{self._of}", began, self._fluid.now))
-
-    def _wait(self, task: Task) -> Iterator[QueuedTask]:
-        waited = task.handle
-        if not isinstance(waited, QueuedTask):  # of a step before
-            return
-        self._timeline.moments.append(Waited(waited.timed, self._fluid.now))
-        if waited.ended:
-            return
-        for earlier in task.after:  # so that its seconds are told to those whose they are
-            yield from self._wait(earlier)
-        if waited.ended:
-            return
-        began = self._fluid.now
-        yield waited
-        self._timeline.waited(task.kind, f"for {task}{self._of}", began, self._fluid.now)
-
-    def _copies(self, action: SaveBackwardCopy | OpenGradients | SetGrads) -> float:
-        """What the thread itself copies: gradients into their slot, a copy for the backward pass, the means."""
-        moved = 0
-        match action:
             case SaveBackwardCopy(unit):
-                moved = sum(
+                copied = sum(
                     b.numel // b.backward_copy.count * item_bytes(b.compute_dtype)
                     for b in self.plans[unit].buckets
                     if b.backward_copy is not None
                 )
-            case OpenGradients(unit):
-                moved = sum(b.numel * item_bytes(b.reduce_dtype) for b in self.plans[unit].buckets if b.spec.trainable)
-            case SetGrads():
-                pass  # views, or what the sync has copied already
-        return moved / self._hardware.memory_rate
+                yield from self.compute(copied / self._hardware.memory_rate, "copies")
+            case OpenGradients(unit):  # copied into their slot
+                copied = sum(b.numel * item_bytes(b.reduce_dtype) for b in self.plans[unit].buckets if b.spec.trainable)
+                yield from self.compute(copied / self._hardware.memory_rate, "copies")
+            case _:
+                pass
+
+    def compute(self, seconds: float, name: str, share: float = 1.0) -> Iterator[Demand]:
+        """Compute for some seconds. The processor works during a `share` of them."""
+        if seconds <= 0:
+            return
+        needs = self._location.named({PROCESSOR: self._hardware.processor(share * seconds)})
+        began = self._bandwidth.now
+        yield Demand(max(seconds, self._bandwidth.alone(needs)), needs, keeps_busy=share)
+        self._timeline.computed += self._bandwidth.now - began
+        self._timeline.thread_events.append(Computed(self._bandwidth.now - began))
+        self._timeline.events.append(Event("compute", f"{name}{self._suffix}", began, self._bandwidth.now))
+
+    def _wait(self, task: Task) -> Iterator[QueuedTask]:
+        waited = task.handle
+        if not isinstance(waited, QueuedTask):  # of an earlier step
+            return
+        self._timeline.thread_events.append(Waited(waited.timed, self._bandwidth.now))
+        if waited.ended:
+            return
+        # The tasks before it come first, so that the time spent waiting counts for the kind that caused it.
+        for earlier in task.after:
+            yield from self._wait(earlier)
+        if waited.ended:
+            return
+        began = self._bandwidth.now
+        yield waited
+        self._timeline.waited(task.kind, f"for {task}{self._suffix}", began, self._bandwidth.now)
 
     # Queues ----------------------------------------------------------------------------------------------------------
 
     def _submit(self, task: Task, micro_step: int) -> None:
-        queue = QUEUES[task.kind]
-        transfers = list(self._transfers(task))
-        costs = [self._cost_of(transfer) for transfer in transfers]
-        loads = deque(load for cost in costs for load in cost.loads)
-        self._timeline.inter_bytes += self._alike * sum(cost.inter_bytes for cost in costs)
-        self._timeline.intra_bytes += self._alike * sum(cost.intra_bytes for cost in costs)
-        if extra := self._own_work(task):
-            loads.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
-        loads.extend(self._host_copies(task))
-        waiting = self._queues.setdefault(queue, deque())
+        if task.kind is TransferKind.UNUSED_PARAMS:
+            transfers = list(self._unused_params)
+        else:
+            transfers = list(task.transfers or self.plans[task.unit].steady_transfers(task.kind))
+        found = [self._cost_of(transfer) for transfer in transfers]
+        costs = deque(phase for cost in found for phase in cost.phases)
+        self._timeline.inter_bytes += self._copies * sum(cost.inter_bytes for cost in found)
+        self._timeline.intra_bytes += self._copies * sum(cost.intra_bytes for cost in found)
+        if extra := self._queue_seconds(task):
+            costs.append(PhaseCost(0.0, {PROCESSOR: self._hardware.processor(extra)}))
+        if (copies := self._host_copies(task)) is not None:
+            costs.append(copies)
+        waiting = self._queues.setdefault(QUEUES[task.kind], deque())
         last = waiting[-1] if waiting else None
         before = [h for h in (last, *(t.handle for t in task.after)) if isinstance(h, QueuedTask)]
-        timed = TimedTask(transfers, self._fluid.now, after=tuple(running.timed for running in before))
-        running = QueuedTask(task, micro_step, loads, last, timed, crosses=any(x.crosses for x in loads))
-        task.handle = running
-        waiting.append(running)
-        self._timeline.moments.append(Submitted(timed))
+        timed = TimedTask(transfers, self._bandwidth.now, after=tuple(queued.timed for queued in before))
+        queued = QueuedTask(task, micro_step, costs, last, timed, crosses=any(cost.crosses for cost in costs))
+        task.handle = queued
+        waiting.append(queued)
+        self._timeline.thread_events.append(Submitted(timed))
 
-    def _transfers(self, task: Task) -> Iterator[Transfer]:
-        if task.kind is TransferKind.UNUSED_PARAMS:
-            yield from self._unused_params
-            return
-        if task.transfers:
-            yield from task.transfers
-            return
-        yield from self.plans[task.unit].steady_transfers(task.kind)
-
-    def _cost_of(self, transfer: Transfer) -> _Cost:
+    def _cost_of(self, transfer: Transfer) -> _TransferCost:
         found = self._costs.get(transfer)
         if found is None:
             if isinstance(transfer.payload, Matrices):
-                loads = (matrices_load(transfer, self._hardware),)
+                phases = (matrices_cost(transfer, self._hardware),)
             else:
-                loads = loads_of(TransferShape.of(transfer), self._hardware)
+                phases = phase_costs(TransferShape.of(transfer), self._hardware)
             if own := self._hardware.host.transfer:
-                loads = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *loads)
-            found = self._costs[transfer] = _Cost(loads, transfer.inter_bytes, transfer.intra_bytes)
+                phases = (PhaseCost(0.0, {PROCESSOR: self._hardware.processor(own)}), *phases)
+            found = self._costs[transfer] = _TransferCost(phases, transfer.inter_bytes, transfer.intra_bytes)
         return found
 
-    def _own_work(self, task: Task) -> float:
-        """Seconds that a queue works beside its transfers: it copies memory for the master's cast and the sum over
-        micro-steps, and decodes what rests encoded and whole."""
+    def _queue_seconds(self, task: Task) -> float:
+        """Return the seconds that a queue works in addition to its transfers.
+
+        It copies memory for the cast of the master weights and for the sum over micro-steps. It also decodes unsharded
+        parameters that are stored encoded.
+        """
         moved, decoding = 0, 0.0
         for bucket in () if task.transfers else self.plans[task.unit].buckets:
             if not bucket.spec.trainable:
                 gathers = task.kind in (TransferKind.GATHER, TransferKind.BACKWARD_GATHER)
                 if gathers and bucket.rests_in is not None and not bucket.transfers[task.kind]:
-                    decoding += decoding_seconds(bucket.rests_in, bucket.numel, self._hardware)
+                    decoding += bucket.numel / self._hardware.codec_speed(bucket.rests_in.name).decode
                 continue
             if task.kind is TransferKind.REDUCE:
                 moved += bucket.numel // bucket.grads.count * item_bytes(bucket.accumulate_dtype)
@@ -198,83 +199,81 @@ class SimulatedEngine:
                 moved += bucket.numel // bucket.optimizer.count * item_bytes(bucket.own_dtype)
         return moved / self._hardware.memory_rate + decoding
 
-    def _host_copies(self, task: Task) -> Iterator[PhaseCost]:
-        """Between the device and the host's memory; what goes to the device is first rounded by the host."""
+    def _host_copies(self, task: Task) -> PhaseCost | None:
+        """Return the copies between device and host memory. The host first rounds what it sends to the device."""
         copied = [b for b in self.plans[task.unit].buckets if b.host_copy_bytes(task.kind)]
         if not copied:
-            return
+            return None
         host = self._hardware.offloading
         seconds = sum(b.host_copy_bytes(task.kind) for b in copied) / host.copy_rate
         if task.kind is TransferKind.PARAM_SYNC:
             own = sum(b.numel // b.optimizer.count * item_bytes(b.own_dtype) for b in copied)
             seconds += own / host.memory_rate
-        # A device copies beside what it computes; processors do nothing else meanwhile.
+        # A device copies while it computes. Processors can do nothing else meanwhile.
         if self._hardware.cores is None:
-            yield PhaseCost(seconds, {})
-        else:
-            yield PhaseCost(0.0, {PROCESSOR: self._hardware.processor(seconds)})
+            return PhaseCost(seconds, {})
+        return PhaseCost(0.0, {PROCESSOR: self._hardware.processor(seconds)})
 
-    def start_what_may(self) -> None:
-        """Of each queue the first that has not ended; and the one behind it, as far as it may begin."""
+    def start_ready(self) -> None:
+        """Start the first task of each queue that has not ended, and the next one as far as it may begin."""
         busy = set(map(id, self._started.values()))
         again = True
         while again:
             again = False
-            for running in list(self._waiting()):
-                if id(running) in busy or not self._may_go_on(running):
+            for queued in list(self._waiting()):
+                if id(queued) in busy or not self._may_go_on(queued):
                     continue
-                if running.began is None:
-                    running.began = self._fluid.now
-                if not running.loads:
-                    self._end(running)
+                if queued.began is None:
+                    queued.began = self._bandwidth.now
+                if not queued.costs:
+                    self._end(queued)
                     again = True
                     continue
-                load = running.loads.popleft()
-                running.crosses_now = load.crosses
-                flow = started(self._fluid, replace(load, needs=self._place.named(load.needs)))
-                self._started[flow] = running
-                busy.add(id(running))
+                cost = queued.costs.popleft()
+                queued.crosses_now = cost.crosses
+                demand = start_phase(self._bandwidth, replace(cost, needs=self._location.named(cost.needs)))
+                self._started[demand] = queued
+                busy.add(id(queued))
 
     def _waiting(self) -> Iterator[QueuedTask]:
         for queue in self._queues.values():
             while len(queue) > 1 and queue[0].ended:
                 queue.popleft()
-            yield from (running for running in islice(queue, 2) if not running.ended)
+            yield from (queued for queued in islice(queue, 2) if not queued.ended)
 
-    def _may_go_on(self, running: QueuedTask) -> bool:
-        if any(isinstance(t.handle, QueuedTask) and not t.handle.ended for t in running.task.after):
+    def _may_go_on(self, queued: QueuedTask) -> bool:
+        if any(isinstance(t.handle, QueuedTask) and not t.handle.ended for t in queued.task.after):
             return False
-        before = running.before
+        before = queued.before
         if before is None or before.ended:
             return True
-        # Not its turn: but its first phase may cross already, if it does nothing else.
-        first = running.began is None and bool(running.loads) and running.loads[0].crosses
-        return first and len(running.loads) > 1 and before.links_are_free
+        # It is not this task's turn yet. Its first phase may still cross nodes, if it does nothing else.
+        first = queued.began is None and bool(queued.costs) and queued.costs[0].crosses
+        return first and len(queued.costs) > 1 and before.links_are_free
 
-    def ends(self, flow: Demand) -> bool:
-        """A phase of a task has ended, if it is one of this engine's."""
-        running = self._started.pop(flow, None)
-        if running is None:
+    def on_end(self, demand: Demand) -> bool:
+        """Handle the end of a phase, and return whether it belonged to this engine."""
+        queued = self._started.pop(demand, None)
+        if queued is None:
             return False
-        running.crosses_now = False
-        if not running.loads and (running.before is None or running.before.ended):
-            self._end(running)
+        queued.crosses_now = False
+        if not queued.costs and (queued.before is None or queued.before.ended):
+            self._end(queued)
         return True
 
-    def _end(self, running: QueuedTask) -> None:
-        assert running.began is not None
-        running.ended, running.before = True, None
-        task, now = running.task, self._fluid.now
-        running.timed.began, running.timed.ended = running.began, now
+    def _end(self, queued: QueuedTask) -> None:
+        assert queued.began is not None
+        queued.ended, queued.before = True, None
+        task, now = queued.task, self._bandwidth.now
+        queued.timed.began, queued.timed.ended = queued.began, now
         unit = task.transfers[0].unit if task.transfers else self.plans[task.unit].name
-        name = f"{task.kind.value} of {unit or 'root'}{self._of}"
-        track = f"{QUEUES[task.kind]}{self._of}"
-        self._timeline.sent(
-            Event(track, name, running.began, now, task.kind, unit, running.micro_step, running.crosses)
-        )
+        name = f"{task.kind.value} of {unit or 'root'}{self._suffix}"
+        track = f"{QUEUES[task.kind]}{self._suffix}"
+        self._timeline.sent(Event(track, name, queued.began, now, task.kind, unit, queued.micro_step, queued.crosses))
 
 
-def started(fluid: BandwidthModel, load: PhaseCost) -> Demand:
-    flow = Demand(load.seconds + fluid.alone(load.needs), load.needs, load.busy_seconds)
-    fluid.start(flow)
-    return flow
+def start_phase(bandwidth: BandwidthModel, cost: PhaseCost) -> Demand:
+    """Start a phase of a transfer."""
+    demand = Demand(cost.seconds + bandwidth.alone(cost.needs), cost.needs, cost.busy_seconds)
+    bandwidth.start(demand)
+    return demand

@@ -1,21 +1,45 @@
-"""What the simulated cluster can do: links, memory, processors, kernels. All ranks are alike, and all nodes."""
+"""What the simulated cluster can do, and what a transfer costs on it. All ranks are equal, and so are all nodes.
+
+The cost of a transfer is a sequence of phases. A phase describes the work of one rank and its node. All other ranks do
+the same work at the same time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from towpath.core.formats import Codec, item_bytes
+from towpath.core.routes import Grid, Op, Phase, hops_of, parts_of, phases, slice_bytes
+from towpath.core.strategy import MoveShape
+from towpath.core.transfer import Activation, Range, Transfer
+from towpath.core.transport import Transport
 from towpath.errors import StrategyError
 from towpath.topology.cluster import Topology
+
+# The resources that concurrent activities share, from the view of one node or one rank.
+CABLE, INSIDE, SPINE, PROCESSOR = "cable", "inside", "spine", "processor"
+
+# The low-rank codec builds and multiplies its thin factors as fast as memory is read and written. Each of its two
+# messages reads the matrices about five times. That costs as much as this many copies of them.
+_FACTOR_COPIES, _FACTOR_BYTES = 2.5, 4
+# The same for a low-rank message between pipeline stages. The sender adds the earlier error, multiplies twice, and
+# subtracts the received value from the sent one. The receiver multiplies once.
+_ENCODED_COPIES, _DECODED_COPIES = 4.0, 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`rate`: bytes a second, each way: of a node's cable, or of what one rank sends inside its node.
+    """A link between nodes (the cable of one node), or inside a node (what one rank sends there).
 
-    `latency`: seconds from the start of a message to its first byte, and `busy_latency` more of them while the
-    processors that carry it compute: a thread that a message wakes waits there for its turn. `message`: seconds that
-    each message keeps its sender busy, however short. `work`, `message_work`: seconds of a processor core that each
-    byte, and each message, takes, at both ends together, where processors move them.
+    Args:
+        rate: Bytes per second in each direction.
+        latency: Seconds from the start of a message to its first byte.
+        message: Seconds for which each message keeps its sender busy, however short it is.
+        work: Core seconds per byte, both ends together. Nonzero only where processors move the bytes.
+        message_work: Core seconds per message, both ends together.
+        busy_latency: Extra latency while the processors that carry the message compute. A thread that a message wakes
+            up then waits for a core.
     """
 
     rate: float
@@ -28,7 +52,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Racks:
-    """A third level of links: `nodes` nodes behind one that carries `rate` bytes a second, each way."""
+    """A third level of links: each rack of `nodes` nodes shares one of `rate` bytes per second in each direction."""
 
     nodes: int
     rate: float
@@ -36,7 +60,7 @@ class Racks:
 
 @dataclass(frozen=True, slots=True)
 class CodecSpeed:
-    """Elements a second that one rank encodes, and decodes."""
+    """The elements per second that one rank encodes and decodes."""
 
     encode: float
     decode: float
@@ -44,19 +68,26 @@ class CodecSpeed:
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
-    """Seconds of the processor that the engine takes in a pass, for each unit and for each of its parameters."""
+    """The processor seconds that the engine adds to a pass, for each unit and for each parameter of it."""
 
     unit: float = 0.0
     parameter: float = 0.0
 
     def of(self, parameters: int) -> float:
+        """Return the seconds that the engine adds for one unit with so many parameters."""
         return self.unit + self.parameter * parameters
 
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """What takes the processor beside arithmetic and messages. `optimizer`: seconds for each parameter in its step,
-    with the norm of the gradients; `transfer`: for each transfer, whatever it sends."""
+    """The processor time of the engine and the optimizer, apart from arithmetic and messages.
+
+    Args:
+        forward: Work of the engine in a forward pass.
+        backward: Work of the engine in a backward pass.
+        optimizer: Seconds per parameter in the optimizer's step, with the norm of the gradients.
+        transfer: Seconds per transfer, whatever its size.
+    """
 
     forward: PassWork = PassWork()
     backward: PassWork = PassWork()
@@ -66,8 +97,12 @@ class HostWork:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """`copy_rate`: bytes a second that one rank copies between its device and the host, each way, while all do.
-    `memory_rate`: bytes a second that its share of the host's processors copies."""
+    """The memory of the host, to which states can be offloaded.
+
+    Args:
+        copy_rate: Bytes per second between one rank's device and the host, in each direction, while all ranks copy.
+        memory_rate: Bytes per second that one rank's share of the host's processors copies.
+    """
 
     copy_rate: float
     memory_rate: float
@@ -75,10 +110,21 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """`memory_rate`: bytes a second that one rank copies. `sum_rate`: bytes a second that it adds to others.
+    """The speed of a cluster's links, processors and kernels.
 
-    `cores`: processor cores that compute, move bytes and encode, for `ranks_sharing` ranks together; None: each rank
-    has a device that computes, and what moves bytes takes nothing from it. `host_memory`: for what is offloaded.
+    Args:
+        topology: The nodes, and the ranks of each node.
+        intra: The link inside a node.
+        inter: The link between nodes.
+        memory_rate: Bytes per second that one rank copies.
+        sum_rate: Bytes per second that one rank adds to others.
+        codecs: The speed of each codec.
+        racks: Links that several nodes share, if there are any.
+        cores: Cores that compute, move bytes and encode for `ranks_sharing` ranks together. None means that each rank
+            has a device, which computes without slowing messages down.
+        ranks_sharing: Ranks that share the cores of one host.
+        host: Work of the engine and the optimizer on the processor.
+        host_memory: The host's memory, for offloaded states.
     """
 
     topology: Topology
@@ -95,32 +141,298 @@ class Hardware:
 
     @property
     def offloading(self) -> HostMemory:
-        """Where processors compute, their memory is the host's."""
+        """The memory for offloaded states. Where the processors compute, it is the same memory."""
         if self.host_memory is not None:
             return self.host_memory
         if self.cores is None:
             raise StrategyError(
                 "offload: the cluster's description says nothing of the host's memory. Describe it under [host] "
-                "(docs/planner.md), or plan without offload."
+                "(docs/guides/describe-a-cluster.md), or plan without offload."
             )
         return HostMemory(self.memory_rate, self.memory_rate)
 
     @property
     def capacities(self) -> dict[str, float]:
-        """Of what is shared. Seconds of computation are counted in ranks: each has one device or its share of cores."""
+        """The capacity of each shared resource per second. The processor counts in ranks' seconds, or in cores."""
         found = {CABLE: self.inter.rate, INSIDE: self.intra.rate}
         if self.racks is not None:
             found[SPINE] = self.racks.rate
         found[PROCESSOR] = 1.0 if self.cores is None else self.cores
         return found
 
-    def codec_speed(self, name: str) -> CodecSpeed | None:
-        return dict(self.codecs).get(name)
+    def codec_speed(self, codec: str) -> CodecSpeed:
+        """Return the speed of a codec, or raise StrategyError if the cluster's description has none."""
+        speed = dict(self.codecs).get(codec)
+        if speed is None:
+            known = ", ".join(name for name, _ in self.codecs) or "none"
+            raise StrategyError(
+                f"the cluster's description has no speed of the codec {codec}; it has {known}. Probe the cluster "
+                "with it, or describe it under [codecs]."
+            )
+        return speed
 
     def processor(self, seconds: float) -> float:
-        """What `seconds` of one rank's computing take of the processor, when all ranks that share it do the same."""
+        """Return the processor need of `seconds` of work by one rank, if all ranks that share it do the same."""
         return seconds * (1 if self.cores is None else self.ranks_sharing)
 
 
-# What things that go on at the same time share, as far as one node, or one rank, is concerned.
-CABLE, INSIDE, SPINE, PROCESSOR = "cable", "inside", "spine", "processor"
+@dataclass(frozen=True, slots=True)
+class StageLocation:
+    """The node and host of the first copy of a pipeline stage, and how many copies are there.
+
+    All copies of a stage do the same, so the first one represents them. Resources get one name per node, rank and
+    host. Without a `name` there are no stages: all ranks do the same, and resources keep their plain names.
+    """
+
+    name: str = ""
+    node: int = 0
+    host: int = 0
+    ranks_on_node: int = 1
+    ranks_on_host: int = 1
+
+    @staticmethod
+    def of(name: str, ranks: Sequence[int], hardware: Hardware) -> StageLocation:
+        """Return the location of a stage whose copies are on `ranks`."""
+        topology = hardware.topology
+        node = topology.node_of(ranks[0])
+        on_node = sum(topology.node_of(rank) == node for rank in ranks)
+        if hardware.cores is None:  # each rank has its own device
+            return StageLocation(name, node, ranks[0], on_node, 1)
+        host = ranks[0] // hardware.ranks_sharing
+        return StageLocation(name, node, host, on_node, sum(rank // hardware.ranks_sharing == host for rank in ranks))
+
+    @property
+    def names(self) -> dict[str, tuple[str, ...]]:
+        """The name of each resource here. The cable has two: one for each direction, out of the node and into it."""
+        return {
+            CABLE: (f"{CABLE} out of node {self.node}", f"{CABLE} into node {self.node}"),
+            INSIDE: (f"{INSIDE}, {self.name}",),
+            PROCESSOR: (f"{PROCESSOR} of host {self.host}",),
+            SPINE: (f"{SPINE} of node {self.node}",),
+        }
+
+    def named(self, needs: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the needs of a collective under the names of this location. It uses both directions equally."""
+        if not self.name:
+            return needs
+        names = self.names
+        return {name: amount for resource, amount in needs.items() for name in names[resource]}
+
+    def capacities(self, hardware: Hardware) -> dict[str, float]:
+        """Return the capacity of each resource of this location."""
+        every = hardware.capacities
+        return {name: every[what] for what, names in self.names.items() if what in every for name in names}
+
+
+EVERYWHERE = StageLocation()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCost:
+    """The cost of one phase of a transfer.
+
+    Args:
+        seconds: Time in addition to the needs, such as the latency of messages.
+        needs: The amount of each resource.
+        busy_seconds: Extra time while the processors compute.
+    """
+
+    seconds: float
+    needs: Mapping[str, float]
+    busy_seconds: float = 0.0
+
+    @property
+    def crosses(self) -> bool:
+        """Whether the phase uses the link between nodes."""
+        return bool(self.needs.get(CABLE))
+
+
+@dataclass(frozen=True, slots=True)
+class TransferShape:
+    """The parts of a transfer that determine its cost.
+
+    Args:
+        op: The collective operation.
+        grid: Nodes and ranks per node of one group.
+        stride: Distance between two nodes of a group.
+        route: The route of the messages.
+        parts: Number of parts into which slices are cut.
+        elements: Number of elements of a group's buffer.
+        slice_bytes: Bytes of one member's slice, or of the message, as they are sent.
+        codec: The codec, if the transport encodes.
+        factored: Elements of the matrices that are sent as low-rank factors.
+        encoded: Whether the gathered shards are stored encoded.
+    """
+
+    op: Op
+    grid: Grid
+    stride: int
+    route: str
+    parts: int
+    elements: int
+    slice_bytes: float
+    codec: Codec | None
+    factored: int = 0
+    encoded: bool = False
+
+    @staticmethod
+    def of(transfer: Transfer) -> TransferShape:
+        """Return the shape of a transfer."""
+        move, grid, codec = transfer.move, transfer.grid, transfer.transport.encoding
+        nodes = [transfer.topology.node_of(rank) for rank in move.groups[0].ranks[:: grid.width]]
+        stride = nodes[1] - nodes[0] if len(nodes) > 1 else 1
+        if isinstance(transfer.payload, Activation):
+            size = transfer.message_bytes
+        else:
+            size = slice_bytes(transfer.elements, move.members, item_bytes(transfer.dtype), codec)
+        shape = TransferShape(move.op, grid, stride, transfer.route, transfer.parts, transfer.elements, size, codec)
+        if not isinstance(transfer.payload, Range):
+            return shape
+        return replace(shape, factored=transfer.payload.factored, encoded=transfer.payload.encoded)
+
+    @staticmethod
+    def of_move(move: MoveShape, transport: Transport, numel: int, dtype: str) -> TransferShape:
+        """Return the shape of a collective over a buffer of `numel` elements, without naming its ranks."""
+        elements, codec = numel // move.regions, transport.encoding
+        route = transport.route_on(move.op, move.grid)
+        size = slice_bytes(elements, move.members, item_bytes(dtype), codec)
+        parts = parts_of(route, move.grid, size)
+        return TransferShape(move.op, move.grid, move.stride, route, parts, elements, size, codec)
+
+
+def phase_costs(shape: TransferShape, hardware: Hardware) -> tuple[PhaseCost, ...]:
+    """Return the phases of a collective, in order."""
+    moved = [_messages_cost(shape, p, hardware) for p in phases(shape.op, shape.route, shape.grid, shape.parts)]
+    costs: list[PhaseCost] = []
+    if shape.factored:
+        copied = _FACTOR_COPIES * shape.factored * _FACTOR_BYTES
+        costs.append(PhaseCost(0.0, {PROCESSOR: hardware.processor(copied / hardware.memory_rate)}))
+    if shape.codec is None:
+        costs += moved
+    else:
+        # Coding comes before the first messages, between hops, and after the last messages.
+        before, *between, after = _coding_costs(shape, shape.codec, hardware)
+        costs.append(before)
+        for index, cost in enumerate(moved):
+            costs.append(cost)
+            if index < len(between) and index < len(moved) - 1:
+                costs.append(between[index])
+        costs.append(after)
+    return tuple(cost for cost in costs if cost.seconds or any(cost.needs.values()))
+
+
+def seconds_alone(costs: Iterable[PhaseCost], hardware: Hardware) -> float:
+    """Return the seconds of phases that run one after the other, while nothing else runs."""
+    return sum(
+        cost.seconds + max((n / hardware.capacities[r] for r, n in cost.needs.items()), default=0.0) for cost in costs
+    )
+
+
+def message_cost(transfer: Transfer, hardware: Hardware, source: StageLocation, target: StageLocation) -> PhaseCost:
+    """Return the cost of a message between two stages, with those of all other copies of the stages.
+
+    The message arrives as it is sent: still encoded, if it is.
+    """
+    size = transfer.message_bytes
+    crosses = source.node != target.node
+    link = hardware.inter if crosses else hardware.intra
+    needs: dict[str, float] = {source.names[INSIDE][0]: size}
+    if crosses:
+        leaving, entering = source.names[CABLE][0], target.names[CABLE][1]
+        needs = {leaving: size * source.ranks_on_node, entering: size * target.ranks_on_node}
+    work = (size * link.work + link.message_work) / 2  # at each end
+    for end in (source, target) if work else ():
+        (processor,) = end.names[PROCESSOR]
+        needs[processor] = needs.get(processor, 0.0) + end.ranks_on_host * work
+    return PhaseCost(link.latency + link.message, needs, link.busy_latency)
+
+
+def matrices_cost(transfer: Transfer, hardware: Hardware) -> PhaseCost:
+    """Return the cost of sending pieces of matrices to their owners, or back.
+
+    The estimate assumes that every node and every rank sends the same amount.
+    """
+    topology, grid = transfer.topology, transfer.grid
+    cable, inside = transfer.inter_bytes / topology.nodes, transfer.intra_bytes / topology.world
+    used = [link for link, sent in ((hardware.inter, cable), (hardware.intra, inside)) if sent]
+    nodes = hardware.ranks_sharing / topology.ranks_per_node
+    work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
+    if transfer.transport.encoding is not None:
+        speed = hardware.codec_speed(transfer.transport.encoding.name)
+        coded = transfer.elements / (grid.nodes * grid.width)
+        work += hardware.processor(coded / speed.encode + coded / speed.decode)
+    latency = max((link.latency + link.message for link in used), default=0.0)
+    needs = {name: amount for name, amount in ((CABLE, cable), (INSIDE, inside), (PROCESSOR, work)) if amount}
+    return PhaseCost(latency, needs, max((link.busy_latency for link in used), default=0.0))
+
+
+def coding_seconds(transfer: Transfer, hardware: Hardware, *, encodes: bool) -> float:
+    """Return the seconds that one end of a message between stages needs to encode it, or to decode it."""
+    codec = transfer.transport.encoding
+    if codec is not None:
+        speed = hardware.codec_speed(codec.name)
+        return transfer.elements / (speed.encode if encodes else speed.decode)
+    if transfer.transport.low_rank is None or transfer.message_bytes >= transfer.elements * item_bytes(transfer.dtype):
+        return 0.0
+    copied = (_ENCODED_COPIES if encodes else _DECODED_COPIES) * transfer.elements * item_bytes(transfer.dtype)
+    return copied / hardware.memory_rate
+
+
+def _messages_cost(shape: TransferShape, phase: Phase, hardware: Hardware) -> PhaseCost:
+    """Return the cost of the messages of one phase. In a reduction, the receiver also adds."""
+    op, grid = shape.op, shape.grid
+    groups = hardware.topology.ranks_per_node // grid.width if op is not Op.SEND else 1
+    cable, inside = phase.leaving * shape.slice_bytes * groups, phase.inside * shape.slice_bytes
+    used = [link for link, sent in ((hardware.inter, phase.leaving), (hardware.intra, phase.inside)) if sent]
+    latency = max((link.latency for link in used), default=0.0)
+    busy = max((link.busy_latency for link in used), default=0.0)
+    messages = phase.messages_out * hardware.inter.message + phase.messages_inside * hardware.intra.message
+    nodes = hardware.ranks_sharing / hardware.topology.ranks_per_node
+    work = cable * nodes * hardware.inter.work + inside * hardware.ranks_sharing * hardware.intra.work
+    work += hardware.ranks_sharing * phase.messages_out * hardware.inter.message_work
+    work += hardware.ranks_sharing * phase.messages_inside * hardware.intra.message_work
+    if op in (Op.REDUCE_SCATTER, Op.ALL_REDUCE) and shape.codec is None:
+        received = (phase.leaving / grid.width + phase.inside) * shape.slice_bytes
+        work += hardware.processor(received / hardware.sum_rate)
+    needs = {CABLE: cable, INSIDE: inside, PROCESSOR: work}
+    if hardware.racks is not None:
+        needs[SPINE] = cable * _cables_leaving_racks(shape, hardware.racks)
+    needed = {name: amount for name, amount in needs.items() if amount}
+    return PhaseCost(phase.rounds * latency + messages, needed, phase.rounds * busy)
+
+
+def _cables_leaving_racks(shape: TransferShape, racks: Racks) -> float:
+    """Return how many cables' worth of bytes leaves a rack."""
+    nodes = shape.grid.nodes
+    together = max(1, min(nodes, racks.nodes // shape.stride))  # nodes of a group in one rack
+    if together == nodes:
+        return 0.0
+    if hops_of(shape.route, shape.grid):  # a message goes straight to each node
+        return racks.nodes * (nodes - together) / (nodes - 1)
+    return racks.nodes / together  # of a ring's nodes in a rack, only the last one sends out of it
+
+
+def _coding_costs(shape: TransferShape, codec: Codec, hardware: Hardware) -> Iterator[PhaseCost]:
+    """Yield the coding around and between hops. A receiver decodes and sums."""
+    speed = hardware.codec_speed(codec.name)
+
+    def cost(encoded: float, decoded: float) -> PhaseCost:
+        seconds = encoded / speed.encode + decoded / speed.decode
+        return PhaseCost(0.0, {PROCESSOR: hardware.processor(seconds)})
+
+    elements, members = shape.elements, shape.grid.nodes * shape.grid.width
+    if shape.op in (Op.ALL_GATHER, Op.SEND):
+        own = elements / members if shape.op is Op.ALL_GATHER else elements
+        yield cost(0 if shape.encoded else own, 0)
+        yield cost(0, elements)
+        return
+    hops = hops_of(shape.route, shape.grid) or (members,)
+    carried = float(elements)
+    yield cost(carried, 0)
+    for hop, size in enumerate(hops):
+        last = hop == len(hops) - 1
+        encodes = not (last and shape.op is Op.REDUCE_SCATTER)
+        yield cost(carried / size if encodes else 0.0, carried)
+        carried /= size
+    if shape.op is Op.ALL_REDUCE:
+        yield cost(0, elements)  # the result of the gather that follows

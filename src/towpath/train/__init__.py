@@ -1,12 +1,15 @@
-"""From a configuration to a trained model: models, data, the loop, and what one watches meanwhile.
+"""The reference trainer behind `towpath train`: from a configuration to a trained model.
 
-    config.py      what is told      run.py → loop.py   what every rank does: a run, and one step after the other
-    job.py         the ranks         launch.py   starts them   stopping.py   ends them   saves.py   their checkpoints
-    models.py      the model: gpt.py, hugging_face.py, and weights.py, which reads their files
-    data.py        windows of tokens: shards.py, shuffle.py; made by prepare.py of tokens.py and
-                   corpus.py, json_lines.py, dataset.py
-    watch.py       what is seen: metrics.py, progress.py, summary.py, perfetto.py; flops.py, memory.py, bar.py
-    demo.py        several strategies side by side: plots.py, report.py
+    trainer.py          the run, from top to bottom: setup, loop, step, evaluation
+    config.py           the TOML file, with its checks
+    parallel.py         sharding, tensor-parallel layers, pipeline stages, and the planner's choice of them
+    optimizers.py       optimizers, learning rate, loss scale
+    checkpoints.py      saving and resuming
+    metrics_logger.py   rows of metrics (metrics.py), the live line (progress.py), traces (trace.py), the summary
+    job.py, signals.py  the ranks, and how they stop
+    launch.py           `--ranks N`
+    data/, models/      what is trained, on what
+    demo.py, report.py  `towpath demo`, plots and pages
 
-May import everything below the command: the API, checkpoints, and for the demo the lab.
+It may import everything except the command: the API, checkpoints, and for the demo the lab.
 """

@@ -1,4 +1,4 @@
-"""The ranks of a training run: how one joins, what it computes on, and how all of them come to one answer."""
+"""The ranks of a training run: how a rank joins them, what it computes on, and how all ranks fail together."""
 
 from __future__ import annotations
 
@@ -18,42 +18,52 @@ from towpath.topology.init import alone, device_of_rank, init
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """This rank among the others."""
+    """This rank and the others. `topology`: the nodes and ranks as the launcher placed them."""
 
     groups: Groups
-    topology: Topology  # as the launcher placed the ranks
+    topology: Topology
     device: torch.device
 
     @property
     def rank(self) -> int:
+        """The number of this rank."""
         return self.groups.rank
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return self.groups.world
 
     @property
     def leads_node(self) -> bool:
+        """Whether this is the first rank of its node."""
         return self.rank % self.topology.ranks_per_node == 0
 
     @contextmanager
-    def alike(self) -> Generator[None]:
-        """What fails inside on one rank fails on all of them, in one line each, and nobody waits for nobody."""
+    def fail_together(self) -> Generator[None]:
+        """Raise on every rank if any rank raises inside the context. Every rank must enter it.
+
+        Raises:
+            ConfigError: Another rank has raised. The text names the rank and its error.
+        """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:
             failure = error
-        told = self.groups.gather_objects(None if failure is None else str(failure))
+        texts = self.groups.gather_objects(None if failure is None else str(failure))
         if failure is not None:
             raise failure
-        for rank, line in enumerate(told):
-            if line is not None:
-                raise ConfigError(f"rank {rank} cannot take part: {line}")
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise ConfigError(f"rank {rank} cannot take part: {text}")
 
     @contextmanager
-    def answering(self) -> Generator[None]:
-        """What ends a run from outside, a lost rank or too little memory, is a TrainError: one line, no traceback."""
+    def as_train_errors(self) -> Generator[None]:
+        """Turn errors that are not the program's, such as a lost rank or too little memory, into a `TrainError`.
+
+        The command prints it as one line, without a traceback.
+        """
         try:
             yield
         except StepError as error:
@@ -64,7 +74,7 @@ class Job:
                 "choose a strategy that spreads more."
             ) from error
         except RuntimeError as error:
-            # PyTorch's own collectives, of the loss and the norm: gloo raises nothing more special.
+            # PyTorch's own collectives of the loss and the norm. gloo raises nothing more specific.
             if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
                 raise
             raise TrainError(
@@ -72,14 +82,14 @@ class Job:
                 "link: see what it says."
             ) from error
 
-    def say(self, text: str) -> None:
-        """Once for all ranks, on stderr."""
+    def print_once(self, text: str) -> None:
+        """Print a line on stderr, on rank 0 only."""
         if self.rank == 0:
             sys.stderr.write(f"{text}\n")
             sys.stderr.flush()
 
     def mean(self, values: torch.Tensor) -> list[float]:
-        """Of each element, over all ranks."""
+        """Return the mean over all ranks of each element. Every rank must call it."""
         if self.world > 1:
             dist.all_reduce(values)
         return [value / self.world for value in values.tolist()]
@@ -90,13 +100,13 @@ def _first_line(error: Exception) -> str:
 
 
 @contextmanager
-def joined() -> Generator[Job]:
-    """Join the process group of the launcher, or the one that exists already. Without a launcher, train alone."""
-    made = not (dist.is_initialized() or alone())
-    device = init() if made or dist.is_initialized() else device_of_rank()
+def init_distributed() -> Generator[Job]:
+    """Join the launcher's process group, or the one that exists already. Without a launcher, this rank trains alone."""
+    creates_group = not (dist.is_initialized() or alone())
+    device = init() if creates_group or dist.is_initialized() else device_of_rank()
     try:
         groups = Groups()
         yield Job(groups, Topology(*detect_shape(groups)), device)
     finally:
-        if made:
+        if creates_group:
             dist.destroy_process_group()

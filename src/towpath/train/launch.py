@@ -15,45 +15,43 @@ from types import FrameType
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from towpath.topology.groups import as_rank
-from towpath.train.stopping import exit_code
+from towpath.train.signals import exit_code
 
-# By process: the rank, and what it runs in.
+# The rank and the process by process id.
 Running = dict[int, tuple[int, "subprocess.Popen[bytes]"]]
 
-# How long ranks have to end by themselves once they are told to: what torchrun gives them too.
+# Seconds for the ranks to end after SIGTERM, as torchrun gives them.
 _GRACE_SECONDS = 30.0
 
 
 def run_ranks(arguments: Sequence[str], ranks: int) -> int:
-    """Run `towpath ARGUMENTS` as each of `ranks` ranks, to their end.
+    """Run `towpath ARGUMENTS` as each of `ranks` ranks until all have ended.
 
-    Where one fails the others are ended. A signal to this process reaches each of them once; it then waits for what
-    they do.
+    If a rank fails, the others are ended. A signal to this process is passed on once to each of them.
 
     Returns:
         The exit code of the first rank that failed. If none did, 128 + N where signal N ended them, or 0.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5))
     running: Running = {}
-    with _passing_on(running) as told:
+    with _signals_passed_on(running) as passed_on:
         try:
             for rank in range(ranks):
                 command = [sys.executable, "-m", "towpath", *arguments]
                 environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **as_rank(rank, ranks, store.port)}
-                # A group of its own: Ctrl-C, or `timeout`, would else reach it twice, from there and from here.
+                # In its own process group. Otherwise Ctrl-C, or `timeout`, would reach it twice.
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
                 running[process.pid] = rank, process
-            failure = _until_all_ended(running, told)
+            return _wait_for_all(running, passed_on)
         finally:
             for _, process in running.values():
                 process.kill()
                 process.wait()
-    return failure
 
 
-def _until_all_ended(running: Running, told: Sequence[int]) -> int:
+def _wait_for_all(running: Running, passed_on: Sequence[int]) -> int:
     failure = stopped = 0
-    killer = threading.Timer(_GRACE_SECONDS, _signal, (running, signal.SIGKILL))
+    killer = threading.Timer(_GRACE_SECONDS, _send_signal, (running, signal.SIGKILL))
     try:
         while running:
             pid, status = os.wait()
@@ -64,47 +62,40 @@ def _until_all_ended(running: Running, told: Sequence[int]) -> int:
             if code and not (failure or stopped):
                 killer.start()
             number = max(code - 128, -code)  # of the signal that ended it, if one did
-            if number in told:
-                stopped = exit_code(number)  # the others stop, too: a second signal would end them before they are done
+            if number in passed_on:
+                # The others stop too. A second signal would end them before they have saved.
+                stopped = exit_code(number)
             elif code and not failure:
                 failure = code
-                if code < 0 and not told:  # it could say nothing itself
-                    _say(f"rank {rank} was ended by {_named(-code)}; the other ranks are ended too.")
-                _signal(running, signal.SIGTERM)
+                if code < 0 and not passed_on:  # the rank could not print an error itself
+                    name = signal.Signals(-code).name + (" (was memory short?)" if -code == signal.SIGKILL else "")
+                    sys.stderr.write(f"towpath: rank {rank} was ended by {name}; the other ranks are ended too.\n")
+                    sys.stderr.flush()
+                _send_signal(running, signal.SIGTERM)
     finally:
         killer.cancel()
     return 1 if failure < 0 else failure or stopped
 
 
-def _signal(running: Running, number: int) -> None:
+def _send_signal(running: Running, number: int) -> None:
     for pid in list(running):
-        # Not Popen.send_signal, which looks whether it has ended, and so takes that from os.wait.
+        # Popen.send_signal would check whether the process has ended, and so take its status from os.wait.
         with suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
-def _named(number: int) -> str:
-    name = signal.Signals(number).name
-    return f"{name} (was memory short?)" if number == signal.SIGKILL else name
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"towpath: {text}\n")
-    sys.stderr.flush()
-
-
 @contextmanager
-def _passing_on(running: Running) -> Generator[Sequence[int]]:
-    """What comes to this process is handed on, and the ranks end as they see fit. Inside: the signals that came."""
-    told: list[int] = []
+def _signals_passed_on(running: Running) -> Generator[Sequence[int]]:
+    """Pass each signal on to the ranks, which end by themselves. Yield the list of signals so far."""
+    passed_on: list[int] = []
 
-    def hand_on(number: int, _: FrameType | None) -> None:
-        told.append(number)
-        _signal(running, number)
+    def pass_on(number: int, _: FrameType | None) -> None:
+        passed_on.append(number)
+        _send_signal(running, number)
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        yield told
+        yield passed_on
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

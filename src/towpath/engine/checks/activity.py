@@ -316,6 +316,12 @@ class StallMonitor:
         note = [self.activity.describe(), step_log_json, self.activity.meeting, self._ended_peer()]
         self.status_store.post(json.dumps(note) if silent else "")
 
+    def tell(self, failure: str) -> None:
+        """Post the error of a call that only this rank may have made. Peers that wait for this rank quote it."""
+        self.activity.failed(failure)
+        if self.world > 1:
+            self.post(silent=True)
+
     def _step_log(self) -> StepLog | None:
         return None if self.log is None else replace(self.log.step_log(), inside=self.activity.inside)
 

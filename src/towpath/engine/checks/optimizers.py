@@ -19,8 +19,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -411,22 +413,32 @@ def adopt(optimizer: Optimizer, check: bool = True) -> None:
         check: Whether to check its states. Default: True. Pass False if they will be replaced.
 
     Raises:
-        ShardError: The optimizer has stepped already.
+        ShardError: The optimizer has stepped already, or has a replaced parameter and its replacement.
     """
     seen = _models, len(optimizer.param_groups)
     if _adopted.get(optimizer) == seen:
         return
     state = cast(dict[Any, Any], optimizer.state)
+    present = {id(p) for p in _parameters(optimizer)}
     for group in optimizer.param_groups:
         for number, before in enumerate(group["params"]):
-            parameter = group["params"][number] = replacement_of(before)
-            if parameter is not before and before in state:
-                state[parameter] = state.pop(before)
+            parameter = replacement_of(before)
+            if parameter is not before:
+                if id(parameter) in present:
+                    name = cast(ShardTensor, parameter).shard_spec.name
+                    raise ShardError(
+                        f"{name} is in two places of {type(optimizer).__name__}, which was made before shard(): as it "
+                        "was then, and as it is now. Each step would update it twice. Add it once."
+                    )
+                group["params"][number] = parameter
+                if before in state:
+                    state[parameter] = state.pop(before)
             engine = engine_with(parameter)
             if engine is not None:
                 engine.optimizers.add(optimizer)
                 if check:
                     _check_states(optimizer, parameter, state.get(parameter, {}), engine)
+                    engine.comm.record.peers.activity.failed("")
     # Wrappers of other libraries, such as Accelerate's, have no hooks.
     if optimizer not in _adopted and hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -438,21 +450,27 @@ def _loaded(optimizer: Optimizer) -> None:
 
 
 def _check_states(optimizer: Optimizer, parameter: torch.Tensor, state: dict[str, Any], engine: Engine) -> None:
-    for value in state.values():
-        # A tensor with one element may be a number of steps.
-        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.numel() > 1
+    for key, value in state.items():
+        # A 0-D tensor may be a number of steps, or a product of decays. Some optimizers keep "step" as a vector of one.
+        whole = isinstance(value, torch.Tensor) and not isinstance(value, ShardTensor) and value.dim() > 0
         if (
             whole
+            and key != "step"
+            and value.numel() > 0
             and value.shape == parameter.shape
             and not any(s.owns_parameter(parameter) for s in engine.matrix_steps)
         ):
             assert isinstance(parameter, ShardTensor)
-            raise ShardError(
-                f"rank {engine.comm.rank}: {type(optimizer).__name__} has already stepped "
-                f"{parameter.shard_spec.name}: its states are of unsharded parameters. Call shard() before the first "
-                "step, or make a new optimizer afterwards. If load_state_dict() loaded them: call "
+            name = type(optimizer).__name__
+            error = ShardError(
+                f"rank {engine.comm.rank}: {name} has already stepped {parameter.shard_spec.name}, or was made with "
+                "states for it: its states are of unsharded parameters. Call shard() before the first step, or make a "
+                "new optimizer afterwards. If load_state_dict() loaded them: call "
                 "towpath.checkpoint.set_optimizer_state_dict instead."
             )
+            # Peers whose optimizers are fine wait in the next pass. They quote this error when this rank does not come.
+            engine.comm.record.peers.tell(f"{name}.step() failed ({error})")
+            raise error
 
 
 def _steps(optimizer: Optimizer, *_: Any) -> None:
@@ -475,9 +493,9 @@ def _note_running(optimizer: Optimizer) -> None:
 @eager
 def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     running_step.take()
-    # For each model, the number of its parameters in each group. An optimizer may step several models, and other ranks
-    # may have other ones, as the stages of a pipeline.
-    stepped: dict[Program, dict[int, int]] = {}
+    # For each model, its parameters in each group: how many, and a checksum of their names in any order. An optimizer
+    # may step several models, and other ranks may have other ones, as the stages of a pipeline.
+    stepped: dict[Program, dict[int, tuple[int, int]]] = {}
     beside: list[torch.Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -485,7 +503,8 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
                 beside.append(parameter)
             elif (program := parameter.shard_spec.replica.program) is not None:
                 counts = stepped.setdefault(program, {})
-                counts[number] = counts.get(number, 0) + 1
+                count, checksum = counts.get(number, (0, 0))
+                counts[number] = count + 1, checksum ^ _checksum(parameter.shard_spec.name)
     if stepped:
         if beside and optimizer not in _mixed:
             _mixed.add(optimizer)
@@ -499,8 +518,16 @@ def _stepped(optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any
             for group in optimizer.param_groups
         ]
         for program, counts in stepped.items():
-            details = tuple((("parameters", count), *options[number]) for number, count in counts.items())
+            details = tuple(
+                (("parameters", count), ("checksum_of_their_names", checksum), *options[number])
+                for number, (count, checksum) in counts.items()
+            )
             program.stepped(_name(optimizer), details)
+
+
+@lru_cache(maxsize=1 << 16)
+def _checksum(name: str) -> int:
+    return crc32(name.encode())
 
 
 def _name(optimizer: Optimizer) -> str:

@@ -66,6 +66,7 @@ def reshard(engine: Engine, modifier_rank: int | None = None, units: Sequence[Un
     """Undo `unshard`, and take over the writes to the unsharded parameters.
 
     Args:
+        engine: The engine of the model.
         modifier_rank: The rank whose writes all ranks take over. By default, all ranks must have written the same.
         units: The units to reshard, by default all that are unsharded.
 

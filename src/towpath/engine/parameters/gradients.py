@@ -148,7 +148,9 @@ Transfers = Mapping[TransferKind, Sequence[RankTransfer]]
 
 
 class BucketGradients(ABC):
-    """The gradients of one bucket during a step. `Unit` and `Bucket` drive them, in this order:
+    """The gradients of one bucket during a step.
+
+    `Unit` and `Bucket` drive them, in this order:
 
     begin → arrive, once for each parameter → fill_missing → reduce (each micro-step) → grad_sync → set_grads (boundary)
 

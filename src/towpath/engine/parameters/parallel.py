@@ -303,10 +303,36 @@ def _replaced() -> type[DTensor]:
         """A DTensor parameter that `shard` has replaced by `towpath_replacement`. It has no elements any more.
 
         Its gradient is that of the replacement. So clipping, unscaling and zero_grad() work before the first step.
+        Operations on it raise: a write would be lost, and a norm would be zero.
         """
 
         __slots__ = ()
         towpath_replacement: nn.Parameter
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:  # pyright: ignore
+            raise ShardTensorError(
+                f"{func}: got a DTensor parameter from before shard(), which has replaced it. Take the parameters from "
+                "model.parameters() again."
+            )
+
+        def to_local(self, **_: Any) -> NoReturn:
+            self.__torch_dispatch__("to_local()", ())
+
+        def full_tensor(self, **_: Any) -> NoReturn:
+            self.__torch_dispatch__("full_tensor()", ())
+
+        @property
+        def requires_grad(self) -> bool:
+            return self.towpath_replacement.requires_grad
+
+        @requires_grad.setter
+        def requires_grad(self, trains: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+            self.towpath_replacement.requires_grad = trains
+
+        def requires_grad_(self, mode: bool = True) -> Any:
+            self.requires_grad = mode
+            return self
 
         @property
         def grad(self) -> torch.Tensor | None:

@@ -85,7 +85,7 @@ class ShardTensor(torch.Tensor):
         made.held, made.shard_spec, made.version = held, where, version
         return made
 
-    def __init__(self, *_: Any, **__: Any) -> None:
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
         """Do nothing: `__new__` has set all attributes."""
 
     @property

@@ -255,6 +255,17 @@ class TransferStats:
             self.seconds_exposed - earlier.seconds_exposed,
         )
 
+    def plus(self, other: TransferStats) -> TransferStats:
+        """Return the sum of both, for stats of the same transfer."""
+        return TransferStats(
+            self.transfer,
+            self.calls + other.calls,
+            self.intra_bytes + other.intra_bytes,
+            self.inter_bytes + other.inter_bytes,
+            self.seconds_in_flight + other.seconds_in_flight,
+            self.seconds_exposed + other.seconds_exposed,
+        )
+
     def of_groups(self, count: int) -> TransferStats:
         """Return the total of `count` groups of ranks that all send this. Seconds stay those of one rank."""
         return replace(self, intra_bytes=count * self.intra_bytes, inter_bytes=count * self.inter_bytes)

@@ -1,1 +1,1 @@
-"""What training reads: texts, tokens, and windows of tokens."""
+"""The data of a training run: texts, tokens, and windows of tokens."""

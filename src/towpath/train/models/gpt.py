@@ -1,12 +1,11 @@
-"""Our own language model: a compact GPT as Llama's are (RMSNorm, rotary positions, SwiGLU, grouped-query attention).
+"""A compact GPT in the style of Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
-It computes what transformers' LlamaForCausalLM computes, so that what it learns can be used there: `exported_names`
-says what each parameter is called, `exported_config` what the model's config.json holds.
+It computes what `LlamaForCausalLM` of transformers computes, so its weights can be used there. `exported_names` gives
+the Hugging Face name of each parameter, and `exported_config` the contents of config.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +22,8 @@ SPREAD = 0.02  # standard deviation of new weights
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
+    """The dimensions of a GPT."""
+
     vocabulary: int
     width: int
     depth: int
@@ -33,14 +34,15 @@ class Shape:
 
     @property
     def head_width(self) -> int:
+        """The width of one attention head."""
         return self.width // self.heads
 
 
 class Matrix(nn.Linear):
-    """Without a bias, and drawn from a normal distribution."""
+    """A linear layer without a bias, whose weights are drawn from a normal distribution."""
 
     def __init__(self, inputs: int, outputs: int, spread: float = SPREAD) -> None:
-        self.spread = spread  # before the constructor, which draws
+        self.spread = spread  # before the constructor, which draws the weights
         super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
@@ -48,11 +50,15 @@ class Matrix(nn.Linear):
 
 
 class Tokens(nn.Embedding):
+    """An embedding whose weights are drawn from a normal distribution."""
+
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=SPREAD)
 
 
 class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped queries."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.head_width
@@ -73,6 +79,8 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
+    """A SwiGLU feed-forward layer."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.gate = Matrix(shape.width, shape.hidden)
@@ -84,6 +92,8 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
+    """A transformer block with normalization before each half."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.width, NORM_EPS)
@@ -97,6 +107,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """The language model."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
@@ -108,7 +120,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[batch, length] → logits, [batch, length, vocabulary]."""
+        """Return the logits, [batch, length, vocabulary], of token ids, [batch, length]."""
         x = self.tokens(ids)
         cos, sin = (table.to(x.dtype) for table in rotary_tables(ids.shape[1], self.shape.head_width, ids.device))
         for block in self.blocks:
@@ -117,7 +129,7 @@ class GPT(nn.Module):
 
 
 def rotary_tables(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [length, head_width]. Made anew for every pass: there is no buffer to cast, or to forget."""
+    """Return cosines and sines, [length, head_width]. Each pass computes them, so there is no buffer to initialize."""
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32, device=device) / head_width
     positions = torch.arange(length, dtype=torch.float32, device=device)
     angles = positions[:, None] * (1.0 / ROTARY_BASE**exponents)
@@ -126,13 +138,13 @@ def rotary_tables(length: int, head_width: int, device: torch.device) -> tuple[T
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Element i of a head turns with element i + half of it."""
+    """Rotate element i of each head with element i + half of the head."""
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def _spread_of_residual(shape: Shape) -> float:
-    """Of what is added to the residual stream, twice in a block: its variance shall not grow with the depth."""
+    # Each block adds to the residual stream twice. The variance of the sum must not grow with the depth.
     return SPREAD / (2 * shape.depth) ** 0.5
 
 
@@ -150,6 +162,7 @@ _IN_BLOCK = {
 
 
 def tensor_plan(shape: Shape) -> TensorPlan:
+    """Return how tensor-parallel ranks share the layers."""
     first = ("attention.query", "attention.key", "attention.value", "feed.gate", "feed.up")
     styles = dict.fromkeys(first, COLUMNS) | dict.fromkeys(("attention.out", "feed.down"), ROWS)
     return TensorPlan(
@@ -160,20 +173,15 @@ def tensor_plan(shape: Shape) -> TensorPlan:
 
 
 def exported_names(shape: Shape) -> dict[str, str]:
-    """What LlamaForCausalLM calls each of our parameters."""
-
-    def pairs() -> Iterator[tuple[str, str]]:
-        yield "tokens", "model.embed_tokens"
-        yield "norm", "model.norm"
-        yield "head", "lm_head"
-        for i in range(shape.depth):
-            for ours, theirs in _IN_BLOCK.items():
-                yield f"blocks.{i}.{ours}", f"model.layers.{i}.{theirs}"
-
-    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in pairs()}
+    """Return the name in LlamaForCausalLM of each parameter."""
+    names = {"tokens": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+    for i in range(shape.depth):
+        names |= {f"blocks.{i}.{ours}": f"model.layers.{i}.{theirs}" for ours, theirs in _IN_BLOCK.items()}
+    return {f"{ours}.weight": f"{theirs}.weight" for ours, theirs in names.items()}
 
 
 def exported_config(shape: Shape) -> dict[str, Any]:
+    """Return the contents of config.json for LlamaForCausalLM."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

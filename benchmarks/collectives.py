@@ -1,8 +1,0 @@
-"""`towpath bench collectives`, under the name it had before: the same cases, the same file of results."""
-
-from __future__ import annotations
-
-from towpath.bench.suites.collectives import SUITE
-
-if __name__ == "__main__":
-    SUITE.main()

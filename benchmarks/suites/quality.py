@@ -1,0 +1,489 @@
+"""Measure what codecs, and the compression of pipelines, cost in quality: a small GPT trained in several variants.
+
+All ranks read the bytes of the sources of the Python standard library, of which the last tenth is held out. A run is
+one variant with one seed. A variant is judged by its final loss against the baseline with the same seed, in the mean
+over the seeds. The variant `control` differs from the baseline only in the order of sums. Its difference is due to
+chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import towpath
+from benchmarks import gpt
+from benchmarks.harness import results
+from benchmarks.harness.figures import Check
+from benchmarks.harness.suite import Settings, Suite
+from benchmarks.suites.pipeline import COPIES, STAGES, TOPOLOGY, Sizes, Stage, compression_of, loss_of, mesh_of_nodes
+from towpath import lab
+from towpath.core.transport import Transport
+from towpath.pipeline import Compression, Pipeline
+from towpath.train.report import COLORS, color, standalone_svg
+
+SHAPE = towpath.Topology(2, 2)
+LENGTH, BATCH = 128, 1
+WIDTH, DEPTH, HEADS = 192, 4, 3  # two million parameters: all runs take 45 minutes on two cores
+STEPS = 300
+# Runs that differ by a rounding drift apart, by more if their last steps are large. The effect of codecs is only
+# visible with a small learning rate that ends at 0, and on many windows.
+PEAK = 3e-4
+EVERY, WINDOWS = 30, 16  # steps between validations for the curve, and windows per rank, always the same
+WINDOWS_AT_THE_END = 128  # for the final loss
+QUICK_STEPS = 2
+
+# Every result has its setting, and only runs of the same setting are compared.
+SETTING = {"width": WIDTH, "depth": DEPTH, "length": LENGTH, "batch": BATCH, "peak": PEAK}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A strategy with its options, and the limit of its final loss over that of zero3, less one.
+
+    A variant with `worse` is expected to be worse. With `half`, gradients are encoded only in the first half of the
+    run. With `shift`, each rank reads the data of the rank so many places after it.
+    """
+
+    name: str
+    strategy: str
+    options: dict[str, Any]
+    most: float | None = None
+    worse: bool = False
+    half: bool = False
+    shift: int = 0
+
+    def make(self, steps: int) -> towpath.Strategy:
+        """Return the strategy for a run of so many steps."""
+        until = {"gradients_until": max(1, steps // 2)} if self.half else {}
+        return towpath.strategy(self.strategy, SHAPE, **self.options, **until)
+
+
+VARIANTS = [
+    Variant("zero3", "zero3", {}, 0.0),
+    Variant("control", "zero3", {}, shift=1),
+    Variant("zero++", "zero++", {}, 0.01),
+    Variant(
+        "zero++, hadamard, feedback",
+        "zero++",
+        {"weights": "int8+hadamard", "gradients": "int4+hadamard", "feedback": "both"},
+        0.003,
+    ),
+    Variant("hpz + qwZ", "hpz", {"weights": "int8"}, 0.002),
+    Variant("qgz, first half", "qgz", {}, half=True),
+    Variant("mics, int4 gradients", "mics", {"gradients": "int4:64"}),
+    Variant("ddp, low rank", "ddp", {"gradients": "low-rank:16"}),
+    Variant("zero++, whole-tensor blocks", "zero++", {"weights": "int8:whole", "gradients": "int4:whole"}, worse=True),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class QualityRun:
+    """A variant with a seed."""
+
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of the case."""
+        return f"{self.variant}, seed {self.seed}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        """Train in the lab."""
+        steps = QUICK_STEPS if settings.quick else settings.options.steps
+        variant = next(v for v in VARIANTS if v.name == self.variant)
+        with lab.Lab(SHAPE, inter=None) as cluster:
+            found: Result = cluster.call(train, variant, self.seed, steps, timeout_seconds=3600)[0]
+        checks = [Check("final loss, nats a byte", found.final)]
+        setup = {"steps": steps, "setting": SETTING, "strategy": str(variant.make(steps))}
+        return {"checks": checks, **setup, **asdict(found)}
+
+
+RUNS = [QualityRun(variant.name, seed) for seed in range(5) for variant in VARIANTS]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The held-out loss by step, and the final loss on more windows."""
+
+    curve: list[tuple[int, float]]
+    final: float
+
+
+def windows(text: Tensor, starts: Tensor, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of the windows that start at `starts`."""
+    rows = torch.stack([text[s : s + length + 1] for s in starts.tolist()]).long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+def training(text: Tensor, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random batches without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield windows(text, torch.randint(len(text) - LENGTH - 1, (BATCH,), generator=generator))
+
+
+def train(rank: int, world: int, variant: Variant, seed: int, steps: int) -> Result:
+    """Train a variant on one rank."""
+    torch.set_num_threads(1)
+    text = gpt.corpus()
+    split = len(text) // 10 * 9
+    data, held_out = training(text[:split], 1000 * seed + (rank + variant.shift) % world), text[split:]
+    torch.manual_seed(seed)
+    model = gpt.GPT(width=WIDTH, depth=DEPTH, heads=HEADS, context=LENGTH)
+    made: Any = towpath.shard(model, variant.make(steps))
+    optimizer = torch.optim.AdamW(made.parameters(), lr=PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    curve: list[tuple[int, float]] = []
+    for step in range(steps):
+        if step % EVERY == 0:
+            curve.append((step, validation(made, held_out, WINDOWS)))
+        set_learning_rate(optimizer, PEAK, step, steps)
+        made(*next(data)).backward()
+        torch.nn.utils.clip_grad_norm_(made.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    curve.append((steps, validation(made, held_out, WINDOWS)))
+    return Result(curve, validation(made, held_out, WINDOWS_AT_THE_END))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, peak: float, step: int, steps: int) -> None:
+    """Set the learning rate of a step: a warm-up of 40 steps, and a cosine that ends at 0."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min((step + 1) / 40, 1.0) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+@torch.no_grad()
+def validation(made: Any, text: Tensor, of_rank: int) -> float:
+    """Return the mean loss on windows of the held-out text, `of_rank` on each rank."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    starts = torch.linspace(0, len(text) - LENGTH - 2, of_rank * world).long()[rank::world]
+    total = torch.stack([made(*windows(text, part)) for part in starts.split(4)]).mean()
+    torch.distributed.all_reduce(total)
+    return total.item() / torch.distributed.get_world_size()
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+PIPELINE_SIZES = Sizes(
+    *(128, 8, 4, gpt.VOCABULARY),
+    batch=1,
+    length=64,
+    micro_batches=16,  # four times as many as stages, as in the paper, so that one message in eight is exposed
+    wait_seconds=0.0,
+    rank=16,
+    gradient_rank=16,
+)
+PIPELINE_PEAK = 4e-3
+WARM_UP = 52  # steps before gradients of stages are encoded: 13 % of 400, as in the paper
+PIPELINE_SETTING = {"sizes": asdict(PIPELINE_SIZES), "peak": PIPELINE_PEAK, "warm_up": WARM_UP}
+PIPELINE_EVERY, BATCHES, BATCHES_AT_THE_END = 40, 4, 32  # steps between validations; batches per copy
+
+
+def _naive() -> Compression:
+    """Return a compression without error feedback."""
+    ranks = PIPELINE_SIZES.rank, PIPELINE_SIZES.gradient_rank
+    message, gradient = (Transport(codec=f"low-rank:{rank}") for rank in ranks)
+    return Compression(message, gradients=gradient, every_gradient=True, share_of_stages=1.0)
+
+
+def _selective() -> Compression:
+    found = compression_of("cb+fe+sc", PIPELINE_SIZES)
+    return replace(found, gradients=replace(found.gradients, after=WARM_UP))
+
+
+COMPRESSIONS = {
+    "baseline": compression_of("uncompressed", PIPELINE_SIZES),
+    "control": compression_of("uncompressed", PIPELINE_SIZES),
+    "cb": compression_of("cb", PIPELINE_SIZES),
+    "cb+fe": compression_of("cb+fe", PIPELINE_SIZES),
+    "cb+fe+sc": _selective(),
+    "naive": _naive(),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineQualityRun:
+    """A compression with a seed."""
+
+    variant: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """The name of the case."""
+        return f"{self.variant}, seed {self.seed}"
+
+    def measure(self, settings: Settings) -> dict[str, Any]:
+        """Train in the lab."""
+        steps = QUICK_STEPS if settings.quick else settings.options.steps
+        with lab.Lab(TOPOLOGY, inter=None) as cluster:
+            found: Result = cluster.call(train_pipeline, self.variant, self.seed, steps, timeout_seconds=3600)[0]
+        checks = [Check("final loss, nats a byte", found.final)]
+        return {"checks": checks, "steps": steps, "setting": PIPELINE_SETTING, **asdict(found)}
+
+
+PIPELINE_RUNS = [PipelineQualityRun(variant, seed) for seed in range(5) for variant in COMPRESSIONS]
+
+
+def train_pipeline(rank: int, world: int, variant: str, seed: int, steps: int) -> Result:
+    """Train with a compression on one rank."""
+    torch.set_num_threads(1)
+    text = gpt.corpus()
+    split = len(text) // 10 * 9
+    mesh = mesh_of_nodes()
+    copy = mesh["dp"].get_local_rank()
+    pipeline = Pipeline(
+        [partial(Stage, PIPELINE_SIZES, index, seed) for index in range(STAGES)],
+        "ddp",
+        mesh=mesh,
+        micro_batches=PIPELINE_SIZES.micro_batches,
+        loss=loss_of,
+        example=torch.zeros(PIPELINE_SIZES.batch, PIPELINE_SIZES.length, dtype=torch.int64),
+        compression=COMPRESSIONS[variant],
+        tied=("tokens", "head"),
+    )
+    parameters = list(pipeline.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=PIPELINE_PEAK, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    data = pipeline_batches(text[:split], 1000 * seed + copy, reverse=variant == "control")
+    curve: list[tuple[int, float]] = []
+    for step in range(steps):
+        if step % PIPELINE_EVERY == 0:
+            curve.append((step, pipeline_validation(pipeline, text[split:], copy, BATCHES)))
+        set_learning_rate(optimizer, PIPELINE_PEAK, step, steps)
+        ids, targets = next(data)
+        pipeline.step(ids, target=targets)
+        pipeline.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    curve.append((steps, pipeline_validation(pipeline, text[split:], copy, BATCHES)))
+    return Result(curve, pipeline_validation(pipeline, text[split:], copy, BATCHES_AT_THE_END))
+
+
+def pipeline_batches(text: Tensor, seed: int, reverse: bool) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the same samples in one order of micro-batches, or in the reverse order."""
+    generator = torch.Generator().manual_seed(seed)
+    count = PIPELINE_SIZES.batch * PIPELINE_SIZES.micro_batches
+    while True:
+        starts = torch.randint(len(text) - PIPELINE_SIZES.length - 1, (count,), generator=generator)
+        yield windows(text, starts.flip(0) if reverse else starts, PIPELINE_SIZES.length)
+
+
+def pipeline_validation(pipeline: Pipeline, text: Tensor, copy: int, count: int) -> float:
+    """Return the mean loss on windows of the held-out text, `count` batches per copy."""
+    each = PIPELINE_SIZES.batch * PIPELINE_SIZES.micro_batches
+    starts = torch.linspace(0, len(text) - PIPELINE_SIZES.length - 2, count * each * COPIES).long()[copy::COPIES]
+    total = torch.zeros(())
+    for part in starts.split(each):
+        ids, targets = windows(text, part, PIPELINE_SIZES.length)
+        total += pipeline.evaluate(ids, target=targets) / count
+    torch.distributed.all_reduce(total)
+    return total.item() / torch.distributed.get_world_size()
+
+
+# Judgment -------------------------------------------------------------------------------------------------------------
+
+# Quantiles of Student's t for a two-sided interval of 95 %, by degrees of freedom.
+_T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78}
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A variant and, by seed, its value over that of the baseline, less one."""
+
+    variant: str
+    each: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return statistics.mean(self.each)
+
+    @property
+    def around(self) -> float:
+        """Half the width of the 95 % interval of the mean. It is infinite for one seed."""
+        if len(self.each) < 2:
+            return math.inf
+        return _T[len(self.each) - 1] * statistics.stdev(self.each) / math.sqrt(len(self.each))
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{share:+.2%}" for share in self.each)
+        return f"{self.variant}: {self.mean:+.2%} ± {self.around:.2%}; by seed {each}"
+
+
+def judged(
+    runs: list[dict[str, Any]], variants: Sequence[str], baseline: str, value: Callable[[float], float]
+) -> list[Judged]:
+    """Return the variants but the baseline. `value` maps the final loss of a run to what is judged."""
+    final = {(r["case"]["variant"], r["case"]["seed"]): value(r["final"]) for r in runs}
+    rows: list[Judged] = []
+    for variant in variants:
+        seeds = sorted(seed for name, seed in final if name == variant and (baseline, seed) in final)
+        shares = tuple(final[variant, s] / final[baseline, s] - 1 for s in seeds)
+        if shares and variant != baseline:
+            rows.append(Judged(variant, shares))
+    return rows
+
+
+def spread_of(rows: list[Judged]) -> float | None:
+    """Return the largest difference of the control in either direction, if it has run."""
+    return max((abs(share) for row in rows if row.variant == "control" for share in row.each), default=None)
+
+
+def curves(runs: list[dict[str, Any]], variants: Sequence[str], spread: float | None = None) -> str:
+    """Return a picture of the validation losses, and of their difference from those of the first variant.
+
+    `spread` is the share of the last loss by which runs differ by chance.
+    """
+
+    def draw(figure: Any, shown: Sequence[str]) -> None:
+        whole, apart = figure.subplots(1, 2)
+        means = {variant: _mean_curve(runs, variant) for variant in shown}
+        baseline = means[shown[0]]
+        worst: dict[str, float] = {}
+        least = 0.0
+        for number, (variant, curve) in enumerate(means.items()):
+            look = {"color": color(number), "linestyle": "-" if number < len(COLORS) else "--", "linewidth": 1.4}
+            whole.plot(*zip(*curve, strict=True), label=variant, **look)
+            shares = [(step, 100 * (loss / base - 1)) for (step, loss), (_, base) in zip(curve, baseline, strict=True)]
+            ending = shares[len(shares) // 2 :]
+            apart.plot(*zip(*ending, strict=True), **look)
+            worst[variant] = max(share for _, share in ending)
+            least = min(least, *(share for _, share in ending))
+        for axes in (whole, apart):
+            axes.set_xlabel("optimizer steps")
+            axes.spines[["top", "right"]].set_visible(False)
+        whole.set_ylabel("validation loss (nats a byte), mean of the seeds")
+        whole.legend(frameon=False)
+        # One variant is much worse on purpose. With it inside the axes, the others would be invisible.
+        outside, most = sorted(worst, key=lambda variant: worst[variant])[-1], sorted(worst.values())[-2]
+        apart.set_ylim(least - 0.1 * most, 1.1 * most)
+        apart.set_ylabel(f"percent over the loss of {shown[0]}")
+        if spread is not None:
+            apart.axhspan(-100 * spread, 100 * spread, color="#868e96", alpha=0.2, linewidth=0, zorder=0)
+            apart.text(0.01, 100 * spread, "by chance", transform=apart.get_yaxis_transform(), fontsize=8, va="bottom")
+        apart.set_title(f"the second half; {outside} is above the sheet", fontsize=10)
+
+    drawn = [variant for variant in variants if any(run["case"]["variant"] == variant for run in runs)]
+    return standalone_svg(draw, drawn, (11, 4.2))
+
+
+def _mean_curve(runs: list[dict[str, Any]], variant: str) -> list[tuple[int, float]]:
+    """Return the mean over the seeds, by step."""
+    curves = [run["curve"] for run in runs if run["case"]["variant"] == variant]
+    return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
+
+
+def runs_of(suite: str = "quality") -> list[dict[str, Any]]:
+    """Return the last run of each variant and seed in the setting that the suite has now."""
+    setting = SETTING if suite == "quality" else PIPELINE_SETTING
+    read = results.read(results.file_of(suite))
+    here = [run for run in read if run.get("setting") == setting and (suite != "quality" or run["steps"] == STEPS)]
+    return list(results.last(here).values())
+
+
+def rows_of(runs: list[dict[str, Any]]) -> list[Judged]:
+    """Return the variants of the suite `quality`, judged by their loss."""
+    return judged(runs, [variant.name for variant in VARIANTS], "zero3", float)
+
+
+def picture() -> str:
+    """Return the picture of the suite `quality`."""
+    runs = runs_of()
+    return curves(runs, [variant.name for variant in VARIANTS], spread_of(rows_of(runs)))
+
+
+def pipeline_picture() -> str:
+    """Return the picture of the suite `quality_pipeline`."""
+    return curves(runs_of("quality_pipeline"), list(COMPRESSIONS))
+
+
+def summary() -> str:
+    """Return each variant's loss over that of zero3."""
+
+    def limit(variant: Variant) -> str:
+        if variant.worse:
+            return "expected to be worse"
+        return "no limit" if variant.most is None else f"limit ≤ {variant.most:.1%}"
+
+    runs, variants = runs_of(), {variant.name: variant for variant in VARIANTS}
+    rows = [f"{row} of zero3's loss ({limit(variants[row.variant])})" for row in rows_of(runs)]
+    return "\n".join([f"{len(runs)} runs of the current setting", *rows])
+
+
+# By which share of the baseline's perplexity each may be worse, in addition to the spread of the control. The naive
+# compression is expected to be worse by so many spreads.
+MOST = {"cb": 0.005, "cb+fe": 0.005, "cb+fe+sc": 0.025}
+NAIVE_SPREADS = 3
+
+
+def pipeline_summary() -> str:
+    """Return each compression's perplexity over that of the baseline."""
+    runs = runs_of("quality_pipeline")
+    rows = judged(runs, list(COMPRESSIONS), "baseline", math.exp)
+    spread = spread_of(rows) or 0.0
+
+    def verdict(row: Judged) -> str:
+        if row.variant in MOST:
+            most = MOST[row.variant] + spread
+            return f"limit ≤ {most:.2%}: {'met' if row.mean <= most else 'exceeded'}"
+        if row.variant == "naive":
+            least = NAIVE_SPREADS * spread
+            return f"expected ≥ {least:.2%}: {'as expected' if row.mean >= least else 'NOT SEEN'}"
+        return "another order of the same sums"
+
+    shown = [f"{row} of the baseline's perplexity ({verdict(row)})" for row in rows]
+    return "\n".join([f"{len(runs)} runs of the current setting", *shown])
+
+
+# Suites ---------------------------------------------------------------------------------------------------------------
+
+QUALITY = """Measure what codecs cost in validation loss, on four ranks of two nodes.
+
+    quality [RUN …] [--steps 300] [--seeds 5] [--quick] [--resume]
+
+The baseline is `zero3`. The control reads the data in another order of ranks. `python -m benchmarks report quality`
+judges the variants.
+"""
+
+QUALITY_PIPELINE = """Measure what Optimus-CC's compression costs in perplexity, on four stages of two ranks each.
+
+    quality_pipeline [RUN …] [--steps 400] [--seeds 5] [--quick] [--resume]
+
+The baseline is the uncompressed pipeline. The control has the micro-batches of a batch in another order. `naive`
+encodes all gradients of messages and of stages, without error feedback. `python -m benchmarks report quality_pipeline`
+judges the variants.
+"""
+
+
+def _options(steps: int) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--steps", type=int, default=steps)
+        parser.add_argument("--seeds", type=int, default=5, help="at most 5")
+
+    return add
+
+
+def _of_seeds(runs: Sequence[Any], options: argparse.Namespace) -> Sequence[Any]:
+    return [run for run in runs if run.seed < options.seeds]
+
+
+SUITES = (
+    Suite("quality", QUALITY, RUNS, options=_options(STEPS), chosen=_of_seeds, summary=summary),
+    Suite(
+        "quality_pipeline",
+        QUALITY_PIPELINE,
+        PIPELINE_RUNS,
+        options=_options(400),
+        chosen=_of_seeds,
+        summary=pipeline_summary,
+    ),
+)

@@ -1,0 +1,182 @@
+"""The work of candidates: a GPT of about 17 million parameters, its data, and variants that wait or compute nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import towpath
+from benchmarks import gpt
+from towpath.auto.probe import device_of_job
+
+WIDTH, TINY = 384, 48
+DEPTH, HEADS, LONGEST, VOCABULARY = 9, 6, 256, 2048
+BATCH, LENGTH, SHORT = 4, 128, 16
+SQUARE = towpath.Topology(2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One optimizer step of the model.
+
+    Attributes:
+        topology: Nodes and ranks per node.
+        micro_steps: Forward and backward passes of a step.
+        dtype: The dtype of computation and of messages. Master weights are fp32.
+        batch: Sequences per rank and micro-step.
+        length: Tokens per sequence.
+        width: Width of the model.
+        depth: Blocks of the model.
+        wait_seconds: How long each block sleeps in the forward pass instead of computing. The backward pass sleeps
+        twice
+            as long. This leaves the cores to communication and codecs, as a GPU does.
+        in_step: All ranks wait for each other before each micro-step. Ranks that share cores and exchange nothing in a
+            micro-step otherwise drift apart.
+        adapters: The rank of PEFT's LoRA adapters of each block's matrices, which then train alone. 0 trains
+        everything.
+    """
+
+    topology: towpath.Topology = SQUARE
+    micro_steps: int = 1
+    dtype: str = "float32"
+    batch: int = BATCH
+    length: int = LENGTH
+    width: int = WIDTH
+    depth: int = DEPTH
+    wait_seconds: float | None = None
+    in_step: bool = False
+    adapters: int = 0
+
+    def quick(self) -> Workload:
+        """Return a small workload that runs the same code."""
+        return replace(self, width=TINY, depth=2, batch=1, length=SHORT, micro_steps=min(self.micro_steps, 2))
+
+    def model(self) -> gpt.GPT:
+        """Return the model on the rank's device, with the same values on every rank."""
+        torch.manual_seed(0)
+        context = max(LONGEST, self.length)
+        made = gpt.GPT(width=self.width, depth=self.depth, heads=HEADS, context=context, vocabulary=VOCABULARY)
+        if self.adapters:
+            _add_adapters(made, self.adapters)
+        made.to(device_of_job())
+        if self.wait_seconds is not None:
+            for block in made.blocks:
+                block.__class__ = Waiting
+                cast(Waiting, block).wait_seconds = self.wait_seconds
+        return made
+
+    def silent_model(self) -> gpt.GPT:
+        """Return a model that computes nothing, with the same parameters, all of them used and with a gradient."""
+        made = self.model()
+        made.__class__ = SilentGPT
+        for block in made.blocks:
+            block.__class__ = SilentBlock
+        return made
+
+    def data(self, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the rank's batches without end."""
+        device = device_of_job()
+        for inputs, targets in gpt.batches(rank, self.batch, self.length):
+            if self.in_step:
+                dist.barrier()
+            yield inputs.to(device), targets.to(device)
+
+    @property
+    def precision(self) -> towpath.Precision:
+        """The mixed precision of our strategies."""
+        narrow = self.dtype != "float32"
+        return towpath.Precision(params=self.torch_dtype, reduce=self.torch_dtype) if narrow else towpath.Precision()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return getattr(torch, self.dtype)
+
+    @property
+    def computes_narrow(self) -> bool:
+        """Whether matrices are multiplied in a 16-bit dtype, for which a CPU needs instructions."""
+        return self.dtype != "float32" and not (gpt.WIDENED and device_of_job().type == "cpu")
+
+
+def _add_adapters(model: gpt.GPT, rank: int) -> None:
+    """Freeze the matrices of the blocks, and add an adapter to each."""
+    import peft
+
+    made: Any = peft.LoraConfig(r=rank, target_modules=["qkv", "out", "mlp.0", "mlp.2"])
+    peft.inject_adapter_in_model(made, model)
+
+
+PLAIN = Workload()
+
+
+class Wait(torch.autograd.Function):
+    """An identity that sleeps in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, backward: float | None = None) -> Tensor:
+        """Sleep for `seconds`. The backward pass sleeps for `backward`, by default twice as long."""
+        time.sleep(seconds)
+        ctx.seconds = 2 * seconds if backward is None else backward
+        return x.clone()  # FSDP2 would warn of a view
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor, None, None]:
+        """Sleep, and pass the gradient on."""
+        time.sleep(ctx.seconds)
+        return grad, None, None
+
+
+class Touch(torch.autograd.Function):
+    """An identity with zero gradients for parameters that computed nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: nn.Parameter) -> Tensor:
+        """Return `x`, and note the shapes of the parameters."""
+        ctx.like = [(p.shape, p.dtype) for p in parameters]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradient of `x`, and zeros."""
+        return grad, *(torch.zeros(shape, dtype=dtype, device=grad.device) for shape, dtype in ctx.like)
+
+
+class SilentBlock(gpt.Block):
+    """A block that computes nothing and uses all of its parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x`."""
+        # Parameters are read as a module reads them: `parameters()` may return shards.
+        own = [getattr(module, name) for module in self.modules() for name, _ in module.named_parameters(recurse=False)]
+        return Touch.apply(x, *own)
+
+
+class Waiting(SilentBlock):
+    """A block that sleeps instead of computing."""
+
+    wait_seconds = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x` after `wait_seconds`."""
+        return Wait.apply(super().forward(x), self.wait_seconds)
+
+
+class SilentGPT(gpt.GPT):
+    """A GPT that computes nothing and uses all of its parameters."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """Return a loss of zero."""
+        own = (self.tokens.weight, self.positions, *self.norm.parameters())  # the head shares the tokens' weight
+        x = torch.zeros(1, 1, dtype=self.positions.dtype, device=self.positions.device, requires_grad=True)
+        x = Touch.apply(x, *own)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()

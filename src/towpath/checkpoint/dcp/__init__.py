@@ -1,1 +1,0 @@
-"""Between Towpath and torch.distributed.checkpoint."""

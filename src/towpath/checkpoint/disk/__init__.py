@@ -1,1 +1,0 @@
-"""A checkpoint as files: nothing in here knows of ranks."""

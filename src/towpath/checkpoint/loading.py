@@ -1,0 +1,145 @@
+"""Load the newest usable checkpoint, under any strategy and on any number of ranks.
+
+Rank 0 chooses a checkpoint. If any rank finds it damaged, every rank learns that before the next one is tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from towpath.checkpoint import dcp, folders
+from towpath.checkpoint.dcp import FolderReader
+from towpath.checkpoint.manifest import Manifest, read_manifest
+from towpath.checkpoint.rank_contents import ControlGroup, described
+from towpath.checkpoint.safe_open import DamagedError
+from towpath.checkpoint.state import Restore, State
+from towpath.checkpoint.verifying import check_ranges
+from towpath.errors import CheckpointError, TowpathError
+from towpath.logs import logger
+
+_LOG = logger("checkpoint")
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The checkpoint that `load` has loaded.
+
+    Attributes:
+        step: The step of the checkpoint.
+        path: The folder of the checkpoint.
+        notes: Which checkpoints were damaged and why, and what could not be restored exactly.
+    """
+
+    step: int
+    path: Path
+    notes: tuple[str, ...]
+
+
+def load(where: str | Path, state: State) -> Loaded | None:
+    """Load a checkpoint into `state`. Every rank must call it, between two steps.
+
+    In a folder of checkpoints, the newest one that is not damaged is loaded. After an error, the state is undefined: it
+    may have values of both.
+
+    Args:
+        where: A checkpoint, a folder of checkpoints, or the folder of a `towpath train` run.
+        state: Where to load it. Strategy and number of ranks may differ from those that saved it.
+
+    Returns:
+        What was loaded, or None if the folder has no checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, or no checkpoint is usable. All ranks raise it.
+    """
+    state.settle()
+    control = ControlGroup(state.groups, "checkpoint loading")
+
+    def candidates() -> tuple[bool, list[Path]]:
+        """Return the checkpoints to try, and whether the user named one."""
+        path = Path(where)
+        named = folders.is_checkpoint(path)
+        return named, [path] if named else folders.checkpoints(folders.search_folder(path))
+
+    named, paths = _on_rank_0(control, candidates, CheckpointError)
+    notes: list[str] = []
+    for path in paths:
+        try:
+            loaded = _load(path, state, control, named=named)
+        except DamagedError as error:
+            if named:
+                raise CheckpointError(str(error)) from None
+            notes.append(f"{path.name} was passed over: {error}")
+            if control.rank == 0:
+                _LOG.error("CHECKPOINT %s CANNOT BE USED: %s Trying the one before.", path.name, error)
+            continue
+        return Loaded(loaded.step, path, (*notes, *loaded.notes))
+    if notes:
+        raise CheckpointError(f"no checkpoint in {where} can be used: {' '.join(notes)}")
+    return None
+
+
+def _load(path: Path, state: State, control: ControlGroup, *, named: bool) -> Loaded:
+    def opened() -> Manifest:
+        if not named:
+            folders.refuse_link(path)
+        return read_manifest(path)
+
+    manifest = _on_rank_0(control, opened, DamagedError)
+    _on_all_ranks(control, lambda: manifest.check_sizes(path))
+    _on_all_ranks(control, lambda: state.check(manifest))
+    restore = _on_all_ranks(control, lambda: Restore(state, manifest))
+    reader = FolderReader(path, manifest, state.contents.nodes, control.group)
+    try:
+        dcp.read(restore.targets, reader, control.group)
+    except CheckpointError as error:
+        raise DamagedError(str(error)) from None
+    ranges = control.collect(reader.ranges)
+    problem = control.first(lambda: check_ranges(path, manifest, ranges or []))
+    if problem is not None:
+        raise DamagedError(problem)
+    _on_all_ranks(control, restore.check)
+    notes = _on_all_ranks(control, restore.finish)
+    return Loaded(manifest.step, path, tuple(notes))
+
+
+def _on_rank_0(control: ControlGroup, work: Callable[[], Found], kind: type[CheckpointError]) -> Found:
+    """Return the result of `work` on rank 0, or raise `kind` on every rank if it raises a CheckpointError there."""
+
+    def attempted() -> tuple[Found | None, str | None]:
+        try:
+            return work(), None
+        except CheckpointError as error:
+            return None, str(error)
+
+    found, problem = control.first(attempted)
+    if problem is not None:
+        raise kind(problem)
+    return found  # pyright: ignore[reportReturnType]
+
+
+def _on_all_ranks(control: ControlGroup, work: Callable[[], Found]) -> Found:
+    """Return the result of `work`, or raise on every rank if it raises on one.
+
+    The error is a DamagedError only if no rank has found anything worse, because then an older checkpoint is tried.
+    """
+    found: Found | None = None
+    problem: Exception | None = None
+    try:
+        found = work()
+    except Exception as error:
+        problem = error
+    damaged = isinstance(problem, DamagedError)
+    answers = control.all(None if problem is None else (damaged, described(problem)))
+    if problem is not None and not isinstance(problem, TowpathError):
+        raise problem
+    problems = [(answer[0], rank, answer[1]) for rank, answer in enumerate(answers) if answer is not None]
+    if problems:
+        damaged, rank, text = min(problems)
+        same = len(set(answers)) == 1
+        raise (DamagedError if damaged else CheckpointError)(text if same else f"rank {rank}: {text}")
+    return found  # pyright: ignore[reportReturnType]

@@ -1,1 +1,0 @@
-"""What a checkpoint holds, in memory: model, optimizer, random numbers."""

@@ -1,0 +1,277 @@
+"""The tensors and states that each rank has of a training, and agreement of the ranks about a checkpoint.
+
+A rank has a complete model, its shards, or some stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from towpath.engine.codec_state import codec_state, fingerprint, load_codec_state, reset_codec_state
+from towpath.engine.executor import Engine
+from towpath.errors import CheckpointError, TowpathError
+from towpath.topology.groups import Groups
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and of activation checkpointing
+
+Value = TypeVar("Value")
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTensors:
+    """The parameters and persistent buffers of a model, by their names in a checkpoint.
+
+    These are the names of the model as it was built, without the prefixes of wrappers. `aliases` maps the other names
+    of tied parameters to the first name.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Return parameters and buffers in one dict."""
+        return {**self.parameters, **self.buffers}
+
+    def name_in(self, held: Mapping[str, Any] | set[str], aliases: Mapping[str, str], name: str) -> str:
+        """Return the name of the tensor `name` in a checkpoint that holds the names `held`, with these aliases."""
+        if name in held:
+            return name
+        others = [alias for alias, first in self.aliases.items() if first == name]
+        known = [aliases.get(n, n) for n in (name, *others)]
+        return next((n for n in known if n in held), name)
+
+
+def named_tensors(model: nn.Module) -> NamedTensors:
+    """Return the tensors of `model` by name, or raise CheckpointError for a model with other state."""
+    parameters, aliases = parameters_of(model)
+    buffers: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CheckpointError(
+                f"{path or 'the model'} ({type(module).__name__}) has get_extra_state(), which no checkpoint holds: "
+                "pass what it keeps as an extra of the State."
+            )
+        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in transient:
+                buffers.setdefault(id(buffer), (_as_built(f"{path}.{name}" if path else name), buffer))
+    return NamedTensors(parameters, dict(buffers.values()), aliases)
+
+
+def parameters_of(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """Return the parameters by their first names, and the other names of tied ones with the first name."""
+    first: dict[int, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    aliases: dict[str, str] = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        name = _as_built(raw)
+        known = first.setdefault(id(parameter), name)
+        if known != name:
+            aliases[name] = known
+        parameters.setdefault(known, parameter)
+    return parameters, aliases
+
+
+def _as_built(name: str) -> str:
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def shape_text(shape: tuple[int, ...]) -> str:
+    """Return a shape for an error message, such as 4×8."""
+    return "×".join(map(str, shape)) or "scalar"
+
+
+# --- contents ---------------------------------------------------------------------------------------------------------
+
+
+class RankState(Protocol):
+    """State that a rank carries from step to step: the rounding errors of codecs, and the seeds they draw from."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the state by name. The tensors are those in use, except seeds."""
+        ...
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over the values after the tensors in use were filled."""
+        ...
+
+    def restart(self) -> None:
+        """Start with a new state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """The state of an engine's codecs."""
+
+    engine: Engine
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the state by name."""
+        return codec_state(self.engine)
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over the values."""
+        load_codec_state(self.engine, values)
+
+    def restart(self) -> None:
+        """Start with a new state."""
+        reset_codec_state(self.engine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContents:
+    """The tensors and states that one rank has of a model, and the part that this rank writes.
+
+    Attributes:
+        groups: The ranks of the job.
+        named: Returns this rank's tensors.
+        nodes: The node of each rank.
+        writes_copies: Whether this rank writes tensors of which other ranks have copies.
+        engines: The engines that hold this rank's shards.
+        states: The state that this rank carries, by the prefix of its names.
+        fingerprint: Equal for two runs whose ranks carry the same states.
+        held: The names of all tensors that any rank has. None if each rank has all of them.
+        written_elsewhere: The sharded tensors of this rank that another stage writes.
+        copied_elsewhere: The unsharded tensors of this rank that another stage writes.
+    """
+
+    groups: Groups
+    named: Callable[[], NamedTensors]
+    nodes: list[int]
+    writes_copies: bool
+    engines: tuple[Engine, ...] = ()
+    states: Mapping[str, RankState]
+    fingerprint: str = ""
+    held: frozenset[str] | None = None
+    written_elsewhere: frozenset[str] = frozenset()
+    copied_elsewhere: frozenset[str] = frozenset()
+
+    @property
+    def strategy(self) -> str | None:
+        """The strategy as TOML, or None for an unsharded model."""
+        return self.engines[0].strategy.to_toml() if self.engines else None
+
+    @property
+    def writes(self) -> int:
+        """A number that rises with every write to sharded parameters."""
+        return sum(engine.writes for engine in self.engines)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return all states that this rank carries."""
+        return {f"{prefix}{name}": t for prefix, each in self.states.items() for name, t in each.state().items()}
+
+    def load(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take over all states."""
+        for prefix, each in self.states.items():
+            each.load({name: values[f"{prefix}{name}"] for name in each.state()})
+
+    def restart(self) -> None:
+        """Start with new states."""
+        for each in self.states.values():
+            each.restart()
+
+
+def contents_of(model: Any) -> RankContents:
+    """Return the contents of a model, sharded or not, or of a pipeline, which knows its own."""
+    if not isinstance(model, nn.Module):
+        return model.checkpoint_contents()
+    engine: Engine | None = getattr(model, "towpath_engine", None)
+    places = [] if engine is None else [p for u in engine.units for b in u.buckets for p in b.layout.places]
+    mesh_size = max((len(place.parallel.ranks) for place in places if place.parallel is not None), default=1)
+    groups = engine.comm.groups if engine is not None and mesh_size == 1 else Groups()
+    if engine is not None and engine.comm.groups.world * mesh_size != groups.world:
+        raise CheckpointError(
+            f"the model is on {engine.comm.groups.world} data-parallel × {mesh_size} tensor-parallel ranks, and the "
+            f"job has {groups.world}: a checkpoint is of a whole job."
+        )
+    # Without a topology, as on a mesh, every rank reads for itself.
+    nodes = list(range(groups.world))
+    if engine is not None and mesh_size == 1:
+        nodes = [engine.strategy.topology.node_of(rank) for rank in range(groups.world)]
+    return RankContents(
+        groups=groups,
+        named=lambda: named_tensors(model),
+        nodes=nodes,
+        writes_copies=groups.rank == 0,
+        engines=() if engine is None else (engine,),
+        states={} if engine is None else {"": EngineState(engine)},
+        fingerprint="" if engine is None else fingerprint(engine),
+    )
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def described(error: BaseException) -> str:
+    """Return the message of an error, with its type unless Towpath raised it on purpose."""
+    return str(error) if isinstance(error, TowpathError) else f"{type(error).__name__}: {error}"
+
+
+def gather_or_raise(groups: Groups, what: str, mine: Callable[[], Value]) -> list[Value]:
+    """Return what `mine` returns on each rank. If it raises on one rank, raise CheckpointError on all of them."""
+    found, problem = None, ""
+    try:
+        found = mine()
+    except Exception as error:  # any error: the other ranks wait for an answer
+        problem = described(error)
+    answers = groups.gather_objects((found, problem))
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
+    if failed:
+        raise CheckpointError(f"{what}: {failed[0]}")
+    return [value for value, _ in answers]
+
+
+class ControlGroup:
+    """A process group of all ranks on the CPU, for agreement about checkpoints while the training sends messages.
+
+    Every rank must make the same calls. In a world of one there is no group.
+    """
+
+    def __init__(self, groups: Groups, name: str) -> None:
+        self.rank, self.world = groups.rank, groups.world
+        everyone = (tuple(range(self.world)),)
+        self.group = groups.of(everyone, name, backend="gloo") if self.world > 1 else None
+        self.lost = False
+        self._groups = groups
+
+    def leave(self) -> None:
+        """Close the group after a failure of this rank, so that other ranks do not wait for it until a timeout."""
+        group, self.group, self.lost = self.group, None, True
+        if group is not None:
+            self._groups.leave(group)
+
+    def all(self, mine: Value) -> list[Value]:
+        """Return the value of every rank, by rank."""
+        if self.group is None:
+            return [mine]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, mine, group=self.group)
+        return values
+
+    def first(self, mine: Callable[[], Value]) -> Value:
+        """Return the result of `mine` on rank 0. The other ranks do not call it."""
+        found: list[Any] = [mine() if self.rank == 0 else None]
+        if self.group is not None:
+            dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0]
+
+    def collect(self, mine: Value) -> list[Value] | None:
+        """Return the value of every rank on rank 0, and None on the others."""
+        if self.group is None:
+            return [mine]
+        values: list[Any] | None = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(mine, values, group=self.group, group_dst=0)
+        return values

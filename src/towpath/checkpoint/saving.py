@@ -1,0 +1,400 @@
+"""Save checkpoints, in the background while the training continues, or at once.
+
+In the background, a thread copies what this rank writes into memory of its own, and writes the copy during the next
+steps. The ranks agree over a process group that nothing else uses.
+
+Parameters and optimizer states change only in the optimizer's step. So they are copied during the next forward and
+backward pass, and the optimizer's step waits until the copy is complete. Everything else is copied at once.
+
+A failure to write does not end the training. Every rank gets the same outcome, rank 0 logs it, and earlier checkpoints
+stay as they are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from towpath.checkpoint import dcp, folders
+from towpath.checkpoint.dcp import FolderWriter, JsonSavePlanner, Pieces
+from towpath.checkpoint.folders import FolderInUseError, claim_of, release
+from towpath.checkpoint.rank_contents import ControlGroup, described
+from towpath.checkpoint.state import State
+from towpath.errors import CheckpointError
+from towpath.logs import logger
+
+_LOG = logger("checkpoint")
+_ALIGNED_BYTES = 64
+
+
+# --- snapshots --------------------------------------------------------------------------------------------------------
+
+
+class HostMemory:
+    """Memory on the host that saves are copied into, and that later saves reuse. It is pinned if there is a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.made = 0
+
+    def snapshot(self, found: Mapping[str, Any], version: Callable[[], int]) -> tuple[dict[str, Any], Snapshot]:
+        """Return `found` in this memory, and the snapshot that copies what need not be copied at once.
+
+        `version` returns a number that rises whenever a parameter is written.
+        """
+        boxes = [box for pieces in found.values() if isinstance(pieces, Pieces) for box in pieces.boxes.values()]
+        device = next((box.device for box in boxes if box.device.type == "cuda"), None)
+        needed = sum(_aligned(box.nbytes) for box in boxes)
+        if needed > self._memory.numel():
+            self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None)
+            self.made += 1
+        at, out = 0, dict[str, Any]()
+        late: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, pieces in found.items():
+            if not isinstance(pieces, Pieces):
+                out[name] = pieces
+                continue
+            copies: dict[tuple[int, ...], torch.Tensor] = {}
+            for offsets, box in pieces.boxes.items():
+                copies[offsets] = self._memory[at : at + box.nbytes].view(box.dtype).view(box.shape)
+                at += _aligned(box.nbytes)
+                if pieces.steady:
+                    late.append((copies[offsets], box))
+                else:
+                    copies[offsets].copy_(box, non_blocking=True)
+            out[name] = Pieces(pieces.dtype, pieces.shape, copies)
+        stream = None
+        if device is not None:
+            stream = self._streams[device] if device in self._streams else torch.cuda.Stream(device)
+            self._streams[device] = stream
+        return out, Snapshot(late, version, stream)
+
+
+def _aligned(count_bytes: int) -> int:
+    return -(-count_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+class Snapshot:
+    """A copy that is completed later.
+
+    The training thread creates it and calls `before_step`. Another thread calls `take`.
+    """
+
+    def __init__(
+        self,
+        late: list[tuple[torch.Tensor, torch.Tensor]],
+        version: Callable[[], int],
+        stream: torch.cuda.Stream | None,
+    ) -> None:
+        self._late, self._version, self._stream = late, version, stream
+        self._began_at = version()
+        self._taken = threading.Event()
+        self._copied: torch.cuda.Event | None = None
+        self._begun: torch.cuda.Event | None = None
+        if stream is not None:
+            self._begun, self._copied = torch.cuda.Event(), torch.cuda.Event()
+            self._begun.record(torch.cuda.current_stream(stream.device))
+        self.held_seconds = 0.0
+
+    def take(self) -> None:
+        """Copy the rest. Raise CheckpointError if a parameter was written meanwhile other than by the optimizer."""
+        try:
+            if self._stream is None:
+                self._copy()
+            else:
+                assert self._begun is not None and self._copied is not None
+                with torch.cuda.stream(self._stream):
+                    self._stream.wait_event(self._begun)
+                    self._copy()
+                    self._copied.record(self._stream)
+            disturbed = self._version() != self._began_at  # read before the next step may write
+        finally:
+            self._late = []
+            self._taken.set()
+        if self._copied is not None:
+            self._copied.synchronize()
+        if disturbed:
+            raise CheckpointError(
+                "a parameter was written other than by the optimizer's step while it was copied. Call Saver.settle() "
+                "before you write to parameters."
+            )
+
+    def _copy(self) -> None:
+        for copy, source in self._late:
+            copy.copy_(source, non_blocking=True)
+
+    def before_step(self) -> None:
+        """Wait for the copy. On a GPU the current stream waits, instead of this thread."""
+        if not self._taken.is_set():
+            began = time.perf_counter()
+            self._taken.wait()
+            self.held_seconds += time.perf_counter() - began
+        if self._copied is not None and self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._copied)
+
+
+# --- savers -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How the saving of one step ended. It is the same on every rank, except for the seconds.
+
+    Attributes:
+        step: The step that was saved.
+        path: The folder of the checkpoint.
+        failure: Why there is no checkpoint, or None if it was saved.
+        seconds: How long saving took.
+        held_seconds: How long the training waited.
+    """
+
+    step: int
+    path: Path
+    failure: str | None
+    seconds: float
+    held_seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the checkpoint was saved."""
+        return self.failure is None
+
+
+class Saving:
+    """A checkpoint that is being saved, as `Saver.save` returns it."""
+
+    def __init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.snapshot: Snapshot | None = None
+        self.held_seconds = 0.0
+        self.ended: Outcome | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether saving has ended."""
+        return self.ended is not None
+
+    def outcome(self) -> Outcome:
+        """Wait until saving has ended, and return its outcome."""
+        if self.thread is not None:
+            self.thread.join()
+        assert self.ended is not None
+        later = self.snapshot.held_seconds if self.snapshot is not None else 0.0
+        return replace(self.ended, held_seconds=self.held_seconds + later)
+
+
+class Saver:
+    """Saves a state into a folder, one checkpoint per step.
+
+    Every rank creates the saver and makes the same calls. Until `close`, the folder belongs to this job. A saver
+    removes what dead runs left unfinished in it.
+
+    Example:
+        saver = Saver("runs/a", State(model, optimizer), keep_last=3)
+        saver.save(step)        # between two steps
+        saver.close()           # at the end
+
+    Args:
+        root: The folder for the checkpoints, which all nodes must see.
+        state: What to save.
+        keep_last: How many of the newest checkpoints to keep. By default all are kept.
+        keep_every: Keep also the checkpoints whose step is a multiple of this. It requires `keep_last`.
+        background: Write while the training continues. Set it to False if `save` should return when it has finished.
+        lane: A name for the saver's process group. Savers that work at the same time need different ones.
+
+    Raises:
+        CheckpointError: Another job uses the folder, or the arguments are invalid.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        state: State,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        background: bool = True,
+        lane: str = "checkpoint",
+    ) -> None:
+        if keep_last is not None and keep_last < 1:
+            raise CheckpointError(f"keep_last is at least 1, or None to keep all; got {keep_last}.")
+        if keep_every is not None and (keep_every < 1 or keep_last is None):
+            raise CheckpointError(f"keep_every is at least 1, and goes with keep_last; got {keep_every}, {keep_last}.")
+        self.root, self.state = Path(root), state
+        self._keep = keep_last, keep_every
+        self._background = background
+        self._control = ControlGroup(state.groups, lane)
+        self._memory = HostMemory()
+        self._under_way: Saving | None = None
+        self._hook: RemovableHandle | None = None
+        self._lost: FolderInUseError | None = None
+        self._open()
+        state.savers.add(self)
+
+    def _open(self) -> None:
+        """Claim the folder, or raise FolderInUseError on every rank if another job has it."""
+
+        def claimed() -> str | None:
+            """Return "" if this job has the folder, why it has not, or None if that is not known yet."""
+            try:
+                if not self._claim.take():
+                    time.sleep(folders.PAUSE_SECONDS)
+                    return None
+                folders.sweep(self.root)
+            except FolderInUseError as error:
+                return str(error)
+            except OSError:  # a folder that cannot be written to: each save tries again, and reports it
+                return ""
+            return ""
+
+        self._claim = claim_of(self.root)
+        self._release = weakref.finalize(self, release, self._claim)
+        while (problem := self._control.first(claimed)) is None:
+            pass
+        if problem:
+            self._release()
+            raise FolderInUseError(problem)
+
+    def save(self, step: int) -> Saving:
+        """Save the state after `step`. If the previous checkpoint is still being written, wait for it first.
+
+        Every rank must call it, between two steps of the optimizer.
+
+        Args:
+            step: The number of steps done, which names the checkpoint.
+
+        Returns:
+            The checkpoint that is being saved. Ignore it, or call its `outcome` to wait.
+
+        Raises:
+            CheckpointError: Another job has taken the folder over. A failure to write is in the outcome instead.
+        """
+        began = time.perf_counter()
+        self.wait()
+        if self._lost is not None:  # on every rank
+            raise FolderInUseError(str(self._lost))
+        if not self._release.alive:  # it was closed
+            self._open()
+        if self._background and self._hook is None and self.state.optimizer is not None:
+            self._hook = self.state.optimizer.register_step_pre_hook(_settling(weakref.ref(self)))
+        saving = self._under_way = Saving()
+        problem: str | None = None
+        found: dict[str, Any] = {}
+        try:
+            found = self.state.collect()
+            if self._background:
+                contents = self.state.contents
+                found, saving.snapshot = self._memory.snapshot(found, lambda: contents.writes)
+        except Exception as error:  # the planner gives it to all ranks, which would otherwise wait for this one
+            problem, found = described(error), {}
+
+        def work() -> None:
+            failure = problem
+            try:
+                if failure is None and saving.snapshot is not None:
+                    saving.snapshot.take()
+            except Exception as error:
+                failure = described(error)
+            saving.ended = self._write(step, found, failure, began)
+
+        if self._background:
+            saving.thread = threading.Thread(target=work, name=f"towpath checkpoint {step}", daemon=True)
+            saving.thread.start()
+        else:
+            work()
+        saving.held_seconds = time.perf_counter() - began
+        return saving
+
+    def settle(self) -> None:
+        """Return when everything that is being saved has been copied.
+
+        Call it before you write to parameters or optimizer states other than by the optimizer's step.
+        """
+        if self._under_way is not None and self._under_way.snapshot is not None:
+            self._under_way.snapshot.before_step()
+
+    def wait(self) -> Outcome | None:
+        """Wait for the checkpoint that is being saved, and return its outcome. Return None if there is none."""
+        saving, self._under_way = self._under_way, None
+        return saving.outcome() if saving is not None else None
+
+    def close(self) -> Outcome | None:
+        """Wait for the checkpoint that is being saved, and give memory and folder back. Every rank must call it.
+
+        Returns:
+            The outcome of the last checkpoint, or None if it was waited for already.
+        """
+        outcome = self.wait()
+        self._release()
+        self._memory = HostMemory()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        return outcome
+
+    def _write(self, step: int, found: dict[str, Any], problem: str | None, began: float) -> Outcome:
+        writer = FolderWriter(self.root, step, self._claim, self.state.contents.strategy)
+        failure: str | None = None
+        try:
+            if self._control.lost:
+                raise CheckpointError("the ranks have lost each other while they saved; start them anew.")
+            dcp.write(found, writer, JsonSavePlanner(problem), self._control.group)
+        except CheckpointError as error:  # the same on every rank
+            failure = str(error)
+            self._lost = error if isinstance(error, FolderInUseError) else None
+        except Exception as error:
+            failure = described(error)
+            self._control.leave()
+        path = folders.checkpoint_of(self.root, step)
+        if self._control.rank == 0 and failure is not None:
+            _LOG.error("CHECKPOINT OF STEP %d NOT SAVED: %s The training goes on.", step, failure)
+            writer.clear()
+        elif self._control.rank == 0:
+            try:
+                folders.remove_old(self.root, step, *self._keep)
+            except OSError as error:
+                _LOG.warning("old checkpoints in %s cannot be taken away: %s", self.root, error)
+        seconds = time.perf_counter() - began
+        return Outcome(step=step, path=path, failure=failure, seconds=seconds, held_seconds=0.0)
+
+
+def _settling(saver: weakref.ref[Saver]) -> Callable[..., None]:
+    """Return a hook for an optimizer's step. It keeps neither the saver nor its claim on the folder alive."""
+
+    def before_step(*_: object) -> None:
+        found = saver()
+        if found is not None:
+            found.settle()
+
+    return before_step
+
+
+def save(root: str | Path, step: int, state: State) -> Outcome:
+    """Save one checkpoint, and return when it has been written. Every rank must call it, between two steps.
+
+    Use a `Saver` to save while the training continues.
+
+    Args:
+        root: The folder for the checkpoint, which all nodes must see.
+        step: The number of steps done, which names the checkpoint.
+        state: What to save.
+
+    Returns:
+        The outcome, with the reason if nothing was saved.
+
+    Raises:
+        CheckpointError: Another job uses the folder.
+    """
+    saver = Saver(root, state, background=False, lane="checkpoint at once")
+    outcome = saver.save(step).outcome()
+    saver.close()
+    return outcome

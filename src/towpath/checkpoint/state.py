@@ -1,0 +1,373 @@
+"""What a checkpoint contains of a training run: model, optimizer, everything else with a state, and random numbers.
+
+    model.NAME                parameters (the masters, in their own dtype) and persistent buffers
+    optimizer.NAME.STATE      per parameter, by the parameter's name
+    EXTRA.PATH                the tensors in the state of an extra
+    rank.R.rng.…, rank.R.codec.…   what each rank has of its own
+
+Values that are not tensors are in the manifest, under `model`, `optimizer`, the names of the extras, `engine`, `rng`,
+`config` and, for adapters of PEFT, `peft`.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from towpath.checkpoint import adapters, optimizer_state
+from towpath.checkpoint.dcp import Pieces
+from towpath.checkpoint.manifest import TORCH_DTYPES, Manifest, from_json, tensors_in, to_json
+from towpath.checkpoint.rank_contents import NamedTensors, RankContents, contents_of, gather_or_raise, shape_text
+from towpath.checkpoint.rng import check_rng_shapes, rng_state, seed_anew, set_rng_state
+from towpath.checkpoint.safe_open import DamagedError
+from towpath.checkpoint.safetensors import empty
+from towpath.engine.parameters.shard_tensor import ShardTensor
+from towpath.errors import CheckpointError, TowpathError
+
+_TAKEN = ("model", "optimizer", "rank", "engine", "rng", adapters.VALUE)
+_SPLIT_ELEMENTS = 1 << 16  # a slice that several ranks hold is divided among them, unless it is smaller
+_NAMED_DIFFERENCES = 4
+
+
+class HasContents(Protocol):
+    """A model that knows which rank has which tensors of it: a pipeline."""
+
+    def checkpoint_contents(self) -> RankContents:
+        """Return what this rank has."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters."""
+        ...
+
+
+class State:
+    """Everything that a checkpoint contains: what to save, and where to load it.
+
+    With several ranks, every rank must create the `State`. An unsharded model must be the same on all of them.
+
+    Example:
+        state = State(model, optimizer, schedule=scheduler, data=loader)
+
+    Args:
+        model: The model, sharded or not, or a pipeline of `towpath.pipeline`.
+        optimizer: The model's optimizer, for a pipeline that of this rank. Without one, only the model is saved.
+        config: The model's configuration, which an export writes as Hugging Face's config.json.
+        names: Other names for tensors in an export, by their names in the model.
+        **extras: Anything else with `state_dict()` and `load_state_dict()`. The states must be the same on every rank:
+            those of rank 0 are saved.
+
+    Raises:
+        CheckpointError: An extra has a reserved name, or the model is only on a part of the job's ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | HasContents,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        names: Mapping[str, str] | None = None,
+        **extras: Stateful,
+    ) -> None:
+        taken = [name for name in extras if name in _TAKEN]
+        if taken:
+            raise CheckpointError(
+                f"{taken[0]!r} is a name of Towpath's own in a checkpoint; call this state otherwise."
+            )
+        self.model, self.optimizer, self.extras = model, optimizer, extras
+        self.config, self.names = config, dict(names or {})
+        self.savers = weakref.WeakSet[Any]()  # those that save this state
+        self.contents = contents_of(model)
+        for engine in self.contents.engines:
+            engine.before_rewrite.append(weakref.WeakMethod(self.settle))
+        self.groups = self.contents.groups
+        self.rank, self.world = self.groups.rank, self.groups.world
+
+    def settle(self) -> None:
+        """Return when everything that is being saved has been copied, so that it may be changed."""
+        for saver in list(self.savers):
+            saver.settle()
+
+    # --- saving
+
+    def collect(self) -> dict[str, Any]:
+        """Return what this rank writes: pieces of the tensors in use, and on rank 0 all values that are not tensors."""
+        model = self.named()
+        copies = self.contents.writes_copies
+        found: dict[str, Any] = {}
+        found.update(self._mine({f"model.{name}": tensor for name, tensor in model.all().items()}, copies))
+        own = {f"rank.{self.rank}.rng.{name}": tensor for name, tensor in rng_state().items()}
+        own |= {f"rank.{self.rank}.codec.{name}": tensor for name, tensor in self.contents.state().items()}
+        found.update(self._mine(own, True))
+        values: dict[str, Any] = {"model": {"aliases": model.aliases}, "rng": {"seed": torch.initial_seed()}}
+        if self.contents.engines:
+            values["engine"] = {"step": self.contents.engines[0].step, "fingerprint": self.contents.fingerprint}
+        if self.optimizer is not None:
+            tensors, values["optimizer"] = self._optimizer_state(self.optimizer, model)
+            owned = optimizer_state.owned_states(self.optimizer, model, tensors)
+            found.update(self._mine({name: t for name, t in tensors.items() if name not in owned}, copies))
+            found.update(self._owned(owned))
+        for name, extra in self.extras.items():
+            tensors = dict[str, torch.Tensor]()
+            values[name] = to_json(extra.state_dict(), name, tensors.__setitem__)
+            found.update(self._mine(tensors, self.rank == 0))
+        if self.config is not None:
+            try:  # as in a config.json, which has no tuples, and only strings as keys
+                values["config"] = json.loads(json.dumps(self.config))
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"config: expected what JSON can hold, as to_dict() gives it ({error})."
+                ) from error
+        if self.names:
+            values["names"] = self.names
+        if self.rank == 0 and (found_adapters := adapters.adapters_of(self.model)):
+            values[adapters.VALUE] = found_adapters
+        return {**found, **values} if self.rank == 0 else found
+
+    def named(self) -> NamedTensors:
+        """Return this rank's tensors of the model, or raise CheckpointError if they are unsharded meanwhile."""
+        if any(engine.kept_unsharded for engine in self.contents.engines):
+            raise CheckpointError("inside towpath.full_parameters(): leave it before a checkpoint is saved or loaded.")
+        return self.contents.named()
+
+    def _optimizer_state(
+        self, optimizer: torch.optim.Optimizer, model: NamedTensors
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Return the tensors of this rank, and the values of all ranks."""
+        if self.contents.held is None and not optimizer_state.is_spread(optimizer):
+            return optimizer_state.collect(optimizer, model)
+        tensors: dict[str, torch.Tensor] = {}
+
+        def mine() -> dict[str, Any]:
+            found, values = optimizer_state.collect(optimizer, model)
+            tensors.update(found)
+            return values
+
+        return tensors, optimizer_state.merged(gather_or_raise(self.groups, "the optimizer's state", mine))
+
+    def _mine(self, tensors: Mapping[str, torch.Tensor], copies: bool) -> Iterator[tuple[str, Pieces]]:
+        """Yield what this rank writes of `tensors`. Ranks that hold the same slice of a ShardTensor divide it.
+
+        `copies` says whether this rank writes tensors that are not ShardTensors.
+        """
+        for name, tensor in tensors.items():
+            if self._is_written_elsewhere(name, tensor):
+                continue
+            if isinstance(tensor, ShardTensor):
+                boxes = dict(_share(tensor, crc32(name.encode())))
+            elif copies:
+                boxes = {(0,) * tensor.dim(): tensor.detach()}
+            else:
+                continue
+            if boxes:
+                steady = isinstance(tensor, ShardTensor) and self.optimizer is not None
+                yield name, Pieces(tensor.dtype, tensor.shape, boxes, steady)
+
+    def _owned(self, owned: Mapping[str, tuple[torch.Tensor, ShardTensor]]) -> Iterator[tuple[str, Pieces]]:
+        """Yield the full states that this rank writes. Their owners in the other replicas have the same states."""
+        for name, (tensor, parameter) in owned.items():
+            holders = parameter.shard_spec.holders
+            writes = holders[crc32(name.encode()) % len(holders)] == parameter.shard_spec.replica.rank
+            if writes and not self._is_written_elsewhere(name, parameter):
+                yield name, Pieces(tensor.dtype, tensor.shape, {(0,) * tensor.dim(): tensor.detach()}, True)
+
+    def _is_written_elsewhere(self, name: str, tensor: torch.Tensor) -> bool:
+        contents = self.contents
+        names = contents.written_elsewhere if isinstance(tensor, ShardTensor) else contents.copied_elsewhere
+        return any(name == f"model.{n}" or name.startswith(f"optimizer.{n}.") for n in names)
+
+    # --- loading
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise CheckpointError if the checkpoint is of another model."""
+        model = self.named()
+        wanted = {n: tuple(t.shape) for n, t in model.all().items()}
+        held = {n.removeprefix("model."): t.shape for n, t in manifest.tensors.items() if n.startswith("model.")}
+        on_all_ranks = self.contents.held if self.contents.held is not None else wanted
+        known = {model.name_in(held, manifest.aliases, name) for name in on_all_ranks} | set(model.aliases)
+        found: list[str] = []
+        for name, shape in wanted.items():
+            there = held.get(model.name_in(held, manifest.aliases, name))
+            if there is None:
+                found.append(f"{name} {shape_text(shape)} is not in it")
+            elif there != shape:
+                found.append(f"{name} is {shape_text(there)} in it and {shape_text(shape)} in the model")
+        found += [
+            f"it has {name} {shape_text(shape)}, the model has not" for name, shape in held.items() if name not in known
+        ]
+        if found:
+            more = f"; and {len(found) - _NAMED_DIFFERENCES} more" if len(found) > _NAMED_DIFFERENCES else ""
+            raise CheckpointError(
+                f"the checkpoint is of another model: {'; '.join(found[:_NAMED_DIFFERENCES])}{more}. Build the model "
+                "that was saved, or load another checkpoint."
+            )
+
+
+def _share(tensor: ShardTensor, number: int) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the boxes that this rank writes of a slice that it and other ranks hold. `number` selects one of them."""
+    shard_spec, local = tensor.shard_spec, tensor.to_local().detach()
+    if not shard_spec.counts:
+        return  # another rank of the tensor-parallel mesh has the same slice, and writes it
+    first, last = shard_spec.bounds()
+    place, count = shard_spec.holders.index(shard_spec.replica.rank), len(shard_spec.holders)
+    if tensor.numel() == 0:
+        if shard_spec.replica.rank == 0:
+            yield (0,) * tensor.dim(), local.view(tensor.shape)
+        return
+    if last - first >= _SPLIT_ELEMENTS:
+        start, end = (first + (last - first) * i // count for i in (place, place + 1))
+    else:
+        start, end = (first, last) if number % count == place else (first, first)
+    for box in tensor.boxes((start, end)):
+        yield box.offsets, local[box.start - first : box.end - first].view(box.sizes)
+
+
+class Restore:
+    """A checkpoint that is loaded into a `State`, under any layout. Fill its `targets`, call `check`, then `finish`."""
+
+    def __init__(self, state: State, manifest: Manifest) -> None:
+        self._state, self._manifest, self._model = state, manifest, state.named()
+        self._restores_codecs = False
+        self.targets: dict[str, torch.Tensor] = {}
+        self.notes: list[str] = []
+        # Tied in the checkpoint, and not in this model: name, tensor, and the target of the first name.
+        self._untied: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        # Parameters that are stored encoded, and the targets that are read in their place.
+        self._encoded: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._same_world = manifest.world == state.world
+        self._optimizer = (
+            optimizer_state.OptimizerRestore(state.optimizer, self._model, manifest)
+            if state.optimizer is not None and "optimizer" in manifest.values
+            else None
+        )
+        self._add_model()
+        self._add_codecs()
+        if self._optimizer is not None:
+            self.targets.update(self._optimizer.targets)
+        if self._same_world:
+            prefix = f"rank.{state.rank}.rng."
+            found = {n.removeprefix(prefix): t for n, t in manifest.tensors.items() if n.startswith(prefix)}
+            if found:
+                check_rng_shapes({name: (stored.dtype, stored.shape) for name, stored in found.items()})
+            for name in found:
+                self._add_new(f"{prefix}{name}")
+        for name in state.extras:
+            for path in tensors_in(manifest.values.get(name)):
+                self._add_new(path)
+        for name, target in self.targets.items():
+            _check_target(manifest, name, target)
+
+    def _add_model(self) -> None:
+        held = {n.removeprefix("model.") for n in self._manifest.tensors if n.startswith("model.")}
+        rounded: set[str] = set()
+        for name, tensor in self._model.all().items():
+            key = f"model.{self._model.name_in(held, self._manifest.aliases, name)}"
+            if key in self.targets:
+                self._untied.append((name, tensor, self.targets[key]))
+                continue
+            self.targets[key] = tensor.detach()
+            if isinstance(tensor, ShardTensor) and tensor.rests_in is not None:
+                self.targets[key] = torch.empty_like(tensor.detach())
+                self._encoded.append((tensor, self.targets[key]))
+            here, there = str(tensor.dtype).removeprefix("torch."), self._manifest.tensors[key].dtype
+            if TORCH_DTYPES[there] != tensor.dtype:
+                rounded.add(f"saved as {there}, loaded as {here}")
+        for alias, first in self._model.aliases.items():
+            both = alias in held and first in held  # tied in this model, and not in the checkpoint
+            if both and first in self._model.parameters:
+                self.targets[f"model.{alias}"] = torch.empty_like(self._model.parameters[first].detach())
+        self.notes += [f"parameters were {what}" for what in sorted(rounded)]
+
+    def _add_codecs(self) -> None:
+        contents, saved = self._state.contents, self._manifest.values.get("engine")
+        for engine in contents.engines:
+            engine.go_to(saved["step"] if saved is not None else self._manifest.step)
+        prefix = f"rank.{self._state.rank}.codec."
+        kept = {n.removeprefix(prefix) for n in self._manifest.tensors if n.startswith(prefix)}
+        same = saved is not None and self._same_world and saved["fingerprint"] == contents.fingerprint
+        if same and kept == set(contents.state()):
+            self._restores_codecs = True
+            self.targets.update({f"{prefix}{name}": tensor for name, tensor in contents.state().items()})
+            return
+        contents.restart()
+        carried = any(".codec." in name and name.startswith("rank.") for name in self._manifest.tensors)
+        if contents.engines and carried:
+            self.notes.append("codec feedback starts at zero: what was carried belongs to another strategy or cluster")
+
+    def _add_new(self, path: str) -> None:
+        stored = self._manifest.tensors[path]
+        self.targets[path] = empty(stored.shape, TORCH_DTYPES[stored.dtype], path)
+
+    def check(self) -> None:
+        """Raise CheckpointError if parameters that are tied in the model differ in the filled targets."""
+        with torch.no_grad():
+            for tensor, values in self._encoded:
+                tensor.copy_(values)
+        for alias, first in self._model.aliases.items():
+            twin = self.targets.get(f"model.{alias}")
+            if twin is None:
+                continue
+            here, there = (
+                t.to_local() if isinstance(t, ShardTensor) else t for t in (self._model.parameters[first], twin)
+            )
+            if not torch.equal(here, there):
+                raise CheckpointError(
+                    f"{alias} and {first} are one parameter in the model, and differ in the checkpoint. Build the "
+                    "model that was saved, with the two untied."
+                )
+
+    def finish(self) -> list[str]:
+        """Restore everything that is not a tensor in use. Return notes for the user."""
+        state, values = self._state, self._manifest.values
+        with torch.no_grad():
+            for _, tensor, source in self._untied:  # their shards need not match element by element
+                tensor.copy_(source.full_tensor() if isinstance(source, ShardTensor) else source)
+        if self._restores_codecs:
+            state.contents.load(self._filled(f"rank.{state.rank}.codec."))
+        if self._optimizer is not None:
+            self.notes += self._optimizer.finish(self.targets)
+        elif state.optimizer is not None:
+            self.notes.append("the checkpoint has no optimizer: its states start afresh")
+        for name, extra in state.extras.items():
+            if name not in values:
+                self.notes.append(f"the checkpoint has no {name!r}: it starts afresh")
+                continue
+            try:
+                extra.load_state_dict(from_json(values[name], self.targets.__getitem__))
+            except TowpathError:
+                raise
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise DamagedError(f"{name!r} ({type(extra).__name__}) does not take its state ({problem}).") from error
+        if saved := self._filled(f"rank.{state.rank}.rng."):
+            set_rng_state(saved)
+        elif "rng" in values:
+            seed_anew(values["rng"]["seed"], self._manifest.step, state.rank)
+            self.notes.append(
+                f"random numbers begin anew, from the saved seed: {self._manifest.world} ranks wrote the checkpoint, "
+                f"and now there are {state.world}"
+            )
+        return self.notes
+
+    def _filled(self, prefix: str) -> dict[str, torch.Tensor]:
+        return {n.removeprefix(prefix): t for n, t in self.targets.items() if n.startswith(prefix)}
+
+
+def _check_target(manifest: Manifest, name: str, target: torch.Tensor) -> None:
+    """Raise CheckpointError unless the checkpoint has a tensor of the target's shape that its dtype can represent."""
+    stored = manifest.tensors.get(name)
+    if stored is None:
+        raise DamagedError(f"{name} is missing, which other parts of the checkpoint name.")
+    if stored.shape != tuple(target.shape):
+        raise DamagedError(f"{name} is {shape_text(stored.shape)} in it; expected {shape_text(tuple(target.shape))}.")
+    if not torch.can_cast(TORCH_DTYPES[stored.dtype], target.dtype):
+        here = str(target.dtype).removeprefix("torch.")
+        raise CheckpointError(f"{name} is {stored.dtype} in the checkpoint, which cannot be cast to {here}.")

@@ -1,0 +1,256 @@
+"""Models and clusters by name, or from a file.
+
+The data of published models is in `models.toml`, that of clusters in `clusters/`, both next to this file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from towpath.errors import ConfigError
+from towpath.planner.cluster import Cluster, from_table
+from towpath.planner.model import Model, Transformer
+from towpath.planner.profile import Profile
+
+
+def shipped_clusters() -> list[str]:
+    """Return the sorted names of the clusters that come with Towpath."""
+    folder = files("towpath.planner").joinpath("clusters")
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def load_cluster(what: str | Path, nodes: int | None = None) -> Cluster:
+    """Load the description of a cluster.
+
+    Args:
+        what: The name of a shipped cluster, a TOML file, or a JSON file that `towpath probe` wrote.
+        nodes: Number of nodes, in place of the description's. A measured cluster keeps its own.
+
+    Returns:
+        The cluster.
+
+    Raises:
+        ConfigError: If there is no such cluster, or its file cannot be read.
+    """
+    if Path(what).suffix == ".json":
+        profile = Profile.load(what)
+        if nodes not in (None, profile.topology.nodes):
+            raise ConfigError(
+                f"profile {what} is of {profile.topology.nodes} nodes, and --nodes asks for {nodes}: what was "
+                "measured on one number of nodes does not hold for another. Probe there, or describe it in a .toml."
+            )
+        return profile.cluster()
+    if str(what) in shipped_clusters():
+        name = str(what)
+        text = files("towpath.planner").joinpath("clusters", f"{what}.toml").read_text(encoding="utf-8")
+    else:
+        path = Path(what)
+        if not path.is_file():
+            known = ", ".join(shipped_clusters())
+            raise ConfigError(f"cluster {str(what)!r}: expected a .toml file, or one of {known}.")
+        try:
+            name, text = path.stem, path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cluster: cannot read {path}: {error}.") from None
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster {what}: not TOML: {error}.") from None
+    found = from_table(name, table)
+    return found if nodes is None else found.on(nodes)
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def _llama(width: int, depth: int, heads: int, hidden: int, vocabulary: int = 32000) -> Transformer:
+    return Transformer(vocabulary, width, depth, heads, hidden, tied=False, gated=True, biases=False)
+
+
+def _gpt(width: int, depth: int, heads: int, vocabulary: int = 51200, positions: int = 1024) -> Transformer:
+    return Transformer(vocabulary, width, depth, heads, 4 * width, positions=positions)
+
+
+def _bert(width: int, depth: int, heads: int = 40) -> Transformer:
+    return Transformer(32008, width, depth, heads, 4 * width, positions=512)
+
+
+# The models of the papers, and the length of their sequences there. The ZeRO++ paper prints only sizes. Its shapes here
+# are the usual ones of these sizes.
+MODELS: dict[str, tuple[Transformer, int]] = {
+    "llama-7b": (_llama(4096, 32, 32, 11008), 4096),
+    "llama-13b": (_llama(5120, 40, 40, 13824), 4096),
+    "llama-30b": (_llama(6656, 60, 52, 17920), 4096),
+    "llama-65b": (_llama(8192, 80, 64, 22016), 4096),
+    "bert-10b": (_bert(2560, 127), 512),
+    "bert-15b": (_bert(2560, 190), 512),
+    "bert-20b": (_bert(5120, 64), 512),
+    "bert-50b": (_bert(8192, 62, heads=64), 512),  # the paper prints 40 heads, which do not divide the width
+    "gpt-2.5b": (_gpt(1920, 52, 20), 1024),
+    "gpt-8.3b": (_gpt(3072, 72, 24), 1024),
+    "gpt-9.2b": (_gpt(3072, 80, 24), 1024),
+    "gpt-18b": (_gpt(6144, 40, 48, positions=2048), 2048),
+    "gpt-100b": (_gpt(12288, 55, 96, positions=2048), 2048),
+    "gpt-138b": (_gpt(12288, 76, 96, positions=2048), 2048),
+}
+
+_EXPECTED = "a name, a Hugging Face config.json or its folder, or a .toml file"
+
+
+def describe_model(what: str | Path, length: int | None = None) -> Model:
+    """Describe a model by its name or from a file.
+
+    Args:
+        what: The name of a published model such as "llama-3.1-8b", a `config.json` of transformers or its folder, or
+            a TOML file with the fields of `Transformer`.
+        length: Tokens of a sequence. Default: the model's own.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: If the model is unknown, its file cannot be read, or it is a mixture of experts.
+    """
+    shape, name, length = model_shape(what, length)
+    return shape.model(name, length)
+
+
+def model_shape(what: str | Path, length: int | None = None) -> tuple[Transformer, str, int]:
+    """Return the shape of a model, its name, and the tokens of a sequence, for `Transformer.staged`.
+
+    The arguments and errors are those of `describe_model`.
+    """
+    path = Path(what, "config.json") if Path(what).is_dir() else Path(what)
+    if path.suffix not in (".json", ".toml"):
+        return _named(str(what), length)
+    if not path.is_file():
+        raise ConfigError(f"model {str(what)!r}: there is no file {path}. Expected {_EXPECTED}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        table: dict[str, Any] = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {path}: {error}.") from None
+    usual = table.pop("length", None) if path.suffix == ".toml" else None
+    shape = _from_config(table, path) if path.suffix == ".json" else _from_table(table, path)
+    length = length or usual or shape.positions or table.get("max_position_embeddings")
+    if not length:
+        raise ConfigError(f"model: {path} does not say how long its sequences are: pass length=, or --length.")
+    return shape, path.stem if path.suffix == ".toml" else path.parent.name or "model", length
+
+
+def _from_table(table: Mapping[str, Any], path: Path) -> Transformer:
+    known = {f.name: f for f in fields(Transformer)}
+    if unknown := set(table) - set(known):
+        raise ConfigError(f"model: {path}: unknown key {sorted(unknown)[0]!r}; it takes length, {', '.join(known)}.")
+    for name in ("vocabulary", "width", "depth", "heads", "hidden"):
+        if name not in table:
+            raise ConfigError(f"model: {path}: {name} is missing; expected a whole number of at least 1.")
+    return Transformer(**table)
+
+
+# The names of each size in a `config.json`, in order of preference.
+_NAMES = {
+    "vocabulary": ("vocab_size",),
+    "width": ("hidden_size", "n_embd", "d_model"),
+    "depth": ("num_hidden_layers", "n_layer", "num_layers"),
+    "heads": ("num_attention_heads", "n_head", "num_heads"),
+    "hidden": ("intermediate_size", "n_inner", "ffn_dim", "d_ff"),
+}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LIKE_GPT = ("gpt2", "gpt_neox", "gptj", "bert", "roberta", "opt", "bloom", "gpt_neo", "gpt_bigcode", "xlm-roberta")
+
+
+def _from_config(config: Mapping[str, Any], path: Path) -> Transformer:
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, Mapping) else config
+    kind = str(config.get("model_type", ""))
+    if experts := next((key for key in _EXPERTS if config.get(key)), None):
+        raise ConfigError(
+            f"model: {path} has {experts} = {config[experts]!r}: it is a mixture of experts, and the planner knows "
+            "only dense models, in which every token meets every parameter."
+        )
+    found: dict[str, int] = {}
+    for name, theirs in _NAMES.items():
+        value = next((config[key] for key in theirs if config.get(key)), None)
+        if value is None and name == "hidden":
+            value = 4 * found["width"]
+        if value is None:
+            raise ConfigError(f"model: {path} has no {' or '.join(theirs)}: it is of no kind that is known here.")
+        found[name] = value
+    plain = kind in _LIKE_GPT
+    learned = plain and kind not in ("gpt_neox", "gptj", "bloom")
+    positions = config.get("n_positions") or config.get("max_position_embeddings") or 0
+    return Transformer(
+        **found,
+        kv_heads=config.get("num_key_value_heads") or 0,
+        tied=bool(config.get("tie_word_embeddings", plain)),
+        gated=not plain,
+        biases=plain,
+        positions=positions if learned else 0,
+        head=config.get("head_dim") or 0,
+        head_norms=kind == "qwen3",
+        norm_copies=not plain,
+    )
+
+
+# Published models ----------------------------------------------------------------------------------------------------
+
+
+def published_names() -> list[str]:
+    """Return the names of the published models that are known."""
+    return [name for entry in _published()["model"] for name in entry["names"]]
+
+
+def _named(what: str, length: int | None) -> tuple[Transformer, str, int]:
+    """Find a model by name, however it is spelled: "llama-3.1-8b", "Llama3.1-8B" or "meta-llama/Llama-3.1-8B"."""
+    words, data = _words_of(what), _published()
+    for name, (shape, usual) in MODELS.items():
+        if _words_of(name) == words:
+            return shape, name, length or usual
+    for start, family in data["experts"].items():
+        begins = _words_of(start)
+        if words[: len(begins)] == begins:
+            raise ConfigError(
+                f"model {what!r}: {family} is a mixture of experts, and the planner knows only dense models, in which "
+                f"every token meets every parameter. Expected one such as {_nearest(what, published_names())}."
+            )
+    for entry in data["model"]:
+        for name in entry["names"]:
+            if words == _words_of(name):
+                own = {key: value for key, value in entry.items() if key not in ("names", "length")}
+                return Transformer(**{**data["all"], **own}), name, length or entry["length"]
+    if what.startswith(("/", ".", "~")) or what.count("/") > 1:
+        raise ConfigError(f"model {what!r}: there is no such file or folder. Expected {_EXPECTED}.")
+    known = [*MODELS, *published_names()]
+    raise ConfigError(
+        f"model {what!r}: expected a name ({', '.join(known)}), a Hugging Face config.json or its folder, or a .toml "
+        f"file. Did you mean {_nearest(what, known)!r}?"
+    )
+
+
+def _words_of(name: str) -> list[str]:
+    """Return the words and numbers of a model's name, so that spellings of one name are equal.
+
+    The owner ("meta-llama/") is left out, and so are words that do not change the shape ("-Instruct").
+    """
+    words = re.findall(r"[a-z]+|\d+(?:\.\d+)?", name.lower().rpartition("/")[2])
+    return [word for word in words if word not in _published()["ignored"]]
+
+
+def _nearest(what: str, known: Iterable[str]) -> str:
+    spelled = {" ".join(_words_of(name)): name for name in known}
+    return spelled[difflib.get_close_matches(" ".join(_words_of(what)), list(spelled), n=1, cutoff=0.0)[0]]
+
+
+@cache
+def _published() -> dict[str, Any]:
+    return tomllib.loads(files("towpath.planner").joinpath("models.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,162 @@
+"""The clock of a simulation: activities that run at the same time share links and processors.
+
+Nothing queues for a resource. Each activity that needs it gets an even share. What one cannot use, the others get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+_TINY = 1e-12  # of a demand: the rounding error that may be left when it is over
+_ROUNDS = 4  # fifty rounds change no rate by a thousandth (tests/unit/test_sim.py)
+
+
+@dataclass(slots=True, eq=False)
+class Demand:
+    """An activity, such as a computation or a phase of a transfer, and what it needs.
+
+    It takes at least `seconds`, and `busy_seconds` more while another demand has all processors that carry messages.
+    `keeps_busy` is the share of those processors that it has itself. `left` and `rate` are shares of the activity.
+    """
+
+    seconds: float
+    needs: Mapping[str, float]
+    busy_seconds: float = 0.0
+    keeps_busy: float = 0.0
+    left: float = 1.0
+    rate: float = 0.0
+    signature: tuple[object, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.signature = (self.seconds, self.busy_seconds, self.keeps_busy, *self.needs.items())
+
+
+class BandwidthModel:
+    """Shares resources among demands and moves the time forward. `capacities` are amounts per second."""
+
+    def __init__(self, capacities: Mapping[str, float]) -> None:
+        self._capacities = dict(capacities)
+        self.demands: list[Demand] = []
+        self.now = 0.0
+        self._rates_are_set = True
+        self._rates: dict[tuple[object, ...], list[float]] = {}  # of demands that ran together before
+
+    def alone(self, needs: Mapping[str, float]) -> float:
+        """Return the seconds that these needs take if nothing else runs."""
+        return max((amount / self._capacities[name] for name, amount in needs.items() if amount), default=0.0)
+
+    def start(self, demand: Demand) -> None:
+        """Add a demand."""
+        self.demands.append(demand)
+        self._rates_are_set = False
+
+    def advance(self) -> list[Demand]:
+        """Move the time to the next end of a demand, and return the demands that end then."""
+        if not self._rates_are_set:
+            self.set_rates()
+        seconds = min(d.left / d.rate for d in self.demands)
+        self.now += seconds
+        ended: list[Demand] = []
+        for demand in self.demands:
+            demand.left -= seconds * demand.rate
+            if demand.left <= _TINY:
+                ended.append(demand)
+        self.demands = [demand for demand in self.demands if demand not in ended]
+        self._rates_are_set = False
+        return ended
+
+    def set_rates(self) -> None:
+        """Give every demand its rate."""
+        together = tuple(demand.signature for demand in self.demands)
+        if together not in self._rates:
+            self._rates[together] = self._computed_rates()
+        for demand, rate in zip(self.demands, self._rates[together], strict=True):
+            demand.rate = rate
+        self._rates_are_set = True
+
+    def _computed_rates(self) -> list[float]:
+        # What a demand wants of one resource depends on how fast the other resources let it run. The loop visits all
+        # resources several times until the rates no longer change.
+        busy = max((demand.keeps_busy for demand in self.demands), default=0.0)
+        limits = {demand: {"": 1 / (demand.seconds + busy * demand.busy_seconds)} for demand in self.demands}
+        users = {name: [d for d in self.demands if d.needs.get(name)] for name in self._capacities}
+        shared = {name: found for name, found in users.items() if found}
+        for number in range(_ROUNDS):
+            for name, found in shared.items():
+                wants = {demand: demand.needs[name] * _limit(limits[demand], but=name) for demand in found}
+                for demand, share in _shares(self._capacities[name], wants).items():
+                    # Before the last round, a demand may still come to want more than it does now.
+                    given = share if number < _ROUNDS - 1 else min(share, wants[demand])
+                    limits[demand][name] = given / demand.needs[name]
+        return [_limit(limits[demand]) for demand in self.demands]
+
+
+def _limit(limits: Mapping[str, float], but: str | None = None) -> float:
+    return min(limit for name, limit in limits.items() if name != but)
+
+
+def _shares(capacity: float, wants: Mapping[Demand, float]) -> dict[Demand, float]:
+    """Return the most that each demand may have: an even share, and an even share of what others leave of theirs."""
+    shares: dict[Demand, float] = {}
+    left, count = capacity, len(wants)
+    for demand, want in sorted(wants.items(), key=lambda item: item[1]):
+        shares[demand] = left / count
+        left, count = left - min(want, shares[demand]), count - 1
+    return shares
+
+
+class Awaited(Protocol):
+    """Something that a simulated thread can wait for."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        ...
+
+
+# A simulated thread yields what it computes and what it waits for.
+Thread = Iterator[Demand | Awaited]
+
+
+class Carrier(Protocol):
+    """Runs the transfers that threads have submitted, as demands."""
+
+    def start_ready(self) -> None:
+        """Start every transfer that is ready."""
+        ...
+
+    def on_end(self, demand: Demand) -> bool:
+        """Handle the end of a demand, and return whether it belonged to this carrier."""
+        ...
+
+
+def run_threads(model: BandwidthModel, threads: Sequence[Thread], carriers: Sequence[Carrier]) -> None:
+    """Run all threads to their end. Transfers that are not over by then are dropped."""
+    current = [_next(model, thread) for thread in threads]
+    while any(what is not None for what in current):
+        for carrier in carriers:
+            carrier.start_ready()
+        continued = False
+        for number, what in enumerate(current):
+            if what is not None and not isinstance(what, Demand) and what.ended:
+                current[number], continued = _next(model, threads[number]), True
+        if continued:
+            continue
+        assert model.demands, f"the replay stands still: threads wait for {[w for w in current if w is not None]}"
+        for ended in model.advance():
+            if not any(carrier.on_end(ended) for carrier in carriers):
+                number = current.index(ended)
+                current[number] = _next(model, threads[number])
+
+
+def _next(model: BandwidthModel, thread: Thread) -> Demand | Awaited | None:
+    """Return the thread's next computation, or the next thing that has not ended. None means the thread is over."""
+    for what in thread:
+        if isinstance(what, Demand):
+            model.start(what)
+            return what
+        if not what.ended:
+            return what
+    return None

@@ -1,0 +1,207 @@
+"""The checkpoints of a training run: where it resumes, when it saves, and what it prints about both."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from towpath import checkpoint
+from towpath.checkpoint import folders
+from towpath.checkpoint.manifest import NAME as MANIFEST
+from towpath.errors import CheckpointError, ConfigError, TrainError
+from towpath.train.config import Config
+from towpath.train.job import Job
+from towpath.train.models.bundle import ModelBundle
+from towpath.train.optimizers import LossScale
+
+# Options of the optimizer for which the current configuration counts, and not the one of the checkpoint.
+_CONFIGURED_OPTIONS = ("betas", "eps", "weight_decay", "momentum")
+
+# If the run fails, seconds to wait for the checkpoint that is being written. It needs no other rank.
+_PATIENCE_SECONDS = 60.0
+_PAUSE_SECONDS = 0.01
+
+
+@dataclass(slots=True)
+class TrainState:
+    """The position of a run: what a checkpoint holds in addition to the model and the optimizer."""
+
+    loss_scale: LossScale
+    order: dict[str, Any]  # everything that decides which sample has which number
+    step: int = 0  # optimizer steps so far
+    samples: int = 0  # samples that all ranks together have read
+    skipped: int = 0  # the last steps in a row whose gradient was not finite
+    reordered: tuple[str, ...] = ()  # the entries of `order` that differ from those of the checkpoint
+    stop_signal: int = 0  # the signal by which a rank was stopped, or 0. All ranks have the same value
+    save_wanted: bool = False  # whether the clock of this rank says that it is time to save
+    save_due: bool = False  # whether that was so on any rank before this step. All ranks have the same value
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        counts = {"steps": self.step, "samples": self.samples, "skipped": self.skipped}
+        return {**counts, "order": self.order, "loss_scale": self.loss_scale.state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the position from a checkpoint, and find what of the order has changed."""
+        counts = [state_dict[key] for key in ("steps", "samples", "skipped")]
+        if any(type(count) is not int or count < 0 for count in counts):
+            raise ValueError(f"steps, samples and skipped are {counts}; expected counts")
+        self.step, self.samples, self.skipped = counts
+        self.loss_scale.restore(state_dict.get("loss_scale", self.loss_scale.state()))
+        before = state_dict.get("order", self.order)
+        self.reordered = tuple(what for what, value in self.order.items() if before.get(what) != value)
+
+
+def will_resume(config: Config, job: Job) -> bool:
+    """Return whether there is a checkpoint to resume from. Then the model needs no initial values."""
+    source = _source(config)
+    found = source is not None and (checkpoint.latest(source, quiet=True) is not None or (source / MANIFEST).exists())
+    return all(job.groups.gather_objects(found))
+
+
+def _folder(config: Config) -> Path:
+    return Path(config.checkpoint.folder or Path(config.log.folder, folders.IN_RUN))
+
+
+def _source(config: Config) -> Path | None:
+    """Return the folder or checkpoint to resume from. The run's own folder is returned under one spelling only."""
+    resume, own = config.checkpoint.resume, _folder(config)
+    if resume == "off":
+        return None
+    source = own if resume == "auto" else folders.search_folder(Path(resume))
+    return own if source.resolve() == own.resolve() else source
+
+
+class CheckpointManager:
+    """Resumes a run, and saves it. Use it as a context around the steps, which also saves the last state.
+
+    Every rank must create it and make the same calls.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        job: Job,
+        state: TrainState,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        bundle: ModelBundle,
+    ) -> None:
+        options = config.checkpoint
+        self._folder, self._source = _folder(config), _source(config)
+        self._every, self._seconds, self._steps = options.every, 60 * options.every_minutes, config.train.steps
+        self._job, self._state, self._optimizer = job, state, optimizer
+        self._rank = job.rank  # kept, because the process group may be lost when it is printed
+        self._contents = checkpoint.State(
+            model, optimizer, config=bundle.config_json, names=bundle.names, training=state
+        )
+        self._saver = checkpoint.Saver(
+            self._folder,
+            self._contents,
+            keep_last=options.keep or None,
+            keep_every=options.keep_every or None,
+            background=options.background,
+        )
+        if self._source != self._folder:
+            with self._job.fail_together():
+                self._set_aside()
+        self._saved: int | None = None  # the step that is saved, or being saved
+        self._saving: checkpoint.Saving | None = None
+        self._since = monotonic()  # the time of the last save, or of the beginning
+
+    def _set_aside(self) -> None:
+        """Move away the checkpoints that this run does not resume from. A later "auto" would take them for newer."""
+        inside = self._source and self._source.parent.resolve() == self._folder.resolve()
+        begin = folders.step_of(self._source) if self._source and inside else -1
+        others = [path for path in folders.checkpoints(self._folder) if folders.step_of(path) > begin]
+        if self._rank or not others:
+            return
+        candidates = (self._folder.with_name(f"{self._folder.name}.{n}") for n in itertools.count(1))
+        target = next(path for path in candidates if not path.exists())
+        try:
+            target.mkdir()
+            for path in others:
+                path.rename(target / path.name)
+        except OSError as error:
+            raise ConfigError(f"checkpoint.folder: cannot move {self._folder} aside: {error.strerror}.") from None
+        self._job.print_once(
+            f"note: {len(others)} checkpoints of another run were in {self._folder}; they are in {target} now"
+        )
+
+    def __enter__(self) -> CheckpointManager:
+        if self._source is not None:
+            self._resume(self._source)
+        return self
+
+    def _resume(self, source: Path) -> None:
+        groups, state = self._optimizer.param_groups, self._state
+        configured = [{key: group[key] for key in _CONFIGURED_OPTIONS if key in group} for group in groups]
+        loaded = checkpoint.load(source, self._contents)
+        for group, options in zip(groups, configured, strict=True):
+            group.update(options)
+        if loaded is None:
+            if source != self._folder:
+                raise ConfigError(f"checkpoint.resume = '{source}': expected a checkpoint, or a folder of some.")
+            return
+        for note in loaded.notes:
+            self._job.print_once(f"note: {note}")
+        if changed := " and ".join(state.reordered):
+            self._job.print_once(
+                f"note: {changed} changed since the checkpoint was written: the numbers of samples go on, but they are "
+                "other samples, and some may come again"
+            )
+        left = self._steps - state.step
+        todo = f"{left} to go" if left > 0 else f"none is left of train.steps = {self._steps}"
+        self._job.print_once(f"resumed from {loaded.path}: {state.step} steps are done, {todo}")
+        if source == self._folder:
+            self._saved = loaded.step
+
+    def after_step(self) -> None:
+        """Save, if it is time to. Call it after each step."""
+        state = self._state
+        if state.step % self._every == 0 if self._every else state.save_due:
+            self._save()
+        # The clocks of the ranks differ. They exchange this flag in the next step, and all save after it.
+        state.save_wanted = 0 < self._seconds <= monotonic() - self._since
+
+    def _save(self) -> None:
+        try:
+            self._saving = self._saver.save(self._state.step)
+        except CheckpointError as error:  # another job writes to the folder
+            raise TrainError(str(error)) from None
+        self._saved = self._state.step
+        self._since = monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        step = self._state.step
+        if error is not None:
+            if isinstance(error, Exception):  # not a second signal, which ends the process at once
+                # The thread that writes the checkpoint would end with the process.
+                until = monotonic() + _PATIENCE_SECONDS
+                while self._saving is not None and not self._saving.done and monotonic() < until:
+                    time.sleep(_PAUSE_SECONDS)
+            # Saving needs all ranks. Each prints this, because it is not known which ranks are alive.
+            if self._saved != step:
+                sys.stderr.write(f"rank {self._rank}: step {step} was not saved; {self._newest()}.\n")
+            return
+        if self._saved != step:
+            self._save()
+        outcome = self._saver.close()
+        if outcome is not None and not outcome.ok:
+            raise TrainError(f"the state after step {step} was not saved; {self._newest()}.")
+        if outcome is not None:
+            self._job.print_once(f"checkpoint: {outcome.path}")
+        if self._state.stop_signal and step < self._steps:
+            self._job.print_once(f"stopped after step {step}. The same command goes on from there.")
+
+    def _newest(self) -> str:
+        newest = checkpoint.latest(self._folder, quiet=True)
+        return "there is no checkpoint of this run" if newest is None else f"the same command goes on from {newest}"

@@ -1,1 +1,0 @@
-"""What one sees of a training run: metrics, the live line, traces, the summary, plots."""
