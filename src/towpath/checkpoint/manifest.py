@@ -51,8 +51,8 @@ from towpath.checkpoint.safe_open import (
     within,
     wrong,
 )
-from towpath.durable import sync_folder
 from towpath.errors import CheckpointError
+from towpath.files import sync_folder
 
 NAME = "manifest.json"
 FORMAT = "towpath checkpoint 1"

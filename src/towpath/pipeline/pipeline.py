@@ -56,7 +56,7 @@ from towpath.pipeline.traced import TracedStages
 from towpath.sharded_module import ShardedModule
 from towpath.topology.cluster import Topology
 from towpath.topology.groups import Groups, detect_shape
-from towpath.topology.noticeboard import StatusStore
+from towpath.topology.store import StatusStore
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -146,7 +146,7 @@ class Pipeline(Observable):
             self._sharded_modules, lambda step, accumulated: self.schedule(None, step, accumulated), changes, groups
         )
         self._accumulated = 0  # steps inside no_sync since the last boundary
-        self._noticeboard = _noticeboard(Groups(group))
+        self._status_store = _status_store(Groups(group))
         self._calls, self._walks = Calls(self._everyone), 0  # walks of the whole schedule, evaluations too
 
     def _stage(self, index: int, module: nn.Module, inputs: Tensors, outputs: Tensors, splits: bool) -> TowpathStage:
@@ -303,7 +303,7 @@ class Pipeline(Observable):
         """With what the other stages say by now: a rank that is gone says nothing."""
         ranks, own, count = dist.get_process_group_ranks(self._group), sorted(self.modules), len(self.owners)
         kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__}: "
-        said = self._noticeboard.meet(f"walk {self._walks}", f"{kind}{_first_line(error)}", _LAST_WORDS_SECONDS)
+        said = self._status_store.exchange(f"walk {self._walks}", f"{kind}{_first_line(error)}", _LAST_WORDS_SECONDS)
         lines: list[str] = []
         for place, rank in enumerate(ranks):
             stages = ", ".join(str(index) for index, owner in enumerate(self.owners) if owner == place)
@@ -464,7 +464,7 @@ def _alike(everyone: MeshRanks) -> Generator[list[str]]:
             raise ShardError(f"a stage cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _noticeboard(groups: Groups) -> StatusStore:
+def _status_store(groups: Groups) -> StatusStore:
     number: int = next(groups.shared("pipelines made", count_up))
     return StatusStore(f"{groups.name}/pipeline {number}", groups.rank, groups.world)
 

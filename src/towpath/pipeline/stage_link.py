@@ -11,7 +11,7 @@ from zlib import crc32
 
 import torch
 
-from towpath.codecs.kernels.dispatch import kernels_for
+from towpath.codecs.kernels import kernels_for
 from towpath.codecs.low_rank import columns_of, first_factor, orthonormal, with_unit_columns
 from towpath.core.formats import dtype_name, wide
 from towpath.core.transport import Transport, matrix_of
